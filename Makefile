@@ -60,7 +60,7 @@ mutants: .venv/installed-test
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .[mutants]
 	$(BIN)/python tests/mutants.py
 
-# Interrupts and damages runs; adds to chaos_cpu.json and writes build/chaos.md. As root, which can mount small disks.
+# Interrupts and damages runs; adds to chaos_cpu.json. As root, which can mount small disks.
 KILLS ?= 300
 SEED ?= 0
 chaos: .venv/installed-test

@@ -286,66 +286,19 @@ FOLDERS = {"manifests": _MANIFESTS, "shards": _SHARDS, "runs": _RUNS}
 
 # ---------------------------------------------------------------- commands
 
-_TO = "--out {work}/new"
-_PLAN = "alload plan --policy equal_tokens --m-mem 100 --ranks 2"
-READERS = {
-    "": (
-        *("train --data.folder {file}", "train --validation.share null --validation.folder {file}"),
-        *("alload data {file}", "alload data merge {data} {file} " + _TO),
-        "alload sample --checkpoint {file} --class 1 {size} " + _TO + ".png",
-        *("alload export --checkpoint {file} " + _TO, "alload report validation {file}"),
-        "alload lora export --checkpoint {file} " + _TO + ".safetensors",
-        *("alload report sparsity {file}", "alload calibrate --from-run {file} " + _TO + ".json"),
-        "alload prepare media {file} " + _TO,
-    ),
-    ".yaml": (
-        *("train --config {file}", _PLAN + " --workload wan-480p --config {file}"),
-        *("alload data {data} --config {file}", "alload parameters --config {file}"),
-        "alload calibrate --config {file} " + _TO + ".json",
-    ),
-    ".json": (
-        "train --planning.cost_model {file}",
-        _PLAN + " --workload wan-480p --cost-model {file}",
-    ),
-    ".jsonl": (
-        "alload sample --checkpoint {run} --list {file}",
-        "alload prepare media {file} " + _TO,
-    ),
-    ".csv": (_PLAN + " --manifest {file}", "alload prepare media {file} " + _TO),
-    ".parquet": (_PLAN + " --manifest {file}", "alload prepare media {file} " + _TO),
-    ".safetensors": (
-        "train --run.initial_weights {file}",
-        "alload sample --checkpoint {run} --class 1 {size} --lora {file} " + _TO + ".png",
-        "alload lora convert {file} --model {weights} " + _TO + ".safetensors",
-        "alload lora merge --model {weights} --lora {file} " + _TO,
-    ),
-    ".tar": ("alload prepare media {file} " + _TO,),
-    "manifests": (
-        *("train --data.folder {file}", "train --validation.share null --validation.folder {file}"),
-        *("alload data {file}", "alload data merge {data} {file} " + _TO),
-        _PLAN + " --manifest {file}",
-    ),
-    "shards": (
-        "train --data.folder {file}",
-        "train --validation.share null --validation.folder {file}",
-    ),
-    "runs": (
-        "alload sample --checkpoint {file} --class 1 {size} " + _TO + ".png",
-        "alload export --checkpoint {file} " + _TO,
-    ),
-    "media": ("alload prepare media {file} " + _TO,),
-}
-"""Commands by the suffix of the file that they read, or by the kind of the folder."""
 
+def reading(readers: dict[str, list[str]]) -> list[str]:
+    """Command lines that read the files and folders of `write_hostile`, once each.
 
-def reading() -> list[str]:
-    """Command lines that read the files and folders of `write_hostile`, once each."""
+    Args:
+      readers: commands by the suffix of the file that they read, or by the kind of the folder.
+    """
     files = {suffix: [*PLACES, *content] for suffix, content in CONTENTS.items()}
     files |= {kind: list(damages) for kind, damages in FOLDERS.items()} | {"media": list(_MEDIA)}
     return [
         command.replace("{file}", f"{{work}}/{_place(kind, name)}")
         for kind, names in files.items()
-        for command in READERS[kind]
+        for command in readers[kind]
         for name in names
     ]
 

@@ -7,226 +7,30 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import yaml
 from chaos_files import reading, write_hostile
 from chaos_runs import Campaign, errors_of
 
 PATIENCE = 300.0
 _SIZE = "--frames 1 --height 8 --width 8"
+_LISTED = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 
 def _wrong_values() -> list[str]:
     """Values that a key of the config cannot have."""
-    numbers = {
-        "run.steps": ("many", "0", "-5", "1.5", "[1]"),
-        "run.epochs": ("0", "-1", "soon"),
-        "run.seed": ("x", "1.5", "[]"),
-        "data.loader.threads": ("0", "-1", "two"),
-        "data.loader.processes": ("-1", "x"),
-        "data.loader.read_ahead": ("0", "none"),
-        "data.loader.max_bad_records": ("-1", "few"),
-        "planning.m_mem": ("0", "-1", "1", "many"),
-        "planning.micro_batches_per_step": ("0", "-2", "x"),
-        "planning.ranks": ("0", "-1", "x"),
-        "planning.policy": ("best", "''"),
-        "planning.ranks_mode": ("alone", "1"),
-        "planning.recalibrate": ("always",),
-        "planning.cost_model": ("missing.json", "{work}/text.txt", "{work}"),
-        "model.family": ("unet", "''"),
-        "model.dim": ("0", "-16", "wide", "15"),
-        "model.ffn_dim": ("0", "x"),
-        "model.num_heads": ("0", "3", "x"),
-        "model.num_layers": ("0", "-1", "x"),
-        "model.patch_size": ("[1,3,3]", "[1,4]", "[0,4,4]", "x"),
-        "model.in_channels": ("0", "3", "x"),
-        "model.num_classes": ("0", "2", "x"),
-        "model.remat": ("some", "1"),
-        "model.norm": ("fast",),
-        "model.dtype": ("float12",),
-        "objective.name": ("diffusion",),
-        "objective.condition_dropout": ("2", "-0.1", "x"),
-        "objective.given_first_frame": ("2", "x"),
-        "objective.weighting": ("pixel",),
-        "objective.noise_weighting": ("max_snr",),
-        "objective.min_snr_gamma": ("0", "-1"),
-        "parameters.trained": ("['(']", "[nothing_has_this_name]"),
-        "parameters.frozen": ("['(']",),
-        "optimizer.name": ("sgdw",),
-        "optimizer.learning_rate": ("fast", "-1"),
-        "optimizer.schedule": ("zigzag",),
-        "optimizer.warmup_steps": ("-1", "x"),
-        "optimizer.ema_decay": ("2", "x"),
-        "optimizer.clip_norm": ("0", "-1", "x"),
-        "optimizer.skip_above": ("0", "x"),
-        "optimizer.accumulate_dtype": ("int8",),
-        "mesh.data": ("0", "3", "x"),
-        "mesh.fsdp": ("0", "2", "-1"),
-        "mesh.tensor": ("2", "x"),
-        "mesh.context": ("2", "0"),
-        "cluster.coordinator": ("host", "host:99999", "host:x"),
-        "cluster.processes": ("0", "2"),
-        "cluster.process": ("0", "-1"),
-        "cluster.lost_after": ("0", "x"),
-        "checkpoint.every": ("0", "-1", "x"),
-        "checkpoint.minutes": ("0", "inf", "x"),
-        "checkpoint.keep": ("0", "x"),
-        "checkpoint.keep_every": ("0",),
-        "checkpoint.keep_best": ("0", "x"),
-        "validation.share": ("0", "1", "2", "x"),
-        "validation.every": ("0", "x"),
-        "validation.noise_levels": ("[]", "[2]", "x"),
-        "validation.max_samples": ("0", "x"),
-        "validation.folder": ("missing", "{work}"),
-        "sampling.every": ("0", "x"),
-        "sampling.steps": ("0", "x"),
-        "sampling.grids": ("[{frames: 1, height: 9, width: 8}]", "[{frames: 0}]", "x"),
-        "evaluators": ("[{name: beauty}]",),
-        "callbacks": ("[{name: coffee}]", "[{name: time_limit, minutes: -1}]", "[3]"),
-        "trackers": ("[{name: paper}]",),
-        "watchdog.step_factor": ("0", "-1", "x"),
-        "watchdog.step_seconds": ("0", "x"),
-        "watchdog.pause_seconds": ("-1",),
-        "data.folder": ("missing", "{work}", "{work}/text.txt"),
-        "data.source": ("{format: floppy}",),
-        "data.exclude": ("missing.txt", "{work}/text.txt", "{work}/all.txt", "{work}"),
-        "data.weights": ("[{path: nowhere, weight: 2}]", "[{path: '*', weight: -1}]"),
-        "run.initial_weights": ("missing", "{work}"),
-        "run.initial_lora": ("missing.safetensors",),
-        "run.status_when_stopped": ("x",),
-    }
     return [
-        f"train --{key} {shlex.quote(value)}" for key, values in numbers.items() for value in values
+        f"train --{key} {shlex.quote(value)}"
+        for key, values in _LISTED["values"].items()
+        for value in values
     ]
 
 
-FILES = [
-    "train --config {work}/missing.yaml",
-    "train --config {work}/empty.yaml",
-    "train --config {work}/text.txt",
-    "train --config {work}/list.yaml",
-    "train --config {work}/bytes.bin",
-    "train --config {work}/tag.yaml",
-    "train --config {work}/bomb.yaml",
-    "train --config {work}",
-    "train --run.folder {work}/text.txt",
-    "train --run.folder /proc/alload",
-    "train --run.step 5",
-    "train --optimizer.learning_rat 1",
-    "train --nonsense",
-    "train --model.class_path os.system",
-    "train nonsense",
-    "train --data.folder {work}/torn_manifest",
-    "train --data.folder {work}/text_manifest",
-    "train --data.folder {work}/no_shards",
-    "train --run.folder {work}/bad_metrics",
-    "train --run.folder {work}/bad_summary",
+INPUTS = [
+    *_LISTED["commands"],
+    *_wrong_values(),
+    *_LISTED["edges"],
+    *reading(_LISTED["readers"]),
 ]
-
-COMMANDS = [
-    "alload",
-    "alload paint",
-    "alload plan",
-    "alload plan --manifest missing",
-    "alload plan --manifest {work}/text.txt",
-    "alload plan --manifest {data} --m-mem 0",
-    "alload plan --manifest {data} --m-mem many",
-    "alload plan --manifest {data} --policy best",
-    "alload plan --manifest {data} --ranks 0",
-    "alload plan --manifest {data} --patch-size 1,3",
-    "alload plan --manifest {data} --device abacus",
-    "alload plan --workload unknown",
-    "alload plan --workload wan-480p --size 0",
-    "alload plan --workload wan-480p --memory-gb -1",
-    "alload plan --workload wan-480p --margin 2",
-    "alload plan --workload wan-480p --context 0",
-    "alload plan --workload wan-480p --cost-model missing.json",
-    "alload plan --workload wan-480p --weights nowhere=2",
-    "alload plan --config {work}/list.yaml",
-    "alload data",
-    "alload data missing",
-    "alload data {work}",
-    "alload data {work}/torn_manifest",
-    "alload data {data} --patch-size x",
-    "alload data merge {data} --out {data}",
-    "alload data merge {data} missing --out {work}/merged",
-    "alload sample --checkpoint missing --class 1 {size}",
-    "alload sample --checkpoint {run} --class 99 {size} --out {work}/a.png",
-    "alload sample --checkpoint {run} --class 1 --frames 1 --height 9 --width 8 --out {work}/a.png",
-    "alload sample --checkpoint {run} --class 1 --frames 0 --height 8 --width 8 --out {work}/a.png",
-    "alload sample --checkpoint {run} --class 1 {size} --out {work}/a.bmp",
-    "alload sample --checkpoint {run} --class 1 {size} --step 7777",
-    "alload sample --checkpoint {run} --class 1 {size} --steps 0",
-    "alload sample --checkpoint {run} --prompt words {size}",
-    "alload sample --checkpoint {run} --list {work}/text.txt --out {work}/drawn",
-    "alload sample --checkpoint {run} --list missing.jsonl --out {work}/drawn",
-    "alload sample --checkpoint {work} --class 1 {size}",
-    "alload export --checkpoint missing --out {work}/out",
-    "alload export --checkpoint {run} --out {data}",
-    "alload export --checkpoint {run} --out {work}/out --step 7777",
-    "alload export --checkpoint {run} --out {work}/out --dtype int8",
-    "alload parameters --config missing.yaml",
-    "alload parameters --config {work}/text.txt",
-    "alload calibrate --config missing.yaml --out {work}/cost.json",
-    "alload calibrate --from-run missing --out {work}/cost.json",
-    "alload calibrate --out {work}/cost.json",
-    "alload report",
-    "alload report validation missing",
-    "alload report sparsity {run}",
-    "alload bench",
-    "alload bench speed",
-    "alload bench kernel --nonsense",
-    "alload lora",
-    "alload lora export --checkpoint missing --out {work}/lora.safetensors",
-    "alload lora export --checkpoint {run} --out {work}/lora.safetensors",
-    "alload lora merge --nonsense",
-    "alload prepare",
-    "alload prepare digits",
-    "alload prepare media missing --out {work}/media",
-    "alload prepare media {work}/text.txt --out {work}/media",
-]
-
-_TOO_LARGE, _TOO_SMALL, _EDGE = str(2**63), str(-(2**63) - 1), str(2**63 - 2)
-_NO_NUMBERS = (".nan", ".inf", "1e999")
-
-
-def _edges() -> list[str]:
-    """Numbers at the edges of int64 and float64, and beyond."""
-    whole = ("run.steps", "run.seed", "model.dim", "planning.m_mem", "checkpoint.every")
-    wide = [
-        f"model.{name}" for name in ("dim", "ffn_dim", "num_heads", "num_layers", "num_classes")
-    ]
-    real = [
-        *("optimizer.learning_rate", "model.eps", "watchdog.step_factor", "cluster.lost_after"),
-        *("checkpoint.minutes", "objective.condition_dropout", "validation.share", "planning.p"),
-    ]
-    plan = {"--ranks": _EDGE, "--m-mem": _TOO_LARGE, "--policy fixed --rows": _TOO_LARGE}
-    plan |= {"--size": _EDGE, "--p": "nan", "--noise": "1e999", "--context": _EDGE}
-    plan |= {"--margin": "nan", "--density": "nan", "--link-bandwidth": "nan"}
-    sample = {"--seed": _TOO_LARGE, "--steps": _EDGE, "--batch": _EDGE, "--zoom": _EDGE}
-    sample |= {"--guidance": "nan", "--shift": "inf", "--fps": "nan", "--step": _TOO_LARGE}
-    sizes = ("--frames", "--height", "--width")
-    media = {"--fps": "1e999", "--workers": _EDGE, "--area": f"{_EDGE}p", "--max-enlarge": "nan"}
-    media |= {"--text-length": _TOO_LARGE, "--max-clips": "-1", "--stride-seconds": "inf"}
-    media_of = f"alload prepare media {{work}}/media/pixels.png {_NEW} --area 192p --workers 1"
-    planned = "alload plan --workload wan-480p --policy equal_tokens --ranks 2 --m-mem 100000"
-    drawn = "alload sample --checkpoint {run} --class 1 --out {work}/new.gif"
-    return [
-        *(f"train --{key} {value}" for key in whole for value in (_TOO_LARGE, _TOO_SMALL)),
-        *(f"train --{key} {_EDGE}" for key in wide),
-        *(f"train --{key} {value}" for key in real for value in _NO_NUMBERS),
-        *(f"{planned} {flag} {value}" for flag, value in plan.items()),
-        *(f"{drawn} {{size}} {flag} {value}" for flag, value in sample.items()),
-        *(f"{drawn} {{size}} {flag} {value}" for flag in sizes for value in (2**31, _TOO_LARGE)),
-        *(f"{drawn} --frames 1 --height 16384 --width {width}" for width in (16_384, 131_072)),
-        *(f"{media_of} {flag} {value}" for flag, value in media.items()),
-        f"train --sampling.grids '[{{frames: 1, height: {2**31}, width: 8}}]'",
-        f"alload data {{data}} --sheet {{work}}/new.png --samples {_EDGE}",
-        f"alload export --checkpoint {{run}} {_NEW} --step {_TOO_LARGE}",
-        "alload calibrate --config {work}/text.txt --out {work}/new.json --seconds nan",
-    ]
-
-
-_NEW = "--out {work}/new"
-INPUTS = [*FILES, *COMMANDS, *_wrong_values(), *_edges(), *reading()]
 """Command lines; {work}, {data}, {run}, {weights} are folders, {size} is that of a sample."""
 
 

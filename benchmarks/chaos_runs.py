@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import yaml
 from chaos_phases import Aim, read_marker, read_seconds
 from chaos_starts import Started, Starter
 from safetensors.numpy import load_file
@@ -31,7 +32,7 @@ from alload_jax.training.checkpoint_files import damage
 from alload_jax.training.run_files import is_validation
 
 EVERY, STEPS = 4, 60
-_VALIDATE, _SAMPLE = 9, 13
+"""Steps between checkpoints, as in chaos_runs.yaml, and of a run."""
 COMPUTED = ("step", "epoch", "loss", "grad_norm", "samples", "skipped", "tokens", "learning_rate")
 PATIENCE = 240.0
 _LONGEST_LINES = 8192
@@ -39,20 +40,6 @@ LOST_AFTER = 20.0
 _RESTORE = 0.2
 """Seconds of a restore, which runs that are never stopped have none of."""
 _Sections = dict[str, Json]
-_TINY = {"dim": 16, "ffn_dim": 16, "num_heads": 2, "num_layers": 1, "freq_dim": 8}
-_SHAPE = {"dim": 24, "ffn_dim": 32, "num_heads": 2, "num_layers": 2, "freq_dim": 8}
-_OF_TEXT: _Sections = {
-    "model": _SHAPE | {"in_channels": 4, "text": {"dim": 8, "length": 12}},
-    "data": {"folder": "texts"},
-}
-_PROMPT = {"prompt": "a cat", "frames": 1, "height": 4, "width": 4}
-_GRID = {"frames": 1, "height": 8, "width": 8, "rows": 1}
-_DRAWN = {"every": _SAMPLE, "steps": 2}
-_CLASSES: _Sections = {
-    "model": _TINY | {"patch_size": [1, 4, 4]},
-    "data": {"folder": "digits"},
-    "sampling": _DRAWN | {"grids": [_GRID]},
-}
 
 
 class Variant(NamedTuple):
@@ -71,39 +58,13 @@ class Variant(NamedTuple):
 
 _FULL = "packed rows, loader processes"
 """Trains all of the model of text, of which another trains adapters."""
+_GIVEN = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+_BASE: _Sections = _GIVEN["base"]
 VARIANTS = {
-    "classes": Variant(_CLASSES),
-    "LoRA": Variant(
-        _OF_TEXT
-        | {
-            "run": {"seed": 3, "initial_weights": "weights"},
-            "model": _OF_TEXT["model"] | {"lora": {"rank": 2}},
-            "sampling": _DRAWN | {"prompts": [_PROMPT]},
-        },
-        export=("lora", "export", "--out", "lora.safetensors"),
-    ),
-    _FULL: Variant(
-        _OF_TEXT
-        | {
-            "run": {"seed": 5},
-            "planning": {"policy": "balanced", "m_mem": 48},
-            "data": {"folder": "texts", "loader": {"processes": 2}},
-            "sampling": _DRAWN | {"prompts": [_PROMPT]},
-        },
-        export=("export", "--out", "weights"),
-    ),
-    "keep_best, clips": Variant(
-        _CLASSES
-        | {
-            "run": {"seed": 7},
-            "checkpoint": {"keep_best": 2},
-            "data": {"folder": "clips"},
-            "model": _TINY | {"num_layers": 3, "patch_size": [1, 4, 4]},
-        }
-    ),
-    "several processes": Variant(
-        _CLASSES | {"data": {"folder": "digits", "loader": {"processes": 1}}}, (1, 2, 4)
-    ),
+    name: Variant(
+        fields["sections"], tuple(fields.get("processes", (1,))), tuple(fields.get("export", ()))
+    )
+    for name, fields in _GIVEN["variants"].items()
 }
 
 
@@ -156,13 +117,8 @@ class Campaign:
         return self.folder / f"{_file_name(variant)}.yaml"
 
     def _settings(self, variant: Variant) -> Json:
-        config: _Sections = {
-            "run": {"steps": self.steps, "compilation_cache": str(self.folder / "compiled")},
-            "planning": {"m_mem": 40, "micro_batches_per_step": 2, "ranks": 4},
-            "optimizer": {"learning_rate": 0.01, "warmup_steps": 2, "final_fraction": 1.0},
-            "checkpoint": {"every": EVERY},
-            "validation": {"share": 0.1, "every": _VALIDATE},
-        }
+        config: _Sections = {name: dict(values) for name, values in _BASE.items()}
+        config["run"] |= {"steps": self.steps, "compilation_cache": str(self.folder / "compiled")}
         for section, values in variant.sections.items():
             config[section] = config.get(section, {}) | values
         for section, key in (("data", "folder"), ("run", "initial_weights")):
@@ -201,7 +157,7 @@ class Campaign:
             for each in (first, name):
                 shutil.rmtree(self.folder / each, ignore_errors=True)
                 (run,) = self.start(each, variant)
-                if status := run.wait(PATIENCE):
+                if (status := run.wait(PATIENCE)) != 0:
                     raise RuntimeError(f"a run that is never stopped: {status}, {run.stderr}")
                 self._export(each, variant)
             if faults := differences(folder, self.folder / first, exact=True):
@@ -277,7 +233,7 @@ class Campaign:
         flags = [*words, str(folder / "exported" / out), "--checkpoint", str(folder)]
         (folder / "exported").mkdir()
         run = self.starter.start("alload", flags)
-        if status := run.wait(PATIENCE):
+        if (status := run.wait(PATIENCE)) != 0:
             raise RuntimeError(f"alload {' '.join(flags)}: {status}, {run.stderr}")
 
 

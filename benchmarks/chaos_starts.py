@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,14 +63,10 @@ class Started:
             time.sleep(_POLL_SECONDS)
         return False
 
-    def signal(self, number: int) -> None:
-        """Sends a signal, unless the program has ended."""
-        if self.status() is None:
-            os.kill(self.pid, number)
-
     def kill(self) -> None:
-        """Kills it and waits for its end."""
-        self.signal(signal.SIGKILL)
+        """Kills it, unless it has ended, and waits for its end."""
+        if self.status() is None:
+            os.kill(self.pid, signal.SIGKILL)
         self.wait(60)
 
     def wait_for_children(self, seconds: float) -> int:
@@ -103,19 +99,12 @@ class Starter:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([*_PRELOADED, "chaos_starts"])
 
-    def start(
-        self,
-        program: str,
-        arguments: Sequence[str],
-        environment: Mapping[str, str] | None = None,
-        aim: Aim | None = None,
-    ) -> Started:
+    def start(self, program: str, arguments: Sequence[str], aim: Aim | None = None) -> Started:
         """Starts a program of `PROGRAMS`.
 
         Args:
           program: its name.
           arguments: its command line.
-          environment: variables to set.
           aim: where a run of `train` interrupts itself.
         """
         self._count += 1
@@ -125,7 +114,7 @@ class Starter:
         out.with_suffix(".phases").unlink(missing_ok=True)  # of an earlier campaign
         process = self._context.Process(
             target=_enter,
-            args=(program, tuple(arguments), dict(environment or {}), str(out), aim and tuple(aim)),
+            args=(program, tuple(arguments), str(out), aim and tuple(aim)),
         )
         process.start()
         return Started(process, out)
@@ -141,16 +130,9 @@ def _group(pid: int) -> list[int]:
     return found
 
 
-def _enter(
-    program: str,
-    arguments: tuple[str, ...],
-    environment: dict[str, str],
-    out: str,
-    aim: tuple[Any, ...] | None,
-) -> None:
+def _enter(program: str, arguments: tuple[str, ...], out: str, aim: tuple[Any, ...] | None) -> None:
     """Becomes the program, in a forked process with a group of its own."""
     os.setpgid(0, 0)
-    os.environ.update(environment)
     os.chdir(Path(out).parents[1])
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

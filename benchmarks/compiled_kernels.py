@@ -27,6 +27,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from alload_jax.bench.harness import benchmark_parser
 from alload_jax.errors import run_command
+from alload_jax.files import Json
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
 from pallas_kernels import op
 from pallas_kernels.bias_gelu import api as gelu_operands
@@ -142,7 +143,7 @@ def mosaic_cases() -> Iterator[Case]:
             yield Case(*which, way.groups * _WARPS, way.per_core, call, shapes)
 
 
-def compiled_case(case: Case, device: Any) -> dict[str, Any]:
+def compiled_case(case: Case, device: Any) -> Json:
     """Registers of a thread, and bytes that it spills."""
     everywhere = NamedSharding(make_mesh(MeshConfig(), [device]), PartitionSpec())
     shapes = jax.tree.map(
@@ -158,12 +159,8 @@ def compiled_case(case: Case, device: Any) -> dict[str, Any]:
     registers = int(re.findall(r"Used (\d+) registers", words)[0])
     spilled = int(re.findall(r"(\d+) bytes spill stores", words)[0])
     held = registers * _THREADS * case.warps * case.per_core
-    return {
-        "kernel": case.kernel,
-        "dim": case.dim,
-        "variant": case.variant,
-        "warps": case.warps,
-        "per_core": case.per_core,
+    fields = ("kernel", "dim", "variant", "warps", "per_core")
+    return {name: getattr(case, name) for name in fields} | {
         "registers": registers,
         "spilled_bytes": spilled,
         "fit": held <= _REGISTERS,
@@ -189,19 +186,16 @@ def ptxas(path: str) -> str:
     return subprocess.run(given, capture_output=True, text=True, check=True).stderr
 
 
+def rows(devices: list[Any]) -> Iterator[Json]:
+    """What the JSON says of each case."""
+    for case in (*gelu_cases(), *rotary_cases(), *norm_cases(), *mosaic_cases()):
+        yield compiled_case(case, devices[0])
+
+
 def main(argv: list[str]) -> int:
     """Compiles all cases and writes the result."""
     options = benchmark_parser(__doc__, "compiled_kernels.json").parse_args(argv)
-    gpu_target.require_no_backend_but_cpu()
-    device = gpu_target.device("h200")
-    record = gpu_target.record_for(device, options.out, "nvidia-cuda-nvcc-cu12")
-    for case in (*gelu_cases(), *rotary_cases(), *norm_cases(), *mosaic_cases()):
-        row = compiled_case(case, device)
-        record.add(row)
-        words = f"{row['registers']} registers, {row['spilled_bytes']} bytes spilled"
-        words += "" if row["fit"] else f"; {case.per_core} programs do not fit at the same time"
-        print(f"{case.kernel} {case.dim}, {case.variant}: {words}", flush=True)
-    return 0
+    return gpu_target.record(options.out, rows, "nvidia-cuda-nvcc-cu12")
 
 
 if __name__ == "__main__":

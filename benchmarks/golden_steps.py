@@ -24,58 +24,7 @@ import yaml
 
 ROOT = Path(__file__).parents[1]
 STEPS = 3
-_MIX = [[1, 8, 8, 40], [1, 8, 16, 24], [5, 8, 8, 16], [9, 16, 16, 8], [17, 16, 16, 8]]
-_BASE: dict[str, Any] = {
-    "run": {"steps": STEPS, "seed": 7},
-    "data": {"dataset": {"name": "digits", "mix": _MIX}},
-    "planning": {"policy": "dual_constraint", "m_mem": 320},
-    "model": {
-        "in_channels": 4,
-        "dim": 32,
-        "ffn_dim": 64,
-        "num_heads": 4,
-        "num_layers": 2,
-        "patch_size": [1, 4, 4],
-    },
-    "optimizer": {"learning_rate": 1.0e-3, "warmup_steps": 1, "ema_decay": 0.9},
-    "checkpoint": {"every": STEPS},
-    "sampling": {"prompts": []},
-}
-_SPARSE = {
-    "selector": "predictor",
-    "min_tokens": 64,
-    "profile_every": 1,
-    "sparse_profile_every": 2,
-    "profile_blocks": 2,
-    "dense_steps": 1,
-    "min_sparsity": 0.0,
-    "min_recall": 0.0,
-    "max_density": 1.0,
-    "capacities": [0.5],
-    "anneal_steps": 1,
-}
-_WIDE = {"dim": 96, "ffn_dim": 128}
-RUNS: dict[str, dict[str, Any]] = {
-    "bucketed": {},
-    "independent ranks": {"planning": {"policy": "sorted", "ranks_mode": "independent"}},
-    "packed": {"planning": {"policy": "balanced"}},
-    "packed greedily": {"planning": {"policy": "first_fit"}},
-    "split": {"planning": {"policy": "balanced"}, "mesh": {"context": 2}},
-    "tensor and fsdp": {"mesh": {"tensor": 2, "fsdp": 2}},
-    "recomputed": {"model": {"remat": "full"}},
-    "LoRA": {"model": {"lora": {"rank": 2}}},
-    "sparse": {
-        "planning": {"m_mem": 640},
-        "model": {"sparse_attention": _SPARSE, "patch_size": [1, 2, 2]},
-    },
-    "MMDiT": {"model": {"family": "hunyuan_video"}},
-    "MMDiT, packed": {"model": {"family": "hunyuan_video"}, "planning": {"policy": "balanced"}},
-    "8-bit": {"model": _WIDE, "optimizer": {"name": "adamw8bit", "ema_decay": None}},
-    "muon": {"model": _WIDE, "optimizer": {"name": "muon"}},
-    "bfloat16 sums": {"optimizer": {"accumulate_dtype": "bfloat16"}},
-    "mean of a step": {"optimizer": {"gradient_mean": "step"}},
-}
-"""What each changes in the sections of the base."""
+GIVEN: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 WORKLOADS = ("wan-480p", "mixed-resolution", "long-video-V40")
 POLICIES = ("auto", "equal_tokens", "sorted", "dual_constraint", "first_fit", "balanced")
 PLANS: dict[str, list[str]] = {
@@ -88,14 +37,7 @@ PLANS: dict[str, list[str]] = {
 } | {
     f"{workload} {name}": ["--workload", workload, "--size", "1000", "--ranks", "8", *flags]
     for workload in WORKLOADS
-    for name, flags in {
-        "context": ["--policy", "balanced", "--context", "auto"],
-        "fixed": ["--policy", "fixed", "--rows", "1"],
-        "independent": ["--policy", "sorted", "--ranks-mode", "independent"],
-        "epochs": ["--policy", "balanced", "--epochs", "3"],
-        "sparse": ["--policy", "balanced", "--sparse-layers", "0.5", "--density", "0.1"],
-        "mmdit": ["--model", "hunyuan-video-1.5", "--m-mem", "76000"],
-    }.items()
+    for name, flags in GIVEN["plans"].items()
 }
 
 
@@ -113,7 +55,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         digests: dict[str, Any] = {
             **{f"plan {name}": (_plan, flags) for name, flags in PLANS.items()},
-            **{f"run {name}": (_run, changed) for name, changed in RUNS.items()},
+            **{f"run {name}": (_run, changed) for name, changed in GIVEN["runs"].items()},
         }
         for name, (digest, what) in digests.items():
             if options.only and options.only not in name:
@@ -121,12 +63,7 @@ def main() -> int:
             found[name] = digest(what, Path(folder))
             same = not earlier or earlier.get(name) == found[name]
             differing += [] if same else [name]
-            print(
-                name,
-                "" if earlier else str(found[name])[:60],
-                "" if same else "DIFFERS",
-                flush=True,
-            )
+            print(name, str(found[name])[:60], "" if same else "DIFFERS", flush=True)
     if options.record:
         options.record.write_text(json.dumps(found, indent=1) + "\n")
     if differing:
@@ -146,7 +83,7 @@ def _run(changed: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Losses, gradient norms and the sorted digests of all arrays of the checkpoint."""
     import orbax.checkpoint as ocp
 
-    config = {name: dict(section) for name, section in _BASE.items()}
+    config = {name: dict(section) for name, section in GIVEN["base"].items()}
     for name, section in changed.items():
         config[name] = config.get(name, {}) | section
     run = Path(tempfile.mkdtemp(dir=folder))

@@ -10,7 +10,7 @@ request 33542.)
 import contextlib
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -22,6 +22,8 @@ from jax.sharding import Mesh
 
 from alload_jax.bench.harness import Record
 from alload_jax.errors import InputError
+from alload_jax.files import Json
+from alload_jax.sharding.host_memory import set_xla_flags
 from alload_jax.sharding.mesh import batch_sharding, replicated
 from alload_jax.training.state import TrainingSpec, TrainState, abstract_state
 from alload_jax.training.step import accumulator_shardings, make_accumulate, zero_accumulator
@@ -30,39 +32,32 @@ from pallas_kernels import devices
 
 _TEXT = 512
 """Tokens of a text."""
-_HOPPER = """
-gpu_device_info {{
+_H200 = """
+gpu_device_info {
   threads_per_block_limit: 1024
   threads_per_warp: 32
   shared_memory_per_block: 49152
   shared_memory_per_core: 233472
   threads_per_core_limit: 2048
-  core_count: {cores}
+  core_count: 132
   fpus_per_core: 128
   block_dim_limit_x: 2147483647
   block_dim_limit_y: 65535
   block_dim_limit_z: 65535
-  memory_bandwidth: {bandwidth}
+  memory_bandwidth: 4800000000000
   l2_cache_size: 52428800
   clock_rate_ghz: 1.98
-  device_memory_size: {memory}
+  device_memory_size: 150754820096
   shared_memory_per_block_optin: 232448
-  cuda_compute_capability {{ major: 9 }}
+  cuda_compute_capability { major: 9 }
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
-}}
-platform_name: "CUDA"
-dnn_version_info {{ major: 9 minor: 10 }}
-runtime_version {{ major: 12 minor: 9 patch: 0 }}
-device_description_str: "{kind}"
-"""
-CORES = 132
-"""Multiprocessors."""
-KINDS = {
-    "h200": ("NVIDIA H200", 4_800_000_000_000, 150_754_820_096),
-    "h100": ("NVIDIA H100 80GB HBM3", 3_352_320_000_000, 84_929_347_584),
 }
-"""By name: the kind of device, bytes a second of its memory, and its bytes."""
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 }
+runtime_version { major: 12 minor: 9 patch: 0 }
+device_description_str: "NVIDIA H200"
+"""
 FLAGS = "--xla_gpu_autotune_level=0"
 """Of XLA, beside those of training: nothing can be measured."""
 
@@ -77,23 +72,16 @@ def require_no_backend_but_cpu() -> None:
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
 
 
-def device(name: str) -> Any:
-    """A device of `KINDS` that is not there; see `devices_of_host`."""
-    return devices_of_host(name, 1)[0]
-
-
-def devices_of_host(name: str, count: int) -> list[Any]:
-    """Devices of `KINDS`, of one host, that are not there, for meshes of programs to compile.
+def devices_of_host(count: int) -> list[Any]:
+    """H200s of one host that are not there, for meshes of programs to compile.
 
     Raises:
       InputError: JAX's CUDA plugin is not installed.
     """
     if importlib.util.find_spec("jax_cuda12_plugin") is None:
         raise InputError('JAX\'s CUDA plugin is missing; pip install "jax[cuda12]"')
-    kind, bandwidth, memory = KINDS[name]
-    config = _HOPPER.format(cores=CORES, kind=kind, bandwidth=bandwidth, memory=memory)
     found = topologies.get_topology_desc(
-        platform="cuda", target_config=config, topology=f"1x1x{count}"
+        platform="cuda", target_config=_H200, topology=f"1x1x{count}"
     )
     return list(found.devices)
 
@@ -105,7 +93,7 @@ def traced_for(device: Any) -> Iterator[None]:
         platform="gpu",
         device_kind=device.device_kind,
         compute_capability="9.0",
-        core_count=CORES,
+        core_count=132,
     )
     with (
         mock.patch.object(jax, "default_backend", return_value="gpu"),
@@ -114,19 +102,26 @@ def traced_for(device: Any) -> Iterator[None]:
         yield
 
 
-def record_for(device: Any, out: str | Path, *packages: str, **content: Any) -> Record:
-    """The JSON of programs for such a device; fails here if it cannot be written.
+def record(
+    out: Path, rows: Callable[[list[Any]], Iterator[Json]], *packages: str, gpus: int = 1
+) -> int:
+    """Compiles cases, prints them and writes the JSON after each; the status of the program.
 
     Args:
-      device: that they compile for.
       out: the file.
+      rows: devices → what the JSON says of each case.
       packages: whose versions matter beside JAX's.
-      content: that it begins with.
+      gpus: devices that it compiles for.
     """
-    named = ("jax", "jaxlib", *packages, "jax-cuda12-plugin")
-    record = Record(out, named, compiled_for=device.device_kind, **content, cases=[])
-    record.write()
-    return record
+    require_no_backend_but_cpu()
+    set_xla_flags()
+    devices, named = devices_of_host(gpus), ("jax", "jaxlib", *packages, "jax-cuda12-plugin")
+    found = Record(out, named, compiled_for=devices[0].device_kind, cases=[])
+    found.write()  # or fails before it compiles
+    for row in rows(devices):
+        found.add(row)
+        print({name: value for name, value in row.items() if name != "moved"}, flush=True)
+    return 0
 
 
 def compiled(function: Any, *arguments: Any, **options: Any) -> Any:

@@ -8,7 +8,6 @@ Each run draws an example, a policy, a bound on tokens, a learning rate and a se
 Runs are added to those in the JSON; a number of a run always draws the same settings.
 """
 
-import argparse
 import json
 import random
 import shutil
@@ -20,10 +19,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from alload_jax.bench.harness import Record
+import yaml
+
+from alload_jax.bench.harness import Record, benchmark_parser
 
 ROOT = Path(__file__).parents[1]
-RESULT = ROOT / "benchmarks" / "results" / "healthy_runs_cpu.json"
 BUCKETED = ("sorted", "dual_constraint", "equal_tokens")
 PACKED = ("balanced", "first_fit")
 TOKENS: dict[str, tuple[int, ...]] = {
@@ -42,31 +42,21 @@ ALARMS = ("training may diverge", "training diverges", "bad_step.json")
 
 def main() -> None:
     """Runs what is missing of the number, and writes the JSON after each."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = benchmark_parser(__doc__, ROOT / "benchmarks" / "results" / "healthy_runs_cpu.json")
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--workers", type=int, default=2, help="runs at a time")
-    parser.add_argument("--result", type=Path, default=RESULT)
     options = parser.parse_args()
-    content: dict[str, Any] = {"runs": []}
-    if options.result.exists():
-        content = json.loads(options.result.read_text())
-    missing = range(len(content["runs"]), options.runs)
+    known = json.loads(options.out.read_text())["runs"] if options.out.exists() else []
+    record = Record(options.out, ("jax", "jaxlib", "flax", "optax"), runs=known)
+    missing = range(len(known), options.runs)
     with (
         tempfile.TemporaryDirectory() as folder,
         ThreadPoolExecutor(options.workers) as workers,
     ):
-        for run in workers.map(partial(finished, folder=Path(folder)), missing):
-            content["runs"].append(run)
-            alarms = sum(len(run["alarms"]) for run in content["runs"])
-            packages = ("jax", "jaxlib", "flax", "optax")
-            Record(options.result, packages, alarms=alarms, runs=content["runs"]).write()
-            print(len(content["runs"]), run, flush=True)
-
-
-def finished(number: int, folder: Path) -> dict[str, Any]:
-    """The settings of a run, and its alarms."""
-    settings = drawn(number)
-    return {**settings, "alarms": trained(settings, folder)}
+        for run in workers.map(partial(trained, folder=Path(folder)), missing):
+            record.content["alarms"] = sum(len(each["alarms"]) for each in [*known, run])
+            record.add(run, to="runs")
+            print(len(known), run, flush=True)
 
 
 def drawn(number: int) -> dict[str, Any]:
@@ -83,10 +73,9 @@ def drawn(number: int) -> dict[str, Any]:
     }
 
 
-def trained(settings: dict[str, Any], folder: Path) -> list[str]:
-    """Trains; returns the lines that are alarms, and the last ones of a run that failed."""
-    import yaml
-
+def trained(number: int, folder: Path) -> dict[str, Any]:
+    """Trains; returns settings and lines that are alarms, the last ones of a run that failed."""
+    settings = drawn(number)
     config = yaml.safe_load((ROOT / "configs" / f"{settings['example']}.yaml").read_text())
     config["run"] |= {
         "folder": str(folder / f"run-{settings['seed']}"),
@@ -105,7 +94,7 @@ def trained(settings: dict[str, Any], folder: Path) -> list[str]:
     shutil.rmtree(config["run"]["folder"], ignore_errors=True)
     lines = (done.stdout + done.stderr).splitlines()
     alarms = [line for line in lines if any(alarm in line for alarm in ALARMS)]
-    return alarms or (lines[-3:] if done.returncode else [])
+    return {**settings, "alarms": alarms or (lines[-3:] if done.returncode else [])}
 
 
 if __name__ == "__main__":

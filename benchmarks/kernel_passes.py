@@ -159,13 +159,10 @@ def rows(name: str, case: Case, us: Mapping[tuple[str, str], float], copy: float
     for direction, tensors in (("forward", 2), ("backward", 3)):
         kernel, xla = us[direction, "triton"], us[direction, "xla"]
         of_copy = tensors * 2 * math.prod(case.shape) / kernel * 1e6 / copy
-        print(
-            f"{name}, {direction}: {kernel:.1f} µs, {of_copy:.3f} of copy, "
-            f"{xla / kernel:.2f} times XLA",
-            flush=True,
-        )
         row = {"case": name, **case._asdict(), "pass": direction, "us": kernel}
-        yield row | {"of_copy": of_copy, "xla_us": xla, "times_xla": xla / kernel}
+        row |= {"of_copy": of_copy, "xla_us": xla, "times_xla": xla / kernel}
+        print(row, flush=True)
+        yield row
 
 
 if __name__ == "__main__":

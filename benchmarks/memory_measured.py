@@ -13,8 +13,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -82,21 +80,18 @@ CASES = (
 def main() -> int:
     """Writes weights and data, runs the cases and writes the results after each."""
     parser = benchmark_parser(__doc__, "memory_measured.json")
-    parser.add_argument("--cases", nargs="+", type=int, default=list(range(len(CASES))))
     parser.add_argument("--scratch", help="where weights are written, such as /dev/shm")
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")  # the GPU's memory is for the runs
-    cases = [CASES[n] for n in options.cases]
     record = Record(options.out, ["jax", "jaxlib", "flax", "optax"], share_for_jax=SHARE)
     with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
-        folder, began = Path(scratch), time.monotonic()
-        for name in {case.config for case in cases}:
+        folder = Path(scratch)
+        for name in {case.config for case in CASES}:
             write_weights(folder / name, _model(name))
-        print(f"weights: {time.monotonic() - began:.0f} s", flush=True)
-        for case in cases:
+        for case in CASES:
             write_clips(folder / f"clips_{case.frames}", case.latents)
         total = _memory_of_gpu()
-        for number, case in enumerate(cases):
+        for number, case in enumerate(CASES):
             record.add(run(case, folder, folder / f"run_{number}", total))
             print(json.dumps(record.content["cases"][-1]), flush=True)
     return 0
@@ -113,7 +108,7 @@ def _memory_of_gpu() -> float:
 
 
 def write_weights(folder: Path, config: ModelConfig) -> None:
-    """Writes a transformer folder of random bfloat16 weights, several files at a time."""
+    """Writes a transformer folder of random bfloat16 weights in files of some 2 GB."""
     folder.mkdir()
     noise = 0.02 * np.random.default_rng(0).standard_normal(2**20, np.float32)
     tensors = family_of(config).tensors(config, "diffusers")
@@ -124,22 +119,18 @@ def write_weights(folder: Path, config: ModelConfig) -> None:
         if sum(2 * int(np.prod(each.shape)) for each in groups[-1]) > FILE_BYTES:
             groups.append([])
         groups[-1].append(tensor)
-
-    def write(number: int) -> None:
+    for number, group in enumerate(groups):
         content = {
             tensor.key: values[: int(np.prod(tensor.shape))].reshape(tensor.shape)
-            for tensor in groups[number]
+            for tensor in group
         }
         safetensors.numpy.save_file(content, folder / f"weights_{number:03d}.safetensors")
-
-    with ThreadPoolExecutor(8) as threads:
-        list(threads.map(write, range(len(groups))))
     fields = family_of(config).export_fields(config)
     (folder / "config.json").write_text(json.dumps(fields))
 
 
 def write_clips(folder: Path, latents: tuple[int, int, int]) -> None:
-    """Writes a store of random clips with texts; none if it exists."""
+    """Writes a store of random clips with texts, if there is none."""
     if folder.exists():
         return
     rng = np.random.default_rng(0)
@@ -183,12 +174,10 @@ def run(case: Case, folder: Path, place: Path, total: float) -> Json:
         return content | {"end": lines[-12:]}
     summary = json.loads((place / "summary.json").read_text())
     rows = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
-    checkpoint = sum(f.stat().st_size for f in (place / "checkpoints").rglob("*") if f.is_file())
     shutil.rmtree(place)
     return content | {
         "peak_bytes": summary.get("peak_memory_bytes"),
         "losses": [row["loss"] for row in rows if "loss" in row],
-        "checkpoint_bytes": checkpoint,
     }
 
 

@@ -9,12 +9,13 @@ import contextlib
 import io
 import json
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from alload_jax.bench.harness import Record, benchmark_parser, markdown
+from alload_jax.bench.harness import Record, benchmark_parser
 from alload_jax.cli import main as alload
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -32,58 +33,30 @@ GPUS = {
     "4 × H200": ["--device", "h200", "--shards", "4"],
 }
 REMAT = ("full", "offload")
-SIZES = ("480x832", "720x1280")
 
 
 def main() -> int:
-    """Writes the JSON and prints the table."""
+    """Writes the JSON."""
     options = benchmark_parser(__doc__, "memory_predicted.json").parse_args()
-    rows = [
-        {"model": model, "gpu": gpu, **case}
-        for model, (config, change) in MODELS.items()
-        for gpu, flags in GPUS.items()
-        for case in cases(config, change, flags, options.out.parent)
-    ]
-    Record(options.out, ["jax", "flax", "optax"], measured=False, rows=rows).write()
-    print(table(rows))
+    record = Record(options.out, ["jax", "flax", "optax"], measured=False)
+    for model, (config, change) in MODELS.items():
+        for gpu, flags in GPUS.items():
+            found = cases(config, change, flags)
+            record.add(*({"model": model, "gpu": gpu, **case} for case in found), to="rows")
     return 0
 
 
-def cases(config: str, change: tuple[Any, ...], flags: list[str], folder: Path) -> list[Any]:
+def cases(config: str, change: tuple[Any, ...], flags: list[str]) -> list[Any]:
     """The cases of `alload plan --memory` for a config, with one section changed."""
     values = yaml.safe_load((CONFIGS / f"{config}.yaml").read_text())
     if change:
         values[change[0]] = change[1]
-    file = folder / ".memory_table.yaml"
-    file.write_text(yaml.safe_dump(values))
     printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(printed):
+        file = Path(folder) / "config.yaml"
+        file.write_text(yaml.safe_dump(values))
         alload(["plan", "--memory", "--json", "--config", str(file), *flags])
-    file.unlink()
     return [case for case in json.loads(printed.getvalue())["cases"] if case["remat"] in REMAT]
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """The table: frames of the longest clip, inputs of blocks on the device / in host memory."""
-    lines = []
-    for model in MODELS:
-        for gpu in GPUS:
-            full, offload = (
-                next(r for r in rows if (r["model"], r["gpu"], r["remat"]) == (model, gpu, remat))
-                for remat in REMAT
-            )
-            clips = [
-                f"{shown(full['clips'][size])} / {shown(offload['clips'][size])}" for size in SIZES
-            ]
-            state = f"{full['state'] / 1e9:.1f} GB"
-            lines.append([model, gpu, state, *clips])
-    head = ["trained", "GPU", "state", *(size.replace("x", "×") for size in SIZES)]
-    return markdown(head, lines, left=2)
-
-
-def shown(frames: int) -> str:
-    """The frames of a clip; 0 stands for none, and longer clips were not tried."""
-    return "–" if not frames else "≥ 1001" if frames >= 1001 else str(frames)
 
 
 if __name__ == "__main__":

@@ -3,17 +3,16 @@
     python benchmarks/moving_pictures.py VIDEOS --out clips.npz
 
 Needs the extra `media`. VIDEOS is a folder of video files of any kind and length. Each is read at
-about `--fps` frames a second and made smaller, and up to `--clips` clips of consecutive frames are
-cut out of its middle, evenly spaced in time. Videos are held out whole: none of their clips is
+about ten frames a second and made smaller, and up to two clips of 20 consecutive frames are cut out
+of its middle, evenly spaced in time. Videos are held out whole: none of their clips is
 trained on. A file `sources.csv` in the folder can say where videos come from and which are held
 out, with the columns file, source, licence and held_out (1 or 0); files that it does not list are
 then left out. Without it, every fifth file is held out.
 
-The NPZ holds clips [N, frames, size, size, 3] uint8, video [N] and, as JSON, what is known of each
+The NPZ holds clips [N, 20, 72, 72, 3] uint8, video [N] and, as JSON, what is known of each
 video.
 """
 
-import argparse
 import csv
 import hashlib
 import json
@@ -25,9 +24,12 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from alload_jax.bench.harness import benchmark_parser
 from alload_jax.errors import InputError, run_command
 from alload_jax.files import Json
 
+FRAMES, SIZE, FPS, MOST = 20, 72, 10, 2
+"""Frames and pixels of a side of a clip, frames a second, and most clips of a video."""
 _EVERY = 5
 """Without sources.csv, each fifth video is held out."""
 
@@ -59,39 +61,28 @@ def read_clips(path: Path) -> Clips:
 
 def main(argv: list[str]) -> int:
     """Cuts the clips and writes them."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = benchmark_parser(__doc__, "clips.npz")
     parser.add_argument("videos", type=Path, help="folder of video files")
-    parser.add_argument("--out", type=Path, required=True, help="the NPZ to write")
-    parser.add_argument("--frames", type=int, default=20, help="frames of a clip (default 20)")
-    parser.add_argument("--size", type=int, default=72, help="pixels of a side (default 72)")
-    parser.add_argument("--fps", type=float, default=10, help="frames a second (default 10)")
-    parser.add_argument("--clips", type=int, default=2, help="most clips of a video (default 2)")
     options = parser.parse_args(argv)
     clips: list[np.ndarray] = []
     video: list[int] = []
     videos: list[Json] = []
     for entry in listed(options.videos):
         path = options.videos / entry["file"]
-        cut = cut_clips(path, options.frames, options.size, options.fps, options.clips)
+        cut = cut_clips(path)
         if not cut:
-            print(f"{path.name}: shorter than {options.frames} frames, left out", file=sys.stderr)
+            print(f"{path.name}: shorter than {FRAMES} frames, left out", file=sys.stderr)
             continue
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         video += [len(videos)] * len(cut)
         videos.append(entry | {"sha256": digest, "clips": len(cut)})
         clips += cut
     if not clips:
-        raise InputError(f"{options.videos}: holds no video of {options.frames} frames")
+        raise InputError(f"{options.videos}: holds no video of {FRAMES} frames")
     np.savez_compressed(
         options.out, clips=np.stack(clips), video=np.array(video), videos=json.dumps(videos)
     )
-    held = sum(each["held_out"] for each in videos)
-    print(
-        f"{options.out}: {len(clips)} clips of {len(videos)} videos, {held} of them held out, "
-        f"{options.out.stat().st_size / 1e6:.1f} MB"
-    )
+    print(f"{options.out}: {len(clips)} clips of {len(videos)} videos")
     return 0
 
 
@@ -106,34 +97,34 @@ def listed(folder: Path) -> list[Json]:
     return [row | {"held_out": row.get("held_out") == "1"} for row in rows]
 
 
-def cut_clips(path: Path, frames: int, size: int, fps: float, most: int) -> list[np.ndarray]:
-    """Up to `most` clips [frames, size, size, 3] of a video; none if it is too short."""
-    small = list(read_frames(path, size, fps))
-    number = min(most, len(small) // frames)
+def cut_clips(path: Path) -> list[np.ndarray]:
+    """Up to `MOST` clips [FRAMES, SIZE, SIZE, 3] of a video; none if it is too short."""
+    small = list(read_frames(path))
+    number = min(MOST, len(small) // FRAMES)
     # Evenly spaced, the first and the last as far from the ends as from each other.
-    free = len(small) - number * frames
-    starts = [round((n + 0.5) * free / max(1, number)) + n * frames for n in range(number)]
-    return [np.stack(small[start : start + frames]) for start in starts]
+    free = len(small) - number * FRAMES
+    starts = [round((n + 0.5) * free / max(1, number)) + n * FRAMES for n in range(number)]
+    return [np.stack(small[start : start + FRAMES]) for start in starts]
 
 
-def read_frames(path: Path, size: int, fps: float) -> Iterator[np.ndarray]:
-    """Yields the middle square of about `fps` frames a second, [size, size, 3] uint8."""
+def read_frames(path: Path) -> Iterator[np.ndarray]:
+    """Yields the middle square of about `FPS` frames a second, [SIZE, SIZE, 3] uint8."""
     import av
 
     with av.open(str(path)) as container:
         stream = container.streams.video[0]
-        step = max(1, round(float(stream.average_rate or fps) / fps))
+        step = max(1, round(float(stream.average_rate or FPS) / FPS))
         for number, frame in enumerate(container.decode(stream)):
             if number % step == 0:
-                yield square(frame.to_image(), size)
+                yield square(frame.to_image())
 
 
-def square(picture: Image.Image, size: int) -> np.ndarray:
-    """The middle square of a picture, made smaller: [size, size, 3] uint8."""
+def square(picture: Image.Image) -> np.ndarray:
+    """The middle square of a picture, made smaller: [SIZE, SIZE, 3] uint8."""
     side = min(picture.size)
     left, top = ((length - side) // 2 for length in picture.size)
     cut = picture.convert("RGB").crop((left, top, left + side, top + side))
-    return np.asarray(cut.resize((size, size), Image.Resampling.LANCZOS))
+    return np.asarray(cut.resize((SIZE, SIZE), Image.Resampling.LANCZOS))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,10 @@
 """Planners of other libraries and of the scheduling literature, for comparison with our policies.
 
-lhotse's bucketing and grain's packing:
-
 - lhotse's `DynamicBucketingSampler` with durations in place of tokens: at most M_mem tokens in a
   batch, including padding. If a bucket mixes lengths, a batch can exceed M_mem, because the sampler
   adds the last cut before it checks the bound. A batch is padded to its longest cut. If the last
   batches do not suffice for all ranks, the sampler redistributes their cuts and repeats some. Every
   rank plans for all ranks.
-- grain's `FirstFitPackIterDataset` and `BestFitPackIterDataset` with rows of M_mem tokens. Either
-  each rank packs a strided share of the shuffled samples, or the ranks take the rows of one stream
-  in turn. Ranks without rows wait at the end; no sample is dropped.
 
 Planners of packed rows:
 
@@ -28,10 +23,8 @@ epoch to the next one, as `balanced` does. They don't bound the number of sample
 import dataclasses
 import functools
 import heapq
-import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -57,9 +50,6 @@ M_MEM = {
 
 SECONDS_OF_TOKEN = 1 / 1024
 """Seconds per token: a power of two, so that sums of durations are exact."""
-
-TIMED = 20_000
-"""Maximum number of samples for which the planning of a peer is timed."""
 
 Steps = list[list[np.ndarray]]
 """[steps][ranks] → sample numbers; an empty array where a rank has no work."""
@@ -91,10 +81,6 @@ class Planner(Protocol):
         """Plans an epoch."""
         ...
 
-    def rates(self, case: Case) -> dict[str, float]:
-        """Planned samples per second, by column of the table."""
-        ...
-
 
 @dataclass(frozen=True)
 class Lhotse:
@@ -115,24 +101,14 @@ class Lhotse:
 
     def epoch(self, case: Case) -> EpochPlan:
         """See `Planner.epoch`."""
+        # Single samples may exceed the bound through the penalty, with a warning.
+        warnings.simplefilter("ignore")
         # Repeated cuts are named 123_dup0.
         steps = [
             [np.asarray([int(cut.id.split("_")[0]) for cut in batch]) for batch in step]
-            for step in self._steps(_cuts(case), case)
+            for step in self._sampler(_cuts(case), case)
         ]
         return padded_epoch(steps, case.samples.seq_len)
-
-    def rates(self, case: Case) -> dict[str, float]:
-        """See `Planner.rates`; the time to make the cuts does not count."""
-        cuts = _cuts(case)
-        counts = (sum(map(len, step)) for step in self._steps(cuts, case))
-        return {"planned_per_second": rate(counts)}
-
-    def _steps(self, cuts: list[Any], case: Case) -> Iterator[list[Any]]:
-        with warnings.catch_warnings():
-            # Ignores warnings about single samples that exceed the bound through the penalty.
-            warnings.simplefilter("ignore")
-            yield from self._sampler(cuts, case)
 
     def _sampler(self, cuts: list[Any], case: Case) -> Any:
         """Yields the batches of all ranks of a step at once.
@@ -163,103 +139,6 @@ class Lhotse:
         )
         sampler.rank = slice(None)
         return sampler
-
-
-@dataclass(frozen=True)
-class Grain:
-    """`FirstFitPackIterDataset` or `BestFitPackIterDataset`.
-
-    Attributes:
-      best_fit: whether to use the best-fit variant.
-      bins: number of rows that are filled at the same time.
-      shared: whether the ranks take the rows of one stream in turn; otherwise each rank packs its
-        own share of the samples.
-      grouped: whether rows are emitted in order of the mean length of their samples
-        (`shuffle_bins_group_by_feature`) instead of random order, so that the ranks of a step get
-        similar rows.
-    """
-
-    best_fit: bool
-    bins: int = 64
-    shared: bool = False
-    grouped: bool = False
-
-    def epoch(self, case: Case) -> EpochPlan:
-        """See `Planner.epoch`."""
-        streams = [list(self._rows(case, shard)) for shard in self._shards(case)]
-        if self.shared:
-            streams = [streams[0][rank :: case.ranks] for rank in range(case.ranks)]
-        return packed_epoch(turns(streams), case.samples.seq_len, case.m_mem)
-
-    def rates(self, case: Case) -> dict[str, float]:
-        """See `Planner.rates`."""
-        first = self._shards(case)[0]
-        return {
-            name: rate(map(len, self._rows(case, first, copy)))
-            for name, copy in (("planned_per_second", False), ("packed_per_second", True))
-        }
-
-    def _shards(self, case: Case) -> list[slice]:
-        if self.shared:
-            return [slice(None)]
-        return [slice(rank, None, case.ranks) for rank in range(case.ranks)]
-
-    def _rows(self, case: Case, shard: slice, copy: bool = False) -> Iterator[np.ndarray]:
-        import grain
-        from grain._src.python.dataset.transformations import packing, packing_packed_batch
-
-        seq_len, tokens = case.samples.seq_len, np.zeros(case.m_mem, np.int8)
-
-        def element(number: int) -> Json:
-            length = seq_len[number]
-            return {"tokens": tokens[:length], "sample": number, "length": int(length)}
-
-        parent = grain.MapDataset.range(case.size).shuffle(seed=0)[shard].map(element)
-        packer = (
-            packing_packed_batch.BestFitPackedBatch
-            if self.best_fit
-            else packing_packed_batch.FirstFitPackedBatch
-        )
-        # Equivalent to the public classes, but with a replaceable packer.
-        packed = packing.PackIterDataset(
-            parent.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)),
-            packer_cls=packer if copy else _without_copies(packer),
-            length_struct={"tokens": case.m_mem},
-            num_packing_bins=self.bins,
-            meta_features=("sample", "length"),
-            shuffle_bins_group_by_feature="length" if self.grouped else None,
-        )
-        for row in packed:
-            yield np.asarray(row["sample"], np.int64)
-
-
-def _without_copies(packer: Any) -> Any:
-    """A packer with the same choice of rows that stores only numbers and lengths of samples."""
-
-    class Counting(packer):
-        def add_element_to_batch(self, element: Any, row: int) -> None:
-            self._flat_first_free_cell_per_row[0][row] += len(element["tokens"])
-            self._num_examples_per_row[row] += 1
-            for name in self._non_sequence_meta_features:
-                self._non_sequence_meta_values[name][row].append(element[name])
-
-        def get_packed_batch(self) -> dict[str, np.ndarray]:
-            rows = np.count_nonzero(self._num_examples_per_row)
-            found = {name: np.empty(rows, object) for name in self._non_sequence_meta_features}
-            for name, column in found.items():
-                column[:] = self._non_sequence_meta_values[name][:rows]
-            return found
-
-    return Counting
-
-
-def turns(streams: Sequence[Sequence[np.ndarray]]) -> Steps:
-    """Makes step i from every rank's i-th row; ranks without further rows get an empty one."""
-    none = np.zeros(0, np.int64)
-    return [
-        [stream[i] if i < len(stream) else none for stream in streams]
-        for i in range(max(map(len, streams)))
-    ]
 
 
 def padded_epoch(steps: Steps, seq_len: np.ndarray) -> EpochPlan:
@@ -308,16 +187,6 @@ def _columns(steps: Steps) -> Json:
         "offsets": np.r_[0, np.cumsum([len(batch) for _, _, batch in busy])],
         "sample": np.concatenate([batch for _, _, batch in busy]).astype(np.int64),
     }
-
-
-def rate(counts: Iterable[int]) -> float:
-    """Samples per second over at most `TIMED` samples; `counts` yields the samples per batch."""
-    begin, done = time.perf_counter(), 0
-    for count in counts:
-        done += count
-        if done >= TIMED:
-            break
-    return done / (time.perf_counter() - begin)
 
 
 @functools.lru_cache(maxsize=2)
@@ -375,6 +244,7 @@ class RowPlanner(ABC):
       row_share: T over M_mem; at least the longest sample.
       slot_factor: most samples of a row over the mean. Empty slots are computed too.
       fill: share of the rows' tokens that their samples are chosen to have.
+      window: steps whose rows are filled at the same time.
       by_total: whether a sample's load includes what its tokens cost as padding too; otherwise only
         the cost beyond that, as rows are computed whole.
     """
@@ -383,12 +253,8 @@ class RowPlanner(ABC):
     row_share: float = 1.0
     slot_factor: float = 2.5
     fill: float = 1.0
+    window: int = 32
     by_total: bool = False
-
-    @property
-    @abstractmethod
-    def window_steps(self) -> int:
-        """Steps that are planned at once."""
 
     @abstractmethod
     def place(self, seq_len: np.ndarray, steps: int, limits: Limits) -> list[list[Rows]]:
@@ -414,7 +280,7 @@ class RowPlanner(ABC):
         while len(waiting) + len(queue):
             pool = np.r_[waiting, queue]
             tokens = np.cumsum(seq_len[pool])
-            window = max(1, min(self.window_steps, int(tokens[-1] // step_tokens)))
+            window = max(1, min(self.window, int(tokens[-1] // step_tokens)))
             upto = int(np.searchsorted(tokens, window * step_tokens)) + 1
             taken, queue = pool[:upto], pool[upto:]
             taken = taken[np.argsort(-seq_len[taken], kind="stable")]
@@ -426,11 +292,6 @@ class RowPlanner(ABC):
             waiting = np.delete(taken, held)
         order = rng.permutation(len(steps))
         return _epoch([steps[i] for i in order], seq_len, limits.capacity)
-
-    def rates(self, case: Case) -> dict[str, float]:
-        """See `Planner.rates`; none, as these planners are written to be short."""
-        del case
-        return {}
 
     def load(self, seq_len: np.ndarray) -> np.ndarray:
         """What is balanced: [N] int64 → [N] float64 seconds."""
@@ -450,20 +311,9 @@ class RowPlanner(ABC):
 
 @dataclass(frozen=True)
 class LongestFirst(RowPlanner):
-    """Longest processing time first.
-
-    Attributes:
-      fill: see `RowPlanner`; with less than 1, a row of low load has room for longer.
-      window: steps whose rows are filled at the same time.
-    """
+    """Longest processing time first; filled less, a row of low load has room for longer."""
 
     fill: float = 0.99
-    window: int = 32
-
-    @property
-    def window_steps(self) -> int:
-        """See `RowPlanner.window_steps`."""
-        return self.window
 
     def place(self, seq_len: np.ndarray, steps: int, limits: Limits) -> list[list[Rows]]:
         """See `RowPlanner.place`."""
@@ -474,18 +324,7 @@ class LongestFirst(RowPlanner):
 
 @dataclass(frozen=True)
 class FirstFitGrouped(RowPlanner):
-    """First-fit decreasing; the last rows, which may be partly empty, wait for the next window.
-
-    Attributes:
-      window: steps whose rows are filled at the same time.
-    """
-
-    window: int = 32
-
-    @property
-    def window_steps(self) -> int:
-        """See `RowPlanner.window_steps`."""
-        return self.window
+    """First-fit decreasing; the last rows, which may be partly empty, wait for the next window."""
 
     def place(self, seq_len: np.ndarray, steps: int, limits: Limits) -> list[list[Rows]]:
         """See `RowPlanner.place`."""
@@ -499,19 +338,16 @@ class FirstFitGrouped(RowPlanner):
 class KarmarkarKarp(RowPlanner):
     """The largest differencing method on the samples of one step.
 
+    Filled less, few partitions exceed M_mem.
+
     Attributes:
-      fill: see `RowPlanner`; with less than 1, few partitions exceed M_mem.
       micro_batches: of about this many rows of M_mem tokens a rank's samples of a step consist.
     """
 
     fill: float = 0.9
+    window: int = 1
     by_total: bool = True
     micro_batches: int = 1
-
-    @property
-    def window_steps(self) -> int:
-        """See `RowPlanner.window_steps`."""
-        return 1
 
     def place(self, seq_len: np.ndarray, steps: int, limits: Limits) -> list[list[Rows]]:
         """See `RowPlanner.place`."""

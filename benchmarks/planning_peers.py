@@ -5,15 +5,10 @@
 Every planner places the same samples on the same ranks under the same M_mem, and
 `alload_jax.planning.metrics` evaluates all plans with the same cost model. The peers' settings are
 tuned first for the highest throughput under this model, on fewer samples and ranks except those
-that plan a window of steps. Needs the extra `benchmark`. Writes
-benchmarks/results/planning_peers.json and prints tables in Markdown. `--peers` measures some peers,
-and `--update` keeps the other rows of the JSON; each row has its date.
+that plan a window of steps. Needs the extra `benchmark`. `--peers` measures some peers, and
+`--update` keeps the other rows of the JSON; each row has its date.
 
-benchmarks/peers.py describes how the libraries are used, and has the algorithms. Planning speed is
-in samples per second on one core, and means something on an idle machine only; `--repeats 0` leaves
-it out. With lhotse every rank plans for all ranks; with grain
-each rank can plan its own share. For grain, `planned/s` counts only the choice of rows; `packed/s`
-includes copying the tokens, at one byte per token.
+benchmarks/peers.py describes how the libraries are used, and has the algorithms.
 """
 
 import dataclasses
@@ -21,12 +16,8 @@ import functools
 import importlib.util
 import json
 import multiprocessing
-import os
-import platform
-import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,21 +27,18 @@ from peers import (
     M_MEM,
     Case,
     FirstFitGrouped,
-    Grain,
     KarmarkarKarp,
     Lhotse,
     LongestFirst,
-    Planner,
 )
 
-from alload_jax.bench.harness import Record, benchmark_parser, markdown, provenance
+from alload_jax.bench.harness import Record, benchmark_parser, provenance
 from alload_jax.errors import InputError, run_command
 from alload_jax.files import Json
 from alload_jax.planning.cost import CostFile, QuadraticCost, read_cost_file
 from alload_jax.planning.epoch import EpochPlan
-from alload_jax.planning.factory import m_comp_curve, make_plan
+from alload_jax.planning.factory import make_plan
 from alload_jax.planning.metrics import plan_metrics
-from alload_jax.planning.policies.policy import RankTopology
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.planning.study import policy_config
 
@@ -71,7 +59,6 @@ OURS: tuple[tuple[str, Json], ...] = (
 """Policies and settings of our plans."""
 
 LHOTSE = ("lhotse, synchronous", "lhotse, independent")
-GRAIN = ("grain, first-fit", "grain, best-fit")
 ROW_PLANNERS = (
     "LPT over a window, rows grouped by cost",
     "LPT per step",
@@ -79,7 +66,7 @@ ROW_PLANNERS = (
     "Karmarkar–Karp per step",
     "Karmarkar–Karp, 8 micro-batches a step",
 )
-PEERS = (*LHOTSE, *ROW_PLANNERS, *GRAIN)
+PEERS = (*LHOTSE, *ROW_PLANNERS)
 
 SAMPLES, SAMPLES_PER_RANK = 100_000, 3000
 """Samples of a workload, and least samples for each rank."""
@@ -110,65 +97,36 @@ def measure(epoch: EpochPlan, case: Case, cost: QuadraticCost) -> Json:
     }
 
 
-def best(rows: Sequence[Json]) -> int:
-    """Index of the row with the highest throughput."""
-    return max(range(len(rows)), key=lambda i: rows[i]["tokens_per_second"])
-
-
-def lhotse_sweep(sync: bool, cost: QuadraticCost) -> list[list[Lhotse]]:
-    """Rounds of settings to try; each round starts from the best settings so far (`_tune`)."""
-    # With this penalty, a batch at the bound costs the same for all lengths.
-    equal = cost.c1 / cost.c2
-    return [
-        [Lhotse(sync, buckets) for buckets in (10, 30, None)],
-        [Lhotse(sync, quadratic=round(equal * share)) for share in (16, 4, 1)],
-        [Lhotse(sync, buffer=1.0)],
-    ]
-
-
-def grain_sweep(best_fit: bool) -> list[list[Grain]]:
-    """Rounds of settings as in `lhotse_sweep`; there is one."""
-    return [
-        [
-            Grain(best_fit, bins, shared, grouped)
-            for shared in (False, True)
-            for grouped in (False, True)
-            for bins in (64, 256, 1024)
+def sweep(peer: str, cost: QuadraticCost) -> list[list[Any]]:
+    """Rounds of settings of one of `PEERS`; each starts from the best settings so far (`_tune`)."""
+    if peer in LHOTSE:
+        kind: Any = functools.partial(Lhotse, peer == LHOTSE[0])
+        # With this penalty, a batch at the bound costs the same for all lengths.
+        equal = cost.c1 / cost.c2
+        return [
+            [kind(buckets) for buckets in (10, 30, None)],
+            [kind(quadratic=round(equal * share)) for share in (16, 4, 1)],
+            [kind(buffer=1.0)],
         ]
-    ]
-
-
-def row_planner_sweep(peer: str, cost: QuadraticCost) -> list[list[Any]]:
-    """Rounds of settings as in `lhotse_sweep`, of one of `ROW_PLANNERS`."""
-    kind: Any
-    fills: tuple[float, ...] = (1.0,)
-    windows: tuple[int, ...] = ()
+    fills: tuple[float, ...] = (0.95, 0.98, 0.99, 0.995, 1.0)
+    windows: tuple[int, ...] = (8, 64, 128, 512)
     if peer.startswith("Karmarkar"):
         micro_batches = 8 if peer.endswith("8 micro-batches a step") else 1
         kind = functools.partial(KarmarkarKarp, cost, micro_batches=micro_batches)
-        fills = (0.85, 0.9, 0.95, 1.0)
+        fills, windows = (0.85, 0.9, 0.95, 1.0), ()
     elif peer.endswith("per step"):
         kind = functools.partial(LongestFirst, cost, window=1)
-        fills = (0.9, 0.95, 0.98, 0.99, 1.0)
+        fills, windows = (0.9, *fills), ()
+    elif peer.startswith("FFD"):
+        kind, fills = functools.partial(FirstFitGrouped, cost), (1.0,)
     else:
-        kind = functools.partial(FirstFitGrouped if peer.startswith("FFD") else LongestFirst, cost)
-        fills = (1.0,) if peer.startswith("FFD") else (0.95, 0.98, 0.99, 0.995, 1.0)
-        windows = (8, 64, 128, 512)
+        kind = functools.partial(LongestFirst, cost)
     return [
         [kind(fill=fill) for fill in fills],
         [kind(slot_factor=factor) for factor in (1.5, 2.0, 4.0, 8.0)],
         [kind(window=window) for window in windows],
         [kind(by_total=not kind().by_total), kind(row_share=0.9)],
     ]
-
-
-def sweep(peer: str, cost: QuadraticCost) -> list[list[Any]]:
-    """Rounds of settings of one of `PEERS`; see `lhotse_sweep`."""
-    if peer in ROW_PLANNERS:
-        return row_planner_sweep(peer, cost)
-    if peer in LHOTSE:
-        return list(lhotse_sweep(peer == LHOTSE[0], cost))
-    return list(grain_sweep(peer == GRAIN[1]))
 
 
 def merged(chosen: T, tried: T) -> T:
@@ -192,21 +150,15 @@ def smaller(case: Case, size: int) -> Case:
     return Case(case.workload, size, min(case.ranks, max(8, case.ranks * size // case.size)))
 
 
-def size_of(ranks: int) -> int:
-    """Samples of a workload."""
-    return max(SAMPLES, ranks * SAMPLES_PER_RANK)
-
-
 def updated(cases: list[Json], earlier: Json) -> list[Json]:
     """The cases with the rows and cases of an earlier result that were not measured again."""
     key = ("workload", "size", "ranks", "m_mem")
     found = {tuple(case[name] for name in key): case for case in cases}
     for old in earlier["cases"]:
         rows = [{"date": earlier["date"]} | row for row in old["rows"]]
-        case = found.setdefault(tuple(old[name] for name in key), old | {"rows": [], "sweeps": {}})
+        case = found.setdefault(tuple(old[name] for name in key), old | {"rows": []})
         known = {row["planner"] for row in case["rows"]}
         case["rows"] += [row for row in rows if row["planner"] not in known]
-        case["sweeps"] = old["sweeps"] | case["sweeps"]
     return list(found.values())
 
 
@@ -222,37 +174,17 @@ def tuned_on(case: Case, peer: str, size: int) -> Case:
     return case if "over a window" in peer else smaller(case, size)
 
 
-def _tune(case: Case, peer: str, cost: QuadraticCost, size: int) -> tuple[Any, Json, list[Json]]:
-    """The best settings, the figures of their epoch, and those of all tried settings."""
+def _tune(case: Case, peer: str, cost: QuadraticCost, size: int) -> tuple[Any, Json]:
+    """The best settings, and the figures of their epoch."""
     rounds = [settings for settings in sweep(peer, cost) if settings]
     small = tuned_on(case, peer, size)
     chosen = rounds[0][0]
-    tried: list[Any] = []
-    found: list[Json] = []
+    speeds: dict[Any, float] = {}
     for settings in rounds:
-        if found:
-            settings = [merged(chosen, other) for other in settings]
-        for other in settings:
-            row = measure(other.epoch(small), small, cost)
-            tried.append(other)
-            found.append({"settings": settings_of(other)} | {k: row[k] for k in SWEPT})
-        chosen = tried[best(found)]
-    return chosen, measure(chosen.epoch(case), case, cost), found
-
-
-SWEPT = (
-    "steps",
-    "imbalance",
-    "idle",
-    "padding",
-    "dropped",
-    "duplicated",
-    "over_memory",
-    "order_correlation",
-    "length_share",
-    "seconds",
-    "tokens_per_second",
-)
+        for planner in [merged(chosen, other) for other in settings] if speeds else settings:
+            speeds[planner] = measure(planner.epoch(small), small, cost)["tokens_per_second"]
+        chosen = max(speeds, key=speeds.__getitem__)
+    return chosen, measure(chosen.epoch(case), case, cost)
 
 
 def _tune_all(
@@ -271,139 +203,58 @@ def _tune_all(
     return found
 
 
-def _peer_row(case: Case, name: str, planner: Planner, figures: Json, repeats: int) -> Json:
-    rates = [planner.rates(case) for _ in range(repeats)]
-    columns = rates[0] if rates else {}
-    medians = {column: statistics.median(r[column] for r in rates) for column in columns}
-    settings = settings_of(planner)
-    return {"planner": name, "settings": settings} | figures | medians
-
-
-def _own_row(
-    case: Case,
-    policy: str,
-    fields: Json,
-    costs: CostFile,
-    cost: QuadraticCost,
-    repeats: int,
-) -> Json:
+def _own_row(case: Case, policy: str, fields: Json, costs: CostFile, cost: QuadraticCost) -> Json:
     config = PlanningConfig(policy="balanced", m_mem=case.m_mem, ranks=case.ranks, **fields)
     config = policy_config(config, policy)
-    if config.m_comp == "auto":
-        # M_comp is searched once, like the peers' settings; the search is not timed.
-        topology = RankTopology(case.ranks, config.ranks_mode or "synchronous")
-        chosen = m_comp_curve(config, case.samples, topology, costs).chosen
-        config = dataclasses.replace(config, m_comp=chosen)
-    make = functools.partial(make_plan, config, case.samples, case.ranks, 0, costs)
-    plan, seconds = make(), []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        plan = make()  # this plans the first epoch
-        seconds.append(time.perf_counter() - begin)
+    plan = make_plan(config, case.samples, case.ranks, 0, costs)
     titles = {"m_comp": "M_comp", "sample_spread": "bound on samples", "look_ahead": "look-ahead"}
     words = [f"{titles[field]} {value or 'none'}" for field, value in fields.items()]
     row: Json = {"planner": ", ".join([policy.replace(":", ", "), *words])}
-    row |= {"settings": dataclasses.asdict(config)} | measure(plan.epoch(0), case, cost)
-    return row | ({"planned_per_second": case.size / statistics.median(seconds)} if seconds else {})
-
-
-COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
-    "steps": ("steps", "{:,}".format),
-    "imbalance": ("imbalance", "{:.2%}".format),
-    "idle": ("idle", "{:.2%}".format),
-    "padding": ("padding", "{:.2%}".format),
-    "dropped": ("dropped", "{:,}".format),
-    "duplicated": ("repeated", "{:,}".format),
-    "over_memory": ("over M_mem", "{:,}".format),
-    "uneven_steps": ("uneven steps", "{:,}".format),
-    "buckets": ("programs", "{:,}".format),
-    "length_share": ("lengths of a step", "{:.1%}".format),
-    "step_samples_min": ("least samples of a step", "{:.2f}".format),
-    "step_samples_max": ("most", "{:.2f}".format),
-    "order_correlation": ("order", "{:+.2f}".format),
-    "seconds": ("epoch, s", "{:,.0f}".format),
-    "tokens_per_second": ("tokens/s", "{:,.0f}".format),
-    "over_balanced": ("over balanced", "{:.3f}×".format),
-    "planned_per_second": ("planned/s", "{:,.0f}".format),
-    "packed_per_second": ("packed/s", "{:,.0f}".format),
-}
-
-
-def table(rows: Sequence[Json]) -> str:
-    """One case's rows in Markdown."""
-    cells = [
-        [
-            show(row[name]) if row.get(name) is not None else ""
-            for name, (_, show) in COLUMNS.items()
-        ]
-        for row in rows
-    ]
-    named = ([row["planner"], *each] for row, each in zip(rows, cells, strict=True))
-    return markdown(["planner", *(title for title, _ in COLUMNS.values())], named)
-
-
-def _processor() -> str:
-    """The CPU's name from /proc/cpuinfo, or the machine type."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.machine()
+    return row | {"settings": dataclasses.asdict(config)} | measure(plan.epoch(0), case, cost)
 
 
 def main(argv: list[str]) -> int:
-    """Tunes the peers, measures all planners, writes JSON and prints the tables."""
+    """Tunes the peers, measures all planners and writes JSON."""
     parser = benchmark_parser(__doc__, RESULTS / "planning_peers.json")
     add = parser.add_argument
-    add("--cost-model", type=Path, default=COST_MODEL, help="JSON of `alload calibrate`")
     add("--workloads", nargs="+", choices=tuple(M_MEM), default=tuple(M_MEM))
     add("--ranks", type=int, nargs="+", default=[8, 64])
     add("--size", type=int, help="samples of a workload; by default by its ranks")
     add("--tune-size", type=int, default=8_000, help="samples that peers are tuned on")
-    add("--repeats", type=int, default=3, help="timings, whose median is reported; 0 for none")
     add("--jobs", type=int, default=2, help="number of processes for tuning")
     add("--peers", nargs="+", choices=PEERS, default=PEERS)
     add("--update", action="store_true", help="keep the rows of --out that are not measured")
     options = parser.parse_args(argv)
     if set(LHOTSE) & set(options.peers) and importlib.util.find_spec("lhotse") is None:
         raise InputError("lhotse is not installed; run `pip install -e .[benchmark]`")
-    costs = read_cost_file(options.cost_model)
-    if costs.quadratic is None:
-        raise InputError(f"{options.cost_model}: has no quadratic model; run `alload calibrate`")
+    costs = read_cost_file(COST_MODEL)
+    assert costs.quadratic is not None
     cost = costs.quadratic
     cases = [
-        Case(name, options.size or size_of(ranks), ranks)
+        Case(name, options.size or max(SAMPLES, ranks * SAMPLES_PER_RANK), ranks)
         for ranks in options.ranks
         for name in options.workloads
     ]
     tuned = _tune_all(cases, options.peers, cost, options.tune_size, options.jobs)
-    header = provenance(("lhotse", "grain", "numpy", "torch"))
+    header = provenance(("lhotse", "numpy", "torch"))
     results = []
     for case in cases:
-        rows = [_own_row(case, *o, costs, cost, options.repeats) for o in OURS]
+        rows = [_own_row(case, *own, costs, cost) for own in OURS]
         for peer in options.peers:
-            planner, figures, _ = tuned[case, peer]
-            rows.append(_peer_row(case, peer, planner, figures, options.repeats))
-        sweeps = {
-            peer: {
-                "on": dataclasses.asdict(tuned_on(case, peer, options.tune_size)),
-                "rows": tuned[case, peer][2],
-            }
-            for peer in options.peers
-        }
-        case_fields = dataclasses.asdict(case) | {"m_mem": case.m_mem}
+            planner, figures = tuned[case, peer]
+            rows.append({"planner": peer, "settings": settings_of(planner)} | figures)
         today = [{"date": header["date"]} | row for row in rows]
-        results.append(case_fields | {"rows": today, "sweeps": sweeps})
+        results.append(dataclasses.asdict(case) | {"m_mem": case.m_mem, "rows": today})
     if options.update:
         results = updated(results, json.loads(options.out.read_text()))
     results = [with_ratios(case) for case in results]
     for found in results:
-        title = f"{found['workload']}, {found['ranks']} ranks, M_mem {found['m_mem']:,}"
-        print(f"\n{title}\n\n{table(found['rows'])}")
-    source = f"{options.cost_model.name}, for {costs.device}"
-    device = f"none (planning only); {_processor()}, {os.cpu_count()} cores"
+        for row in found["rows"]:
+            where = f"{found['workload']}, {found['ranks']} ranks"
+            print(f"{where}, {row['planner']}: {row['over_balanced']:.3f}")
+    source = f"{COST_MODEL.name}, for {costs.device}"
     content = header | {
-        "device": device,
+        "device": "none (planning only)",
         "cost_model": {"source": source, "quadratic": dataclasses.asdict(cost)},
         "cases": results,
     }

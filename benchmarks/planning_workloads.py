@@ -2,46 +2,42 @@
 
     python benchmarks/planning_workloads.py
 
-The costs are predictions of the cost model that `alload calibrate` measured on an H200. Writes
-benchmarks/results/planning_workloads.json, and prints its tables. Takes
-about ten minutes on one core, and 3 GB of memory for the plan of ten million samples. `--parts`
-measures some parts and keeps the others of the JSON; each part has its date and command there.
+The costs are predictions of the cost model that `alload calibrate` measured on an H200, and for
+HunyuanVideo 1.5 (`joint_attention`) those of its shape on H200s, eight of which share its weights:
+within 13 % of the steps in benchmarks/results/hunyuan_video_step_*.json. Its conditions count in
+the length of a sample; texts have random lengths, packed rows hold each sample's own tokens, and
+bucketed rows have room for the longest condition.
+
+Takes about ten minutes on one core, and 3 GB of memory for the plan of ten million samples.
+`--parts` measures some parts and keeps the others of the JSON; each has its date and command there.
 """
 
-import argparse
 import json
+import multiprocessing
 import platform
-import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from alload_jax.bench.harness import benchmark_parser, markdown, provenance, typed
+from alload_jax.bench.harness import benchmark_parser, provenance, typed
 from alload_jax.files import Json
-from alload_jax.planning.cost import (
-    largest_indivisible_cost,
-    micro_batch_costs,
-    rank_costs,
-    read_cost_file,
-)
-from alload_jax.planning.metrics import excess_over_bound
-from alload_jax.planning.policies.bucketed import DualConstraint
-from alload_jax.planning.policies.policy import RankTopology
-from alload_jax.planning.policies.search import draw_samples, predicted_time
-from alload_jax.planning.samples import Geometry, read_samples
+from alload_jax.planning.analytic import analytic_costs
+from alload_jax.planning.architecture import architecture_named
+from alload_jax.planning.cost import CostFile, read_cost_file
+from alload_jax.planning.devices import DEVICES
+from alload_jax.planning.policies import find_policy
+from alload_jax.planning.samples import Geometry, Samples, read_samples
 from alload_jax.planning.settings import PlanningConfig
-from alload_jax.planning.study import Case, Study
+from alload_jax.planning.study import Study
 from alload_jax.planning.workloads import make_workload
 
-ROOT = Path(__file__).parents[1]
-COSTS = ROOT / "benchmarks" / "results" / "calibration_wan_1_3b_h200.json"
-RESULT = ROOT / "benchmarks" / "results" / "planning_workloads.json"
+BENCHMARKS = Path(__file__).parent
+COSTS = BENCHMARKS / "results" / "calibration_wan_1_3b_h200.json"
 
 M_MEM = {
     "wan-480p": 66_816,
@@ -85,118 +81,82 @@ SMALL_POLICIES = (
     *("equal_tokens", "dual_constraint", "equal_tokens:independent", "dual_constraint:independent"),
     *("sorted:independent", "first_fit", "balanced", "auto"),
 )
-
-PARTS = ("plans", "paper", "accumulation", "small", "speed")
-"""Of the JSON."""
-MICRO_BATCHES = (1, 4, 16)
-"""Micro-batches of a step: with more, the sum over them evens out between ranks."""
-EXPONENTS = (1.5, 2.0)
-"""Values of p."""
-ACCUMULATION_RANKS = 16
-ACCUMULATION_STEPS = 20
-"""Steps of the most micro-batches in an epoch, if all were full."""
-M_COMP_VALUES, M_COMP_SAMPLES = 25, 200_000
-"""Values of M_comp that are tried, and most samples that are planned with each."""
-
-_PAPER_CASES: tuple[tuple[str, Any], ...] = (
+PAPER_CASES: tuple[tuple[str, Any], ...] = (
     ("equal_tokens", None),
     ("dual_constraint", "longest"),
     ("dual_constraint", "auto"),
     ("sorted", None),
     ("balanced", None),
 )
+TEXT_TOKENS, TEXT_SIGMA, MOST_TEXT = 180, 0.6, 1000
+"""Median and spread of a lognormal distribution of text lengths, and the model's limit."""
+GLYPHS_SHARE, GLYPH_TOKENS = 0.1, (8, 64)
+"""Samples that have characters to draw, and the range of their tokens."""
+JOINT_M_MEM = {"wan-480p": 71_680, "mixed-resolution": 155_648, "long-video-V35": 350_208}
+"""At least the tokens of the longest sample with its condition."""
+SHARDS = 8
 
 
 def main() -> None:
-    """Measures, writes JSON, and prints the tables."""
-    parser = benchmark_parser(__doc__, RESULT)
-    parser.add_argument("--cost-model", default=str(COSTS))
-    parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
-    parser.add_argument("--workloads", nargs="+", choices=tuple(M_MEM), default=tuple(M_MEM))
-    parser.add_argument("--ten-million", action="store_true", help="plan only ten million samples")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    """Measures the parts that are asked for, and writes the JSON after each."""
+    parser = benchmark_parser(__doc__, BENCHMARKS / "results" / "planning_workloads.json")
+    parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=tuple(PARTS))
     options = parser.parse_args()
-    if options.ten_million:
-        print(json.dumps(_ten_million(options.cost_model)))
-        return
-    content = _measured(options)
-    options.out.write_text(json.dumps(content, indent=1) + "\n")
-    print("\n\n".join(_tables(content)))
-
-
-def _measured(options: argparse.Namespace) -> Json:
-    """The JSON: the parts asked for, and the others as they were."""
     header = {
         "command": typed(),
         **provenance(["numpy"]),
         "device": f"none (planning only); {platform.machine()}",
     }
-    content = json.loads(options.out.read_text()) if set(options.parts) < set(PARTS) else {}
-    content |= {"cost_model": Path(options.cost_model).name, "m_mem": M_MEM}
-    measured = content.setdefault("measured", {})
+    kept = options.out.exists() and set(options.parts) < set(PARTS)
+    content: Json = json.loads(options.out.read_text()) if kept else {}
+    content |= {"cost_model": COSTS.name, "m_mem": M_MEM}
     for part in options.parts:
-        if part == "speed":
-            content[part] = _speed(options.cost_model)
-        else:
-            work = {"plans": _plans, "paper": _paper, "accumulation": _accumulation}
-            content[part] = list((work | {"small": _small})[part](options))
-        measured[part] = header
-    return content
+        content[part] = []
+        for row in PARTS[part]():
+            content[part].append(row)
+            print(part, {k: v for k, v in row.items() if not isinstance(v, dict)}, flush=True)
+        content.setdefault("measured", {})[part] = header
+        options.out.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def _study(cost_model: str, workload: str, size: int, m_mem: int, **fields: Any) -> Study:
-    config = PlanningConfig(policy="balanced", m_mem=m_mem, cost_model=cost_model, **fields)
-    return Study(make_workload(workload, size), config, read_cost_file(cost_model))
+def _study(samples: Samples, m_mem: int, costs: CostFile | None = None, **fields: Any) -> Study:
+    config = PlanningConfig(policy="balanced", m_mem=m_mem, cost_model=str(COSTS), **fields)
+    return Study(samples, config, costs or read_cost_file(COSTS))
 
 
-def _plans(options: argparse.Namespace) -> Iterator[Json]:
+def _plans() -> Iterator[Json]:
     """Figures of every policy for every workload and number of ranks."""
-    for workload in options.workloads:
-        for ranks in options.ranks:
+    for workload, m_mem in M_MEM.items():
+        for ranks in RANKS:
             each = SAMPLES_PER_RANK.get(workload, LONG_VIDEO_SAMPLES_PER_RANK)
-            size = max(100_000, each * ranks)
-            study = _study(options.cost_model, workload, size, M_MEM[workload], m_comp="auto")
-            split_study = replace(study, config=replace(study.config, m_comp=None, context=CONTEXT))
-            open_bound = replace(study, config=replace(study.config, m_comp=None))
-            cases = [study.case(policy, ranks) for policy in POLICIES[:4]]
-            cases += [open_bound.case(policy, ranks) for policy in POLICIES[4:]]
-            for case in [*cases, split_study.case("balanced", ranks)]:
-                found = {"workload": workload, "ranks": ranks} | _figures(case, study)
-                print(workload, ranks, case.name, f"{case.metrics.imbalance:.4f}", flush=True)
-                yield found
+            samples = make_workload(workload, max(100_000, each * ranks))
+            bound = _study(samples, m_mem, m_comp="auto")
+            unbound = replace(bound, config=replace(bound.config, m_comp=None))
+            split = replace(unbound, config=replace(unbound.config, context=CONTEXT))
+            studies = [*[bound] * 4, *[unbound] * 2, split]
+            for study, policy in zip(studies, (*POLICIES, "balanced"), strict=True):
+                case = study.case(policy, ranks)
+                yield {
+                    "workload": workload,
+                    "ranks": ranks,
+                    "policy": case.name,
+                    "metrics": asdict(case.metrics),
+                    "tokens_per_second": case.metrics.tokens_per_second,
+                    "repeated_neighbours": case.neighbours._asdict(),
+                }
 
 
-def _figures(case: Case, study: Study) -> Json:
-    """Metrics, and the excess over the bound in steps with at least 4 samples per rank."""
-    epoch, seq_len = case.epoch, study.samples.seq_len
-    seconds = case.config.seconds_per_split_token(study.costs)
-    cost = rank_costs(epoch, micro_batch_costs(epoch, seq_len, study.predictor, seconds))
-    excess = excess_over_bound(cost, largest_indivisible_cost(epoch, seq_len, study.predictor))
-    held = rank_costs(epoch, np.diff(epoch.offsets).astype(np.float64))
-    enough = excess[held.mean(axis=1) >= 4]
-    return {
-        "policy": case.name,
-        "metrics": asdict(case.metrics),
-        "tokens_per_second": case.metrics.tokens_per_second,
-        "repeated_neighbours": case.neighbours._asdict(),
-        "steps_of_4_samples_a_rank": len(enough),
-        "excess_of_4": float(enough.mean()) if len(enough) else None,
-        "excess_max_of_4": float(enough.max()) if len(enough) else None,
-        "steps_above_3_percent": int((enough > 0.03).sum()),
-    }
-
-
-def _paper(options: argparse.Namespace) -> Iterator[Json]:
+def _paper() -> Iterator[Json]:
     """AdaptiveLoad's policies on independent ranks, with M_comp of the longest sample and the best.
 
     AdaptiveLoad does not say how M_comp and p are chosen.
     """
-    sizes = ((name, m_mem) for name in options.workloads for m_mem in PAPER_M_MEM[name])
+    sizes = ((name, m_mem) for name, sizes in PAPER_M_MEM.items() for m_mem in sizes)
     for workload, m_mem in sizes:
-        study = _study(options.cost_model, workload, 60_000, m_mem, ranks_mode="independent")
+        study = _study(make_workload(workload, 60_000), m_mem, ranks_mode="independent")
         for ranks in (8, 16):
             found: Json = {"workload": workload, "ranks": ranks, "m_mem": m_mem}
-            for policy, m_comp in _PAPER_CASES:
+            for policy, m_comp in PAPER_CASES:
                 config = replace(study.config, m_comp=m_comp)
                 case = replace(study, config=config).case(policy, ranks)
                 found[f"{policy} {m_comp}" if m_comp else policy] = {
@@ -209,12 +169,11 @@ def _paper(options: argparse.Namespace) -> Iterator[Json]:
             yield found
 
 
-def _small(options: argparse.Namespace) -> Iterator[Json]:
+def _small() -> Iterator[Json]:
     """Figures of every policy for small sets."""
     for name, (m_mem, ranks, geometry) in SMALL.items():
-        samples = read_samples(ROOT / "benchmarks" / "small_sets" / f"{name}.csv", geometry)
-        config = PlanningConfig(policy="balanced", m_mem=m_mem, cost_model=options.cost_model)
-        study = Study(samples, config, read_cost_file(options.cost_model))
+        samples = read_samples(BENCHMARKS / "small_sets" / f"{name}.csv", geometry)
+        study = _study(samples, m_mem)
         for policy in SMALL_POLICIES:
             case = study.case(policy, ranks)
             metrics = asdict(case.metrics) | {"first_step_seconds": case.first_step_seconds}
@@ -223,99 +182,52 @@ def _small(options: argparse.Namespace) -> Iterator[Json]:
             yield found | {"policy": shown, "metrics": metrics}
 
 
-def _accumulation(options: argparse.Namespace) -> Iterator[Json]:
-    """AdaptiveLoad's policies with several micro-batches a step, over `balanced` with one row."""
-    sizes = ((name, m_mem) for name in options.workloads for m_mem in PAPER_M_MEM[name])
-    for workload, m_mem in sizes:
-        mean = float(make_workload(workload, 20_000).seq_len.mean())
-        rows = ACCUMULATION_STEPS * ACCUMULATION_RANKS * max(MICRO_BATCHES)
-        size = round(rows * m_mem / mean)
-        study = _study(options.cost_model, workload, size, m_mem, ranks_mode="independent")
-        base = study.case("balanced", ACCUMULATION_RANKS).metrics
-        for micro_batches in MICRO_BATCHES:
-            config = replace(study.config, micro_batches_per_step=micro_batches)
-            several = replace(study, config=config)
-            found = [_accumulated(several, "equal_tokens", None, None)]
-            found += [_best_m_comp(several, p) for p in EXPONENTS]
-            for row in found:
-                row |= {"over_balanced": row["tokens_per_second"] / base.tokens_per_second}
-                row |= {"samples_over_balanced": row["samples_per_step"] * base.steps / size}
-                row = {"workload": workload, "m_mem": m_mem, "size": size} | row
-                print({k: v for k, v in row.items() if k != "m_comp"}, flush=True)
-                yield row
+def _joint_attention() -> Iterator[Json]:
+    """Figures of every policy for HunyuanVideo 1.5. Samples count, as tokens differ by layout."""
+    model, device = architecture_named("hunyuan-video-1.5"), DEVICES["h200"]
+    costs = analytic_costs(model, device, "full", shards=SHARDS)
+    for workload, m_mem in JOINT_M_MEM.items():
+        for ranks in (8, 64):
+            samples = make_workload(workload, SAMPLES_PER_RANK["wan-480p"] * ranks)
+            for policy in POLICIES:
+                packed = find_policy(policy.partition(":")[0]).packed
+                study = _study(with_conditions(samples, packed), m_mem, costs, p=2.0)
+                case = study.case(policy, ranks)
+                metrics = asdict(case.metrics)
+                fields = ("steps", "imbalance", "idle", "padding", "cost")
+                found: Json = {"workload": workload, "ranks": ranks, "policy": case.name}
+                found |= {field: metrics[field] for field in fields}
+                yield found | {"samples_per_second": len(samples) / metrics["cost"]}
 
 
-def _best_m_comp(study: Study, p: float) -> Json:
-    """`dual_constraint` with this p and the M_comp of least predicted time."""
-    m_mem, seq_len = study.config.required_m_mem(), study.samples.seq_len
-    least, most = DualConstraint(m_mem, p=p).m_comp_range(np.unique(seq_len))
-    topology = RankTopology(ACCUMULATION_RANKS, "independent", study.config.micro_batches_per_step)
-
-    drawn = draw_samples(study.samples, M_COMP_SAMPLES)
-
-    def time_at(m_comp: float) -> float:
-        policy = DualConstraint(m_mem, m_comp, p)
-        return predicted_time(policy, drawn, topology, study.predictor)
-
-    m_comp = min(np.geomspace(least, most, M_COMP_VALUES).tolist(), key=time_at)
-    return _accumulated(study, "dual_constraint", m_comp, p)
+def condition_tokens(count: int, seed: int = 0) -> np.ndarray:
+    """[count] tokens of each sample's text and glyphs."""
+    rng = np.random.default_rng(seed)
+    text = np.exp(rng.normal(np.log(TEXT_TOKENS), TEXT_SIGMA, count))
+    glyphs = rng.integers(*GLYPH_TOKENS, count) * (rng.random(count) < GLYPHS_SHARE)
+    return np.clip(text.astype(np.int64), 1, MOST_TEXT) + glyphs
 
 
-def _accumulated(study: Study, policy: str, m_comp: float | None, p: float | None) -> Json:
-    """Figures of one policy."""
-    config = replace(study.config, m_comp=m_comp, p=p)
-    metrics = replace(study, config=config).case(policy, ACCUMULATION_RANKS).metrics
-    return {
-        "ranks": ACCUMULATION_RANKS,
-        "policy": policy,
-        "micro_batches": config.micro_batches_per_step,
-        "p": p,
-        "m_comp": m_comp,
-        "imbalance": metrics.imbalance,
-        "tokens_per_second": metrics.tokens_per_second,
-        "samples_per_step": metrics.samples / metrics.steps,
-    }
+def with_conditions(samples: Samples, packed: bool) -> Samples:
+    """The samples with their own conditions in packed rows, else with room for the longest one."""
+    tokens = condition_tokens(len(samples))
+    return replace(samples, seq_len=samples.seq_len + (tokens if packed else tokens.max()))
 
 
-def _speed(cost_model: str) -> Json:
-    """Planning speed on one core, and time and memory of a plan of ten million samples."""
-    found: Json = {}
-    for policy, ranks in (
-        ("equal_tokens", 64),
-        ("dual_constraint", 64),
-        ("first_fit", 64),
-        ("balanced", 64),
-        ("balanced", 1024),
-    ):
-        study = _study(cost_model, "mixed-resolution", 400_000, M_MEM["mixed-resolution"])
-        plan = study.case(policy, ranks).plan
-        seconds = statistics.median(_seconds(plan.epoch, epoch) for epoch in (1, 2, 3))
-        found[f"{policy}, {ranks} ranks"] = {
-            "samples_per_second": len(study.samples) / seconds,
-            "milliseconds_per_step": 1000 * seconds / plan.epoch(3).steps,
-        }
-    command = [sys.executable, __file__, "--ten-million", "--cost-model", cost_model]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return found | {"ten million, 1024 ranks": json.loads(done.stdout)}
+def _speed() -> Iterator[Json]:
+    """Time and memory, in a process of its own, of planning ten million samples."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        yield pool.submit(_ten_million).result()
 
 
-def _seconds(work: Any, *arguments: Any) -> float:
+def _ten_million() -> Json:
+    samples, ranks = make_workload("mixed-resolution", 10_000_000), 1024
+    study, before = _study(samples, M_MEM["mixed-resolution"]), _peak_memory()
     begin = time.perf_counter()
-    work(*arguments)
-    return time.perf_counter() - begin
-
-
-def _ten_million(cost_model: str) -> Json:
-    """Time and memory of an epoch of ten million samples on 1,024 ranks."""
-    study = _study(cost_model, "mixed-resolution", 10_000_000, M_MEM["mixed-resolution"])
-    before = _peak_memory()
-    seconds = _seconds(study.case, "balanced", 1024)
-    peak = _peak_memory()
-    return {
-        "seconds_planned_and_measured": seconds,
-        "bytes_before": before,
-        "bytes_most": peak,
-    }
+    study.case("balanced", ranks)
+    seconds = time.perf_counter() - begin
+    memory = {"bytes_before": before, "bytes_most": _peak_memory()}
+    return {"samples": len(samples), "ranks": ranks, "seconds": seconds} | memory
 
 
 def _peak_memory() -> int:
@@ -325,88 +237,14 @@ def _peak_memory() -> int:
     return int(line.split()[1]) * 1024
 
 
-_HEAD = (
-    *("workload", "ranks", "policy", "imbalance", "idle", "padding", "of M_mem", "programs"),
-    *("above bound, mean", "worst", "tokens/s over balanced"),
-)
-
-
-def _tables(content: Json) -> Iterator[str]:
-    yield markdown(_HEAD, _plan_rows(content["plans"]))
-    cases = [f"{policy} {m_comp}" if m_comp else policy for policy, m_comp in _PAPER_CASES]
-    for figure, text in (("imbalance", "{:.1%}".format), ("tokens_per_second", "{:,.0f}".format)):
-        yield markdown(
-            ("workload", "M_mem", "ranks", *(f"{case}, {figure}" for case in cases)),
-            [
-                [row["workload"], f"{row['m_mem']:,}", row["ranks"]]
-                + [text(row[case][figure]) for case in cases]
-                for row in content["paper"]
-            ],
-        )
-    yield markdown(_ACCUMULATION_HEAD, _accumulation_rows(content["accumulation"]))
-    yield markdown(_SMALL_HEAD, _small_rows(content["small"]))
-    yield json.dumps(content["speed"], indent=1)
-
-
-_SMALL_HEAD = (
-    *("data", "samples", "ranks", "policy", "steps", "idle", "padding", "programs"),
-    *("time to the first step", "time of the epoch", "tokens/s"),
-)
-
-
-def _small_rows(found: list[Json]) -> Iterator[list[Any]]:
-    """Small sets; tokens/s over those of `balanced`."""
-    for row in found:
-        metrics = row["metrics"]
-        [best] = (
-            each["metrics"]["tokens_per_second"]
-            for each in found
-            if each["set"] == row["set"] and each["policy"] == "balanced"
-        )
-        yield [
-            *(f"`{row['set']}`", row["samples"], row["ranks"], row["policy"], metrics["steps"]),
-            *(f"{metrics['idle']:.1%}", f"{metrics['padding']:.1%}", metrics["buckets"]),
-            *(f"{metrics['first_step_seconds']:.0f} s", f"{metrics['cost']:.1f} s"),
-            f"{metrics['tokens_per_second'] / best:.2f}×",
-        ]
-
-
-_ACCUMULATION_HEAD = (
-    "data",
-    "M_mem",
-    *(f"`equal_tokens`, {count}" for count in MICRO_BATCHES),
-    *(f"`dual_constraint`, {count}" for count in MICRO_BATCHES),
-    f"samples of a step with {MICRO_BATCHES[-1]}, over `balanced`",
-)
-
-
-def _accumulation_rows(found: list[Json]) -> Iterator[list[str]]:
-    """tokens/s over `balanced` by micro-batches of a step; of `dual_constraint` with the best p."""
-    for workload, m_mem in dict.fromkeys((row["workload"], row["m_mem"]) for row in found):
-        same = [row for row in found if (row["workload"], row["m_mem"]) == (workload, m_mem)]
-        cells = [f"`{workload}`", f"{m_mem:,}"]
-        for policy in ("equal_tokens", "dual_constraint"):
-            for count in MICRO_BATCHES:
-                rows = [r for r in same if (r["policy"], r["micro_batches"]) == (policy, count)]
-                best = max(rows, key=lambda row: row["over_balanced"])
-                cells.append(f"{best['over_balanced']:.2f}×")
-        yield [*cells, f"{best['samples_over_balanced']:.0f}×"]
-
-
-def _plan_rows(plans: list[Json]) -> Iterator[list[Any]]:
-    best = {(p["workload"], p["ranks"]): p for p in plans if p["policy"] == "balanced"}
-    for plan in plans:
-        metrics = plan["metrics"]
-        ratio = (
-            plan["tokens_per_second"] / best[plan["workload"], plan["ranks"]]["tokens_per_second"]
-        )
-        row = [plan["workload"], f"{plan['ranks']:,}", f"`{plan['policy']}`"]
-        names = ("imbalance", "idle", "padding", "utilisation")
-        row += [f"{metrics[name]:.1%}" for name in names]
-        bound = [plan["excess_of_4"], plan["excess_max_of_4"]]
-        row += [metrics["buckets"], *("–" if v is None else f"{v:.2%}" for v in bound)]
-        yield [*row, f"{ratio:.2f}×"]
-
+PARTS: dict[str, Callable[[], Iterator[Json]]] = {
+    "plans": _plans,
+    "paper": _paper,
+    "small": _small,
+    "joint_attention": _joint_attention,
+    "speed": _speed,
+}
+"""Of the JSON."""
 
 if __name__ == "__main__":
     main()

@@ -2,8 +2,8 @@
 
     python benchmarks/sparse_attention.py --out benchmarks/results/sparse_attention_h200
 
-takes the command's flags and writes the same JSON and PNG, with those of PyTorch's flex_attention,
-cuDNN's frontend and FlashAttention 4 in them that are installed.
+takes the command's flags and writes the same JSON and PNG, with those of PyTorch's flex_attention
+and cuDNN's frontend in them that are installed.
 
 Each library gets copies of q, k and v in the layout it is made for, and the lists of key blocks in
 ascending order, which all of them expect. PyTorch's block mask, with its inverted lists, is made
@@ -13,7 +13,6 @@ before the time is taken; the backward of cuDNN inverts the lists each time.
 import argparse
 import gc
 import importlib
-import itertools
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -38,44 +37,28 @@ class Call(NamedTuple):
     """Attention in a library, with its arguments.
 
     Attributes:
-      name: of the implementation.
       forward: computes the output.
       backward: runs the forward and gives a function that computes the gradients, any number of
-        times; None if the library cannot.
+        times.
     """
 
-    name: str
     forward: Callable[[], Any]
-    backward: Callable[[], Callable[[], Any]] | None
-
-
-class Library(NamedTuple):
-    """A library's attention.
-
-    Attributes:
-      packages: that it needs, by their names as distributions.
-      calls: makes its calls. The lists are all of one length.
-    """
-
-    packages: tuple[str, ...]
-    calls: Callable[[Shape, Arguments, BlockLists], Iterator[Call]]
+    backward: Callable[[], Callable[[], Any]]
 
 
 def rivals(names: Sequence[str]) -> list[Rival]:
     """Those of LIBRARIES that have these names and whose packages are installed."""
     chosen = {name: LIBRARIES[name] for name in names}
     return [
-        partial(_measure, name, library.calls, set())
-        for name, library in chosen.items()
-        if all(map(_installed, library.packages))
+        partial(_measure, name, call, set())
+        for name, (call, *needed) in chosen.items()
+        if all(map(_installed, needed))
     ]
 
 
 def packages() -> list[str]:
     """Names of the installed packages that are measured here."""
-    named = dict.fromkeys(
-        itertools.chain.from_iterable(each.packages for each in LIBRARIES.values())
-    )
+    named = dict.fromkeys(name for _, *needed in LIBRARIES.values() for name in needed)
     return [name for name in named if _installed(name)]
 
 
@@ -89,7 +72,7 @@ def _installed(package: str) -> bool:
 
 def _measure(
     library: str,
-    calls: Callable[[Shape, Arguments, BlockLists], Iterator[Call]],
+    calls: Callable[[Shape, Arguments, BlockLists], Call],
     failed: set[str],
     shape: Shape,
     sets: Sequence[Arguments],
@@ -99,19 +82,13 @@ def _measure(
     if library in failed:
         return
     with _survived(library, shape, failed):
-        yield from _all_times(calls(shape, sets[0], lists), failed, shape)
+        call = calls(shape, sets[0], lists)
+        yield library, "forward", _cuda_events(call.forward)
+        yield library, "backward", _cuda_events(call.backward())
+        del call
     # Only now nothing refers to tensors any more.
     gc.collect()
     importlib.import_module("torch").cuda.empty_cache()
-
-
-def _all_times(
-    calls: Iterator[Call], failed: set[str], shape: Shape
-) -> Iterator[tuple[str, Part, DeviceTime]]:
-    for call in calls:
-        if call.name not in failed:
-            with _survived(call.name, shape, failed):
-                yield from _times(call)
 
 
 @contextmanager
@@ -124,12 +101,6 @@ def _survived(name: str, shape: Shape, failed: set[str]) -> Iterator[None]:
         reason = " ".join(str(error).split())[:300]
         where = f"{shape.tokens:,} tokens, {name}"
         print(f"warning: {where}: {type(error).__name__}: {reason}", file=sys.stderr)
-
-
-def _times(call: Call) -> Iterator[tuple[str, Part, DeviceTime]]:
-    yield call.name, "forward", _cuda_events(call.forward)
-    if call.backward is not None:
-        yield call.name, "backward", _cuda_events(call.backward())
 
 
 def _cuda_events(call: Callable[[], Any]) -> DeviceTime:
@@ -148,7 +119,7 @@ def _cuda_events(call: Callable[[], Any]) -> DeviceTime:
     return DeviceTime(statistics.median(times), tenths[0], tenths[-1], ())
 
 
-def _differentiable(name: str, attend: Callable[..., Any], inputs: Any, dout: Any) -> Call:
+def _differentiable(attend: Callable[..., Any], inputs: Any, dout: Any) -> Call:
     """A call of a function of q, k and v that PyTorch differentiates."""
     torch = importlib.import_module("torch")
 
@@ -161,7 +132,7 @@ def _differentiable(name: str, attend: Callable[..., Any], inputs: Any, dout: An
         out = attend(*leaves)
         return partial(torch.autograd.grad, out, leaves, dout, retain_graph=True)
 
-    return Call(name, forward, backward)
+    return Call(forward, backward)
 
 
 def _heads_first(arguments: Arguments, multiple: int = 1) -> list[Any]:
@@ -182,7 +153,7 @@ def _ascending(lists: BlockLists) -> tuple[Any, Any]:
     return torch.from_dlpack(jnp.sort(lists.indices, axis=-1)), torch.from_dlpack(lists.counts)
 
 
-def _flex_attention(shape: Shape, arguments: Arguments, lists: BlockLists) -> Iterator[Call]:
+def _flex_attention(shape: Shape, arguments: Arguments, lists: BlockLists) -> Call:
     """PyTorch's, compiled."""
     *inputs, dout = _heads_first(arguments)
     attend = partial(
@@ -190,7 +161,7 @@ def _flex_attention(shape: Shape, arguments: Arguments, lists: BlockLists) -> It
         block_mask=_block_mask(shape, lists),
         kernel_options=_FLEX_OPTIONS,
     )
-    yield _differentiable("flex_attention", attend, inputs, dout)
+    return _differentiable(attend, inputs, dout)
 
 
 _FLEX_OPTIONS = {"num_stages": 3, "num_warps": 4, "ROWS_GUARANTEED_SAFE": True}
@@ -242,7 +213,7 @@ def _block_mask(shape: Shape, lists: BlockLists) -> Any:
     )
 
 
-def _cudnn_frontend(shape: Shape, arguments: Arguments, lists: BlockLists) -> Iterator[Call]:
+def _cudnn_frontend(shape: Shape, arguments: Arguments, lists: BlockLists) -> Call:
     """NVIDIA's kernels in CuTe that come with cuDNN's frontend."""
     torch = importlib.import_module("torch")
     attention = importlib.import_module("cudnn.block_sparse_attention")
@@ -262,53 +233,22 @@ def _cudnn_frontend(shape: Shape, arguments: Arguments, lists: BlockLists) -> It
         saved = (kept["o_tensor"], kept["lse_tensor"])
         return partial(attention.block_sparse_attention_backward, dout, *inputs, *saved, **given)
 
-    yield Call("cudnn_frontend", forward, backward)
+    return Call(forward, backward)
 
 
-def _flash_attn_4(shape: Shape, arguments: Arguments, lists: BlockLists) -> Iterator[Call]:
-    """FlashAttention 4; on Hopper its backward needs blocks of 128 keys."""
-    torch = importlib.import_module("torch")
-    attention = importlib.import_module("flash_attn.cute.interface")
-    sparsity = importlib.import_module("flash_attn.cute.block_sparsity")
-    q, k, v = (torch.from_dlpack(each) for each in arguments[:3])
-    indices, counts = _ascending(lists)
-    blocks = sparsity.BlockSparseTensorsTorch(
-        mask_block_cnt=torch.zeros_like(counts),
-        mask_block_idx=torch.zeros_like(counts)[..., None],
-        full_block_cnt=counts,
-        full_block_idx=indices,
-        block_size=(lists.query_block, lists.key_block),
-    )
-    yield Call(
-        "flash_attn_4",
-        partial(attention.flash_attn_func, q, k, v, block_sparse_tensors=blocks),
-        None,
-    )
-
-
-LIBRARIES = {
-    "flex_attention": Library(("torch", "triton"), _flex_attention),
-    "cudnn_frontend": Library(
-        ("torch", "nvidia-cudnn-frontend", "nvidia-cutlass-dsl"), _cudnn_frontend
-    ),
-    "flash_attn_4": Library(
-        ("torch", "flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels"), _flash_attn_4
-    ),
+LIBRARIES: dict[str, tuple[Any, ...]] = {
+    "flex_attention": (_flex_attention, "torch", "triton"),
+    "cudnn_frontend": (_cudnn_frontend, "torch", "nvidia-cudnn-frontend", "nvidia-cutlass-dsl"),
 }
-"""By name."""
+"""By name: what makes a call (lists are all of one length), and distributions that it needs."""
 
 
 def main(argv: list[str]) -> int:
     """Measures what the flags name."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     bench_sparse_attention.add_arguments(parser)
-    parser.add_argument(
-        "--rivals",
-        nargs="*",
-        choices=list(LIBRARIES),
-        default=list(LIBRARIES),
-        help=f"other libraries (default {' '.join(LIBRARIES)})",
-    )
+    names = list(LIBRARIES)
+    parser.add_argument("--rivals", nargs="*", choices=names, default=names)
     options = parser.parse_args(argv)
     return bench_sparse_attention.run(options, rivals(options.rivals), packages())
 

@@ -9,16 +9,13 @@ in each `profile_every`-th step and sparse ones in each `sparse_profile_every`-t
 the mean of such steps.
 """
 
-import argparse
 import json
 import math
-import os
 import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -28,12 +25,11 @@ from alload_jax.bench.harness import (
     MODELS,
     Record,
     benchmark_parser,
-    console,
-    gigabytes,
-    markdown_table,
+    measured,
     model_fields,
     training_fields,
 )
+from alload_jax.errors import run_command
 from alload_jax.files import Json
 from alload_jax.models.common.sparse_attention import SparseAttentionConfig
 from alload_jax.models.families import config_from_fields
@@ -43,8 +39,6 @@ from alload_jax.training.trial_step import Step, training_spec
 
 LATENTS = ("21x60x104", "21x90x160", "36x90x160")
 """Frames, height and width: 32,760, 75,600 and 129,600 tokens."""
-PROGRAMS = ("dense", "sparse")
-MEMORY_SHARE = "0.96"
 ENOUGH_SECONDS = 15.0
 """No case takes more steps once its steps have taken this long."""
 
@@ -75,18 +69,18 @@ class Case(NamedTuple):
 
 DENSE = Case(False, 1.0)
 ENDS = Case(True, 0.1)
-SPARSE_CASES = (ENDS, Case(False, 0.1), Case(False, 0.05))
+CASES = {"dense": (DENSE,), "sparse": (ENDS, Case(False, 0.1))}
+"""By program."""
 
 
-def make_spec(program: str, options: argparse.Namespace) -> TrainingSpec:
+def make_spec(program: str, model: Json) -> TrainingSpec:
     """What the dense program trains, or the sparse one, whose lists hold what any case needs."""
-    fields = training_fields(model_fields(options.model, options.layers), options.remat)
     if program == "sparse":
-        densest = max(case.density for case in SPARSE_CASES)
-        forced = (densest,) * fields["num_layers"]
-        sparse = {"selector": options.selector, "forced": forced, "min_tokens": 0}
-        fields["sparse_attention"] = sparse
-    return training_spec(config_from_fields(fields))
+        densest = max(case.density for case in CASES[program])
+        forced = (densest,) * model["num_layers"]
+        sparse = {"selector": "predictor", "forced": forced, "min_tokens": 0}
+        model = model | {"sparse_attention": sparse}
+    return training_spec(config_from_fields(model))
 
 
 def compile_all(step: Step, latents: list[str]) -> list[tuple[tuple[int, ...], Any]]:
@@ -120,35 +114,22 @@ def set_switches(step: Step, densities: list[float], steps_done: int) -> None:
     )
 
 
-def time_steps(step: Step, gradient: Any, batch: Any, most: int) -> list[float]:
-    """Seconds of a few steps."""
-    seconds: list[float] = []
-    while len(seconds) < most and sum(seconds) < ENOUGH_SECONDS:
-        seconds.append(step.run(gradient, batch))
-    return seconds
-
-
-def time_case(
-    step: Step, gradient: Any, batch: Any, densities: list[float], options: argparse.Namespace
-) -> Json:
-    """Seconds of steps, of sparse ones without a measurement."""
+def time_case(step: Step, gradient: Any, batch: Any, densities: list[float], most: int) -> Json:
+    """Seconds of a few steps, of sparse ones without a measurement."""
     sparse = step.model.sparse_attention
-    most = options.steps
     if sparse is not None:
         # From step 1 on, none measures until `profile_every`.
         set_switches(step, densities, 1)
         most = min(most, sparse.profile_every - 1)
-    seconds = time_steps(step, gradient, batch, most)
-    found = {
+    seconds: list[float] = []
+    while len(seconds) < most and sum(seconds) < ENOUGH_SECONDS:
+        seconds.append(step.run(gradient, batch))
+    return {
         "seconds": statistics.median(seconds),
         "seconds_least": min(seconds),
         "seconds_most": max(seconds),
         "steps": len(seconds),
     }
-    if sparse is not None:
-        switch = step.state.variables["blocks"]["sparse_attention"]["switch"]
-        found |= {"sparse_layers": int(switch["sparse"].sum())}
-    return found
 
 
 def time_profile(step: Step, gradient: Any, batch: Any, densities: list[float]) -> float:
@@ -159,13 +140,10 @@ def time_profile(step: Step, gradient: Any, batch: Any, densities: list[float]) 
     return seconds
 
 
-def measure(program: str, options: argparse.Namespace) -> Iterator[Json]:
-    """Measures all cases of a program, in the order of `--latents`."""
-    begin = time.perf_counter()
-    step = Step(make_spec(program, options))
-    gradients = compile_all(step, options.latents)
-    compiled = time.perf_counter() - begin
-    for number, (shape, gradient) in enumerate(gradients):
+def measure(program: str, model: Json, latents: list[str], steps: int) -> Iterator[Json]:
+    """Measures all cases of a program at all lengths."""
+    step = Step(make_spec(program, model))
+    for shape, gradient in compile_all(step, latents):
         held = sum(x.nbytes for x in jax.tree.leaves((step.state, step.accumulator)))
         shared = {
             "program": program,
@@ -173,10 +151,10 @@ def measure(program: str, options: argparse.Namespace) -> Iterator[Json]:
             "tokens": math.prod(shape) // math.prod(step.model.patch_size),
             "held_bytes": held,
             "temporary_bytes": gradient.memory_analysis().temp_size_in_bytes,
-            "compile_all_seconds": compiled,
         }
         try:
-            for found in measure_length(step, gradient, shape, number == 0, options):
+            layers = model["num_layers"]
+            for found in measure_length(program, layers, step, gradient, shape, steps):
                 yield shared | found
         except jax.errors.JaxRuntimeError as error:
             if not out_of_memory(error):
@@ -186,32 +164,26 @@ def measure(program: str, options: argparse.Namespace) -> Iterator[Json]:
 
 
 def measure_length(
-    step: Step, gradient: Any, shape: tuple[int, ...], first: bool, options: argparse.Namespace
+    program: str, layers: int, step: Step, gradient: Any, shape: tuple[int, ...], steps: int
 ) -> Iterator[Json]:
     """Measures all cases of a program at one length."""
-    layers = model_fields(options.model, options.layers)["num_layers"]
     batch, sparse = step.batch(shape), step.model.sparse_attention
-    cases: tuple[Case, ...] = (DENSE,)
+    profile, measuring = None, 0.0
     if sparse is not None:
-        # What the sparse program costs while all layers are dense, at the first length only.
-        cases = (*SPARSE_CASES, *cases) if first else SPARSE_CASES
-        cases = SPARSE_CASES[:2] if options.brief else cases
         measuring = time_profile(step, gradient, batch, ENDS.densities(layers))
     else:
         step.run(gradient, batch)
-    profile = None
-    for case in cases:
-        name = case.name(layers)
-        if sparse is not None and case is DENSE:
-            name = "no layer, in the sparse program"
-        own: Json = {"name": name, "density": case.density}
-        own |= time_case(step, gradient, batch, case.densities(layers), options)
+    for case in CASES[program]:
+        densities = case.densities(layers)
+        own: Json = {"name": case.name(layers), "density": case.density}
+        own |= time_case(step, gradient, batch, densities, steps)
+        own["mean_seconds"] = own["seconds"]
         if sparse is not None:
             # What a measurement adds hardly depends on the case.
             profile = measuring - own["seconds"] if profile is None else profile
-            measured = measurements(sparse, own["sparse_layers"] / layers)
-            own |= {"profile_seconds": profile, "measurements_a_step": measured}
-        own["mean_seconds"] = own["seconds"] + (profile or 0.0) * own.get("measurements_a_step", 0)
+            share = measurements(sparse, sum(each < 1 for each in densities) / layers)
+            own |= {"profile_seconds": profile, "measurements_a_step": share}
+            own["mean_seconds"] += profile * share
         memory = jax.local_devices()[0].memory_stats() or {}
         yield own | {"peak_bytes": memory.get("peak_bytes_in_use")}
 
@@ -222,74 +194,34 @@ def measurements(config: SparseAttentionConfig, sparse_share: float) -> float:
     return sparse + (1 - sparse_share) / config.profile_every
 
 
-def run_program(program: str, argv: list[str]) -> Iterator[Json]:
-    """What a process of its own measures, as soon as it is known."""
-    environment = os.environ | {"XLA_PYTHON_CLIENT_MEM_FRACTION": MEMORY_SHARE}
-    command = [sys.executable, __file__, *argv, "--program", program]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("{"):
-                yield json.loads(line)
-    if process.returncode:
-        yield {"program": program, "error": f"ended with status {process.returncode}"}
-
-
-def compared(case: Json, cases: list[Json]) -> Json:
-    """A case with its tokens per second, and the speed over the dense step of its length."""
-    tokens, seconds = case["tokens"], case["mean_seconds"]
-    dense = {each["tokens"]: each["mean_seconds"] for each in cases if each.get("name") == "dense"}
-    speed = {"times_dense": dense[tokens] / seconds} if tokens in dense else {}
-    return case | {"tokens_per_second": tokens / seconds} | speed
-
-
-def show(cases: list[Json]) -> None:
-    """Prints a table of the cases."""
-    columns = ("tokens", "s", "with measurements", "times dense", "tokens/s", "most memory")
-    table = markdown_table("one training step", ("", *columns))
-    for case in cases:
-        if "error" in case:
-            table.add_row(case.get("name", case["program"]), case["error"])
-            continue
-        table.add_row(
-            case["name"],
-            f"{case['tokens']:,}",
-            f"{case['seconds']:.3f}",
-            f"{case['mean_seconds']:.3f}",
-            f"{case.get('times_dense', math.nan):.2f}",
-            f"{case['tokens_per_second']:,.0f}",
-            gigabytes(case["peak_bytes"]),
-        )
-    console().print(table)
-
-
-def main(argv: list[str]) -> None:
+def main(argv: list[str]) -> int:
     """Runs all cases and writes the results."""
     parser = benchmark_parser(__doc__, "sparse_step.json")
     add = parser.add_argument
     add("--latents", nargs="+", default=LATENTS, help="frames×height×width (default %(default)s)")
     add("--model", choices=tuple(MODELS), default="1.3b")
     add("--layers", type=int, help="fewer layers than the model has")
-    add("--remat", default="attention")
-    add("--selector", default="predictor")
     add("--steps", type=int, default=3, help="timed steps of a case, at most")
-    add("--brief", action="store_true", help="no sparse case but those at 10 %%")
-    add("--program", choices=PROGRAMS, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
-    if options.program:
-        for case in measure(options.program, options):
-            print(json.dumps(case), flush=True)
-        return
-    model = training_fields(model_fields(options.model, options.layers), options.remat)
-    packages = ("jax", "jaxlib", "flax")
-    record = Record(options.out, packages, model=model, selector=options.selector, cases=[])
-    cases = record.content["cases"]
-    for program in PROGRAMS:
-        for case in run_program(program, argv):
-            record.add(case if "error" in case else compared(case, [*cases, case]))
-            print(cases[-1], flush=True)
-    show(cases)
+    model = training_fields(model_fields(options.model, options.layers))
+    record = Record(options.out, ("jax", "jaxlib", "flax"), model=model, cases=[])
+    dense: dict[int, float] = {}
+    for program in CASES:
+        settings = {"program": program, "model": model, "latents": options.latents}
+        found = measured(Path(__file__), settings | {"steps": options.steps})
+        for case in found.get("cases", [found]):
+            if "mean_seconds" in case:
+                tokens, seconds = case["tokens"], case["mean_seconds"]
+                dense |= {tokens: seconds} if program == "dense" else {}
+                case |= {"tokens_per_second": tokens / seconds}
+                case |= {"times_dense": dense[tokens] / seconds} if tokens in dense else {}
+            record.add(case)
+            print(case, flush=True)
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    if sys.argv[1:] and sys.argv[1].startswith("{"):  # a program of its own
+        print(json.dumps({"cases": list(measure(**json.loads(sys.argv[1])))}))
+    else:
+        sys.exit(run_command(main, sys.argv[1:]))

@@ -1,43 +1,35 @@
-"""Times whole training steps with and without some of their parts, in one process.
+"""Times whole training steps of several shapes and ways to keep activations, in one process.
 
     python benchmarks/step_parts.py
 
-Each case is a shape of rows, what the layers keep, and what is left out: `bias_gelu` and
-`gated_add` leave those to XLA, `query_blocks` runs cross-attention unsplit, `added_bias` lets XLA
-choose its own products, beside which it adds biases. All programs are compiled at once and share
-one state. `bytes` is what XLA's programs and the state take together;
-`of_roof` compares with matrix products at this device's rate, cuDNN's attention measured alone, and
-the optimizer's bytes at the rate of a copy, all in the same run.
+All programs are compiled at once and share one state. `bytes` is what XLA's programs and the state
+take together; `of_roof` compares with matrix products at this device's rate, cuDNN's attention
+measured alone, and the optimizer's bytes at the rate of a copy, all in the same run.
 """
 
-import contextlib
 import dataclasses
 import math
 import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
-from unittest import mock
 
 import jax
-import jax.numpy as jnp
 
 from alload_jax.bench.device import require_gpu
-from alload_jax.bench.harness import MODELS, Record, benchmark_parser, model_fields, training_fields
+from alload_jax.bench.harness import Record, benchmark_parser, model_fields, training_fields
 from alload_jax.bench.step_profile.roofs import measure as measure_roofs
 from alload_jax.errors import run_command
 from alload_jax.files import Json
-from alload_jax.models.common import attention, sublayers
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.families import config_from_fields
 from alload_jax.planning.architecture import from_fields
 from alload_jax.sharding.host_memory import set_xla_flags
 from alload_jax.training.step import make_accumulate
 from alload_jax.training.trial_step import Step, training_spec
-from pallas_kernels.bias_gelu import api as gelu
 
 _TEXT = 512
 
@@ -49,14 +41,12 @@ class Case(NamedTuple):
       rows: of a micro-batch.
       latents: (frames, height, width) of a row.
       remat: as `model.remat`.
-      without: the part that is left out; empty for none.
       unrolled: whether layers are compiled one by one.
     """
 
     rows: int
     latents: tuple[int, int, int]
     remat: str
-    without: str = ""
     unrolled: bool = False
 
     @property
@@ -68,66 +58,26 @@ class Case(NamedTuple):
     def name(self) -> str:
         """In words."""
         words = f"{self.rows}×{self.tokens:,}, {self.remat}"
-        words += f", without {self.without}" if self.without else ""
         return words + ", unrolled" * self.unrolled
 
 
 CLIP, IMAGES, MIDDLE = (1, (21, 60, 104)), (42, (1, 60, 104)), (8, (8, 64, 32))
-SETS: dict[str, tuple[Case, ...]] = {
-    "bars": (
-        Case(*IMAGES, "matmuls_and_attention", unrolled=True),
-        Case(*MIDDLE, "none", unrolled=True),
-        Case(*CLIP, "none", unrolled=True),
-        Case(*CLIP, "offload_attention"),
-        Case(*CLIP, "offload_feed_forward_and_attention"),
-        Case(*CLIP, "attention"),
-        Case(*CLIP, "feed_forward_and_attention"),
-        Case(*CLIP, "full"),
-    ),
-    "host": (
-        Case(*CLIP, "full"),
-        Case(*CLIP, "offload"),
-        Case(*CLIP, "offload_attention"),
-        Case(*CLIP, "offload_feed_forward_and_attention"),
-        Case(*CLIP, "feed_forward_and_attention"),
-    ),
-    "parts": (
-        Case(*IMAGES, "matmuls_and_attention", unrolled=True),
-        Case(*IMAGES, "matmuls_and_attention", "added_bias", unrolled=True),
-        Case(*IMAGES, "matmuls_and_attention", "gated_add", unrolled=True),
-        Case(*IMAGES, "matmuls_and_attention", "bias_gelu", unrolled=True),
-        Case(*IMAGES, "matmuls_and_attention"),
-        Case(*CLIP, "matmuls_and_attention", unrolled=True),
-        Case(*CLIP, "matmuls_and_attention"),
-        Case(*CLIP, "feed_forward_and_attention"),
-        Case(*CLIP, "attention", "query_blocks"),
-    ),
-    "tiny": (
-        Case(2, (1, 8, 8), "attention"),
-        Case(2, (1, 8, 8), "offload_feed_forward_and_attention"),
-        Case(2, (1, 8, 8), "matmuls_and_attention", "bias_gelu", unrolled=True),
-        Case(2, (1, 8, 8), "matmuls_and_attention", "added_bias"),
-    ),
-}
-
-
-@contextlib.contextmanager
-def leaving_out(part: str) -> Iterator[None]:
-    """Traces without a part."""
-    patches: Json = {
-        "": contextlib.nullcontext(),
-        "added_bias": contextlib.nullcontext(),
-        "bias_gelu": mock.patch.object(gelu, "measured_as_faster", return_value=False),
-        "gated_add": mock.patch.object(sublayers, "residual_layernorm_modulate", _plain_sum),
-        "query_blocks": mock.patch.object(attention, "query_blocks", return_value=1),
-    }
-    with patches[part]:
-        yield
-
-
-def _plain_sum(x: jax.Array, y: jax.Array, gate: jax.Array, *_: Any, **__: Any) -> Any:
-    wide = x.astype(jnp.float32) + y.astype(jnp.float32) * gate[:, None, :]
-    return wide.astype(x.dtype), None
+CASES = (
+    Case(*IMAGES, "matmuls_and_attention", unrolled=True),
+    Case(*MIDDLE, "none", unrolled=True),
+    Case(*CLIP, "none", unrolled=True),
+    Case(*CLIP, "matmuls_and_attention"),
+    Case(*CLIP, "offload_attention"),
+    Case(*CLIP, "offload_feed_forward_and_attention"),
+    Case(*CLIP, "attention"),
+    Case(*CLIP, "feed_forward_and_attention"),
+    Case(*CLIP, "full"),
+)
+TINY = (
+    Case(2, (1, 8, 8), "attention"),
+    Case(2, (1, 8, 8), "offload_feed_forward_and_attention"),
+    Case(2, (1, 8, 8), "matmuls_and_attention", unrolled=True),
+)
 
 
 def lowered(step: Step, case: Case, model: ModelConfig) -> Any:
@@ -136,15 +86,8 @@ def lowered(step: Step, case: Case, model: ModelConfig) -> Any:
     spec = training_spec(dataclasses.replace(model, **fields))
     batch = step.batch_shape((case.rows, *case.latents))
     state = step.state
-    with leaving_out(case.without):
-        program: Any = make_accumulate(spec, step.mesh, single=True)
-        return program.lower(state.weights, step.accumulator, batch, state.key)
-
-
-def compiled(program: Any, case: Case) -> Any:
-    """The program of a case."""
-    of_xla = case.without == "added_bias" and jax.default_backend() == "gpu"
-    return program.compile({"xla_gpu_enable_triton_gemm": True} if of_xla else None)
+    program: Any = make_accumulate(spec, step.mesh, single=True)
+    return program.lower(state.weights, step.accumulator, batch, state.key)
 
 
 def timed(step: Step, case: Case, program: Any, repeats: int) -> Json:
@@ -189,25 +132,24 @@ def shapes_of(cases: Sequence[Case], fields: Mapping[str, Any]) -> list[dict[str
 
 
 def main(argv: list[str]) -> int:
-    """Compiles all cases of a set, times them, and writes the result after each."""
+    """Compiles all cases, times them, and writes the result after each."""
     parser = benchmark_parser(__doc__, "step_parts.json")
-    parser.add_argument("--set", choices=SETS, default="bars", help="default: bars")
-    parser.add_argument("--model", choices=tuple(MODELS), default="1.3b")
+    parser.add_argument("--tiny", action="store_true", help="for trying it on a CPU")
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     parser.add_argument("--repeats", type=int, default=5, help="timed steps (default 5)")
     options = parser.parse_args(argv)
     set_xla_flags()
-    if options.set != "tiny":
+    if not options.tiny:
         require_gpu()
-    fields = model_fields(options.model, options.layers)
+    fields = model_fields("tiny" if options.tiny else "1.3b", options.layers)
     model = config_from_fields(training_fields(fields))
-    cases = SETS[options.set]
+    cases = TINY if options.tiny else CASES
     record = Record(options.out, ("jax", "jaxlib", "flax"), model=fields, cases=[])
     result = record.content
     step, begin = Step(training_spec(model)), time.perf_counter()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         update = pool.submit(step.update.lower(step.state, step.accumulator).compile)
-        pending = [pool.submit(compiled, lowered(step, case, model), case) for case in cases]
+        pending = [pool.submit(lowered(step, case, model).compile) for case in cases]
         step.update = update.result()
         programs = [each.result() for each in pending]
     result["compile_seconds"] = time.perf_counter() - begin

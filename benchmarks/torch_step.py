@@ -8,7 +8,6 @@ here: two frameworks in a process would share the device's memory.
 """
 
 import contextlib
-import gc
 import importlib
 import json
 import math
@@ -16,7 +15,6 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Literal
 
@@ -140,8 +138,6 @@ MODELS = {"wan": Wan(), "hunyuan_video": HunyuanVideo15()}
 
 # ---------------------------------------------------------------- a training step like our own
 
-Compiled = Literal["whole", "blocks", "no"]
-
 BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -164,9 +160,7 @@ class Settings:
       batch: samples a step.
       latents: frames, height, width of a latent clip.
       remat: full: every block is recomputed in the backward pass (gradient checkpointing).
-      compile: by torch.compile: true: the whole model, each block where that fails, nothing where
-        that fails too. blocks: not the whole, whose compilation takes far longer.
-      compile_mode: torch.compile's mode.
+      compile: by torch.compile: the whole model, which takes far longer than each block, or none.
       attention: the backend that attention must take; default: PyTorch's choice.
       masked: whether attention gets masks, as diffusers' model makes them where texts have padding.
         Here no text has any, so that attention without a mask computes the same.
@@ -183,28 +177,13 @@ class Settings:
     batch: int
     latents: tuple[int, int, int]
     remat: Literal["full", "none"] = "full"
-    compile: bool | Literal["blocks"] = True
-    compile_mode: str = "default"
+    compile: Literal["whole", "blocks", "no"] = "blocks"
     attention: Literal["cudnn", "flash", "efficient", "default"] = "default"
     masked: bool = False
     precision: Literal["autocast", "bf16_copy"] = "autocast"
     warmup: int = 3
     steps: int = 8
     learning_rate: float = 1e-4
-
-    def __post_init__(self) -> None:
-        known = {
-            "kind": tuple(MODELS),
-            "remat": ("full", "none"),
-            "compile": (True, False, "blocks"),
-            "attention": (*BACKENDS, "default"),
-            "precision": ("autocast", "bf16_copy"),
-        }
-        for name, values in known.items():
-            if getattr(self, name) not in values:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; there are {values}")
-        if self.steps < 1 or self.warmup < 0:
-            raise ValueError(f"steps is {self.steps}, warmup {self.warmup}; take 1, 0 or more")
 
 
 class Weights:
@@ -255,11 +234,11 @@ class Weights:
 class Trainer:
     """A model on random clips and conditions; `step` trains it once."""
 
-    def __init__(self, settings: Settings, compiled: Compiled, device: str):
+    def __init__(self, settings: Settings, device: str):
         self.settings, self.device = settings, device
         self.model = build(settings, device)
         self.weights = Weights(self.model, settings)
-        self.forward = _compile(self.model, settings, compiled)
+        self.forward = _compile(self.model, settings)
         kind, dtype = MODELS[settings.kind], torch.float32
         if settings.precision == "bf16_copy":
             dtype = torch.bfloat16
@@ -316,12 +295,12 @@ def build(settings: Settings, device: str) -> Any:
     return model.train()
 
 
-def _compile(model: Any, settings: Settings, compiled: Compiled) -> Any:
+def _compile(model: Any, settings: Settings) -> Any:
     """The model's forward; fullgraph, so that `whole` and `blocks` mean what they say."""
-    options: Json = {"fullgraph": True, "dynamic": False, "mode": settings.compile_mode}
-    if compiled == "whole":
+    options: Json = {"fullgraph": True, "dynamic": False}
+    if settings.compile == "whole":
         return torch.compile(model, **options)
-    if compiled == "blocks":
+    if settings.compile == "blocks":
         model.compile_repeated_blocks(**options)
     return model
 
@@ -336,15 +315,11 @@ def _stays_float32(model: Any, name: str) -> bool:
 
 PACKAGES = ("torch", "triton", "diffusers", "nvidia-cudnn-cu13")
 
-COMPILATION_ERRORS = (
-    torch._dynamo.exc.TorchDynamoException,
-    torch._dynamo.exc.FailOnRecompileLimitHit,
-)
 NO_KERNEL = ("No available kernel", "No viable backend for scaled_dot_product_attention")
 """How PyTorch says that it cannot run attention with the backend asked for."""
 
 
-def measure(settings: Settings, compiled: Compiled, device: str) -> Json:
+def measure(settings: Settings, device: str) -> Json:
     """Trains for a few steps.
 
     Returns:
@@ -353,10 +328,10 @@ def measure(settings: Settings, compiled: Compiled, device: str) -> Json:
       step, loss (None where it is not finite).
 
     Raises:
-      torch.OutOfMemoryError, COMPILATION_ERRORS.
+      torch.OutOfMemoryError.
     """
     begin = time.perf_counter()
-    trainer = Trainer(settings, compiled, device)
+    trainer = Trainer(settings, device)
     built = time.perf_counter()
     first = [_timed(trainer, device)[0] for _ in range(settings.warmup)]
     ready = time.perf_counter()
@@ -397,49 +372,25 @@ def attention_operators(trainer: Trainer) -> dict[str, int]:
 
 
 def run(settings: Settings) -> Json:
-    """Measures with as much compiled as can be; an `error` where memory or a kernel is missing."""
+    """Measures; an `error` where memory or a kernel is missing."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.benchmark = True
     torch.manual_seed(0)
-    failures: dict[str, str] = {}
-    result: Json = {"error": "compilation failed"}
-    for compiled in _attempts(settings):
-        try:
-            result = _measure_or_error(settings, compiled, device)
-            break
-        except COMPILATION_ERRORS as error:
-            failures[compiled] = _first_line(error)
-        # Only here: a caught error's frames hold the failed attempt's tensors.
-        _forget(device)
+    try:
+        result = measure(settings, device)
+    except torch.OutOfMemoryError as error:
+        result = {"error": "out of memory", "message": str(error)} | _peak(device)
+    except RuntimeError as error:
+        if not str(error).startswith(NO_KERNEL):
+            raise
+        result = {"error": "no attention kernel", "message": str(error)}
     return result | {
-        "compile_failures": failures,
         "settings": asdict(settings),
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
         **provenance(PACKAGES),
     }
-
-
-def _measure_or_error(settings: Settings, compiled: Compiled, device: str) -> Json:
-    """`measure`, or what was missing; raises COMPILATION_ERRORS."""
-    try:
-        return {"compiled": compiled} | measure(settings, compiled, device)
-    except torch.OutOfMemoryError as error:
-        found = {"error": "out of memory", "message": str(error), "compiled": compiled}
-        return found | _peak(device)
-    except RuntimeError as error:
-        if not str(error).startswith(NO_KERNEL):
-            raise
-        return {"error": "no attention kernel", "message": str(error), "compiled": compiled}
-
-
-def _attempts(settings: Settings) -> Iterator[Compiled]:
-    if settings.compile is True:
-        yield "whole"
-    if settings.compile:
-        yield "blocks"
-    yield "no"
 
 
 def _timed(trainer: Trainer, device: str) -> tuple[float, float]:
@@ -462,19 +413,6 @@ def _peak(device: str) -> dict[str, int | None]:
         "peak_bytes": torch.cuda.max_memory_allocated() if cuda else None,
         "peak_reserved_bytes": torch.cuda.max_memory_reserved() if cuda else None,
     }
-
-
-def _forget(device: str) -> None:
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"
 
 
 def main(arguments: list[str]) -> None:

@@ -7,9 +7,7 @@ same number of measured steps on one time axis. The steps of two plans contain d
 shares of waiting can be compared across panels, durations cannot.
 """
 
-import argparse
 import json
-import sys
 from pathlib import Path
 
 import matplotlib
@@ -21,7 +19,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from alload_jax.errors import InputError, run_command
+from alload_jax.errors import InputError
 
 RESULTS = Path("benchmarks/results/balance_mixed_resolution_h200_x4.json")
 OUT = Path("docs/images/waiting.png")
@@ -31,20 +29,11 @@ _LABELLED = 0.17
 BUSY, WAITING, TEXT, QUIET = "#1f5fbf", "#f6b98a", "#1c1f26", "#5b6270"
 
 
-def main(argv: list[str]) -> int:
+def main() -> None:
     """Reads the measurement and writes the picture."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--out", type=Path, default=OUT)
-    options = parser.parse_args(argv)
-    content = json.loads(options.results.read_text())
+    content = json.loads(RESULTS.read_text())
     figure = draw(content, measured(content, BEFORE), measured(content, AFTER))
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(options.out, dpi=100)
-    plt.close(figure)
-    return 0
+    figure.savefig(OUT, dpi=100)
 
 
 def measured(content: Json, name: str) -> Json:
@@ -126,4 +115,4 @@ def annotate(axis: Axes, figures: dict[str, float], base: float) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main, sys.argv[1:]))
+    main()

@@ -131,7 +131,6 @@ def _begin(lock: Any) -> None:
 def main(argv: list[str]) -> int:
     """Measures all cases and writes the result."""
     parser = benchmark_parser(__doc__, "wide_rows.json")
-    parser.add_argument("--dims", type=int, nargs="+", default=_WIDTHS)
     parser.add_argument("--processes", type=int, default=10, help="that compile at the same time")
     options = parser.parse_args(argv)
     # The processes share the GPU's memory.
@@ -141,12 +140,11 @@ def main(argv: list[str]) -> int:
     context, copy = multiprocessing.get_context("spawn"), copy_bandwidth()
     record = Record(options.out, ["jax", "jaxlib"], copy_bytes_per_second=copy, cases=[])
     record.write()  # or fails before it measures
-    chosen = [case for dim in options.dims for case in cases(dim)]
+    chosen = [case for dim in _WIDTHS for case in cases(dim)]
     with ProcessPoolExecutor(options.processes, context, _begin, (context.Lock(),)) as pool:
         for row in pool.map(partial(timed, copy=copy), chosen):
             record.add(row)
-            what = f"{row['dim']} {row['function']} {row['rows']} {row['implementation']}"
-            print(f"{what}: {row['of_copy']:.3f} of copy", flush=True)
+            print({name: row[name] for name in (*Case._fields, "of_copy")}, flush=True)
     return 0
 
 

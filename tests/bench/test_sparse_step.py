@@ -1,7 +1,6 @@
 """`benchmarks/sparse_step.py`: which layers its cases make sparse, and what its step recomputes."""
 
 import importlib
-from argparse import Namespace
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,10 +54,8 @@ def test_switches_are_set_beside_what_else_there_is(sparse_step):
 def test_only_full_recomputation_attends_twice(sparse_step, monkeypatch, remat, forwards):
     shape = {"num_heads": 2, "dim": 128, "ffn_dim": 64, "num_layers": 2}
     model = harness.MODELS["tiny"] | shape
-    monkeypatch.setitem(harness.MODELS, "kernels", model)
-    options = Namespace(model="kernels", layers=None, remat=remat, selector="predictor")
     monkeypatch.setattr("pallas_kernels.devices.unsupported_triton_device", lambda: None)
-    spec = sparse_step.make_spec("sparse", options)
+    spec = sparse_step.make_spec("sparse", harness.training_fields(model, remat))
     mesh = make_mesh(MeshConfig(), jax.local_devices()[:1])
     state = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), abstract_state(spec, mesh, 0)

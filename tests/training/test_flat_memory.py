@@ -16,7 +16,7 @@ def test_a_run_does_not_grow_with_its_steps_and_hardly_with_its_checkpoints(tmp_
     command = [sys.executable, str(ROOT / "benchmarks" / "flat_memory.py")]
     result = tmp_path / "flat.json"
     subprocess.run(
-        [*command, "--steps", "1000", "--result", str(result)],
+        [*command, "--steps", "1000", "--out", str(result)],
         check=True,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )

@@ -1,9 +1,8 @@
-"""The planning study of models with joint attention."""
+"""`benchmarks/planning_workloads.py`: lengths of samples of models with joint attention."""
 
 import importlib
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -12,7 +11,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 @pytest.fixture
 def program(monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)
-    return importlib.import_module("planning_joint_attention")
+    return importlib.import_module("planning_workloads")
 
 
 def test_bucketed_rows_have_room_for_the_longest_condition(program):
@@ -27,18 +26,6 @@ def test_bucketed_rows_have_room_for_the_longest_condition(program):
 
 
 def test_the_longest_sample_fits_every_m_mem(program):
-    for workload, m_mem in program.WORKLOADS.items():
+    for workload, m_mem in program.JOINT_M_MEM.items():
         longest = program.with_conditions(program.make_workload(workload, 20_000), packed=False)
         assert longest.seq_len.max() <= m_mem
-
-
-def test_throughput_is_relative_to_the_first_policy(program):
-    rows = [
-        {"workload": "a", "ranks": ranks, "policy": policy, "imbalance": 0.5, "padding": 0.1}
-        | {"samples_per_second": speed * ranks}
-        for ranks in (8, 64)
-        for policy, speed in (("equal_tokens", 2.0), ("balanced", 5.0))
-    ]
-    lines = program.table(rows).splitlines()[2:]
-    assert [line.split("|")[-2].strip() for line in lines] == ["1.00×", "2.50×"] * 2
-    assert np.char.startswith(lines, "| `a`").all()
