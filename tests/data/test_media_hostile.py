@@ -60,7 +60,7 @@ def hostile(tmp_path):
     folder.mkdir()
     (tmp_path / "secret.txt").write_text("secret")
     good = Image.new("RGB", (40, 40), (9, 99, 199))
-    text = (b"zTXt", b"note\0\0" + zlib.compress(bytes(200_000_000)))
+    text = (b"zTXt", b"note\0\0" + zlib.compress(bytes(80_000_000)))
     files = {
         "zero.mp4": b"",
         "zero.png": b"",
@@ -89,10 +89,9 @@ def hostile(tmp_path):
     return folder
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_hostile_folder_harms_nothing(hostile, tmp_path, workers):
+def test_a_hostile_folder_harms_nothing(hostile, tmp_path):
     before = contents_without_pipes(tmp_path)
-    report = prepare(hostile, tmp_path / "out", workers=workers)
+    report = prepare(hostile, tmp_path / "out", workers=2)
     after = contents_without_pipes(tmp_path)
     assert {name: data for name, data in after.items() if not name.startswith("out/")} == before
     found = skipped(tmp_path / "out")
@@ -113,11 +112,12 @@ def contents_without_pipes(folder):
     }
 
 
-@pytest.mark.parametrize("name", ["a.mkv", "a.gif", "a.mp4"])
-def test_a_video_of_one_frame_is_one_picture(tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "codec", "pix_fmt"),
+    [("a.mkv", "ffv1", "bgr0"), ("a.gif", "gif", "rgb8"), ("a.mp4", "mpeg4", "yuv420p")],
+)
+def test_a_video_of_one_frame_is_one_picture(tmp_path, name, codec, pix_fmt):
     (tmp_path / "media").mkdir()
-    codec, pix_fmt = {"a.mkv": ("ffv1", "bgr0"), "a.gif": ("gif", "rgb8"),
-                      "a.mp4": ("mpeg4", "yuv420p")}[name]  # fmt: skip
     write_video(tmp_path / "media" / name, moving_frames(1), codec=codec, pix_fmt=pix_fmt)
     for flags in ({}, {"scenes": True}):
         prepare(tmp_path / "media", tmp_path / f"out {len(flags)}", **flags)

@@ -61,6 +61,15 @@ def assert_store_holds(folder, samples):
     assert {path.name for path in folder.iterdir()} == {*manifest.shard_bytes, MANIFEST_NAME}
 
 
+def go_on(folder, samples, mode="resume", **options):
+    """Writes the samples that are missing; returns how many were there."""
+    with StoreWriter(folder, mode=mode, **PIXELS, **options) as writer:
+        before = writer.written
+        for sample in samples[before:]:
+            writer.add(*sample)
+    return before
+
+
 def fail_after(folder, samples, mode="new", **options):
     def write_and_fail():
         with StoreWriter(folder, mode=mode, **PIXELS, **options) as writer:
@@ -86,10 +95,7 @@ def test_a_writer_that_failed_goes_on_to_the_same_bytes(stops, samples_per_shard
         store = Path(folder) / "store"
         for stop in sorted(stops):
             fail_after(store, samples[:stop], mode="resume", **options)
-        with StoreWriter(store, mode="resume", **PIXELS, **options) as writer:
-            assert writer.written == max([0, *stops])
-            for sample in samples[writer.written :]:
-                writer.add(*sample)
+        assert go_on(store, samples, **options) == max([0, *stops])
         assert content(store) == content(whole)
         assert_store_holds(store, samples)
 
@@ -118,10 +124,7 @@ def test_a_writer_that_was_killed_goes_on_to_the_same_bytes(tmp_path):
         done = subprocess.run(command, check=False, capture_output=True, text=True)
         assert done.returncode == -signal.SIGKILL, done.stderr
     assert not store.exists()
-    with StoreWriter(store, mode="resume", samples_per_shard=2, **PIXELS) as writer:
-        assert writer.written == 8
-        for sample in numbered_samples(range(8, 9)):
-            writer.add(*sample)
+    assert go_on(store, list(numbered_samples(range(9))), samples_per_shard=2) == 8
     assert content(store) == content(whole)
 
 
@@ -258,10 +261,7 @@ def test_appended_samples_follow_in_new_shards(tmp_path):
     samples = random_samples(9)
     store = write_store(tmp_path / "store", samples[:5], samples_per_shard=2, origin={"fps": 16})
     old, before = read_manifest(store), content(store)
-    with StoreWriter(store, mode="append", samples_per_shard=2, **PIXELS) as writer:
-        assert writer.written == 5
-        for sample in samples[5:]:
-            writer.add(*sample)
+    assert go_on(store, samples, "append", samples_per_shard=2) == 5
     assert_store_holds(store, samples)
     assert read_manifest(store).origin == {"fps": 16}
     before.pop(MANIFEST_NAME)
@@ -275,14 +275,11 @@ def test_an_append_that_failed_goes_on_and_nothing_appended_changes_nothing(tmp_
     assert "mode='append'" in fail_after(stores[0], samples[:6], mode="append").__notes__[0]
     assert len(read_manifest(stores[0])) == 3
     for store in stores:
-        with StoreWriter(store, mode="append", **PIXELS) as writer:
-            for sample in samples[writer.written :]:
-                writer.add(*sample)
+        go_on(store, samples, "append")
     before = content(stores[0])
     assert before == content(stores[1])
     assert_store_holds(stores[0], samples)
-    with StoreWriter(stores[0], mode="append", **PIXELS):
-        pass
+    assert go_on(stores[0], [], "append") == 9
     assert content(stores[0]) == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
     stores[0].joinpath(MANIFEST_NAME).unlink()
@@ -450,8 +447,7 @@ def test_merged_stores_hold_all_samples_in_order(tmp_path):
     assert origin == {"fps": 8, "merged": [{"part": n, "fps": 8} for n in range(3)]}
     assert [content(source) for source in sources] == before
     shutil.rmtree(sources[0])
-    with StoreWriter(tmp_path / "all", mode="append", **PIXELS) as writer:
-        writer.add(*samples[0])
+    go_on(tmp_path / "all", [*samples, samples[0]], "append")
     assert_store_holds(tmp_path / "all", [*samples, samples[0]])
     assert [content(source) for source in sources[1:]] == before[1:]
 
