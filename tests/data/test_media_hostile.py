@@ -1,13 +1,11 @@
 """A folder in which everything is wrong that can be: the run goes on, and writes nowhere else."""
 
 import io
-import json
 import os
 import struct
 import tarfile
 import zlib
 
-import numpy as np
 import pytest
 from media_helpers import (
     moving_frames,
@@ -86,6 +84,8 @@ def hostile(tmp_path):
     for number in range(4):
         good.save(folder / f"good {number}.png")
         (folder / f"good {number}.json").write_text(caption_of(number))
+    with open(os.fsencode(folder) + b"/\xff.png", "wb") as file:  # a name that is not UTF-8
+        good.save(file, "PNG")
     return folder
 
 
@@ -100,8 +100,8 @@ def test_a_hostile_folder_harms_nothing(hostile, tmp_path):
         assert name in found
     assert all("\n" not in reason for reason in found.values())
     captions = [row["caption"] for row in rows(tmp_path / "out/manifest.parquet")]
-    assert sorted(captions) == ["", "", "[31m red"]
-    assert report.used == 3
+    assert sorted(captions) == ["", "", "", "[31m red"]
+    assert report.used == 4
 
 
 def contents_without_pipes(folder):
@@ -144,13 +144,3 @@ def test_tables_and_tars_with_strange_names_are_used(tmp_path):
         assert len(read_manifest(out)) == 3
     captions = [row["caption"] for row in rows(tmp_path / "of table/manifest.parquet")]
     assert captions == [f"caption, {number}" for number in range(3)]
-
-
-def test_a_caption_of_100_kb_in_json_is_cut(tmp_path):
-    (tmp_path / "media").mkdir()
-    Image.new("RGB", (32, 32)).save(tmp_path / "media/a.png")
-    (tmp_path / "media/a.json").write_text(json.dumps({"text": "猫\x00\n" * 30_000}))
-    prepare(tmp_path / "media", tmp_path / "out", text_length=64)
-    manifest = read_manifest(tmp_path / "out")
-    assert manifest.text_length.tolist() == [64]
-    assert np.isfinite(stored(tmp_path / "out")[0]).all()

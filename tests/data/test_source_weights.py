@@ -40,8 +40,6 @@ def refusal(*weights, paths=PATHS):
         ("./portraits/", [0, 1]),
         ("portraits/*", [0, 1]),
         ("portraits*", [0, 1, 3]),
-        ("portraits/old", [1]),
-        ("*/old", [1]),
         ("?andscapes", [2]),
         ("e+.png", [5]),
         ("*", [0, 1, 2, 3, 4, 5]),

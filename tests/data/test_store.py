@@ -5,8 +5,6 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import cloudpickle
-import ml_dtypes
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
@@ -96,14 +94,6 @@ def test_shards_are_filled_one_after_the_other(tmp_path, count, samples_per_shar
     assert places == [divmod(number, samples_per_shard) for number in range(count)]
 
 
-def test_equal_samples_give_equal_folders(tmp_path):
-    first, second = (
-        write_store(tmp_path / name, random_samples(5), samples_per_shard=2) for name in "ab"
-    )
-    for path in first.iterdir():
-        assert path.read_bytes() == (second / path.name).read_bytes()
-
-
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_a_failure_before_the_first_sample_leaves_nothing(tmp_path, error):
     with pytest.raises(error), StoreWriter(tmp_path / "store", vae_stride=(1, 1, 1)):
@@ -178,30 +168,6 @@ def test_a_refused_sample_does_not_spoil_the_others(tmp_path):
         assert_holds(reader.read(number), sample)
 
 
-RNG = np.random.default_rng(0)
-
-
-@pytest.mark.parametrize(
-    "samples",
-    [
-        [random_sample(RNG, (1, 2, 2), channels=channels) for channels in (1, 3)],
-        [(np.zeros((1, 2, 2, 1), np.float16), np.zeros((2, 3), np.int32), (1, 2, 2))],
-        [(np.ones((1, 2, 2, 1), ml_dtypes.bfloat16), np.zeros(1, np.int32), (1, 2, 2))],
-    ],
-    ids=["other channels", "labels of two axes", "bfloat16"],
-)
-def test_samples_of_other_kinds_are_refused_or_read_back(tmp_path, samples):
-    try:
-        write_store(tmp_path / "store", samples)
-    except (TypeError, ValueError):
-        return
-    reader = StoreReader(read_manifest(tmp_path / "store"))
-    for number, (latents, labels, _) in enumerate(samples):
-        arrays = reader.read(number)
-        np.testing.assert_array_equal(arrays["latents"], latents)
-        np.testing.assert_array_equal(arrays["labels"], labels)
-
-
 # ---------------------------------------------------------------- reading
 
 
@@ -217,15 +183,6 @@ def test_many_threads_share_a_reader_that_is_closed_meanwhile(store, samples):
     with ThreadPoolExecutor(8) as pool:
         for number, arrays in enumerate(pool.map(read, range(300))):
             assert_holds(arrays, samples[number % len(samples)])
-
-
-def test_a_copied_reader_opens_the_shards_itself(store, samples):
-    reader = StoreReader(read_manifest(store))
-    reader.read(0)
-    copy = cloudpickle.loads(cloudpickle.dumps(reader))
-    reader.close()
-    for number, sample in enumerate(samples):
-        assert_holds(copy.read(number), sample)
 
 
 # ---------------------------------------------------------------- damage

@@ -1,7 +1,7 @@
 """Plans of weighted samples: how often each stands in an epoch, and what tells its times apart."""
 
 import pickle
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import replace
 from fractions import Fraction
 from math import ceil, floor
@@ -14,7 +14,6 @@ from planning_cases import MODES, examples, of_lengths, refused
 
 from alload_jax.planning.cost import PowerCost, QuadraticCost
 from alload_jax.planning.epoch import Repeats, noise_epoch
-from alload_jax.planning.factory import make_plan
 from alload_jax.planning.metrics import plan_metrics
 from alload_jax.planning.plan import Plan
 from alload_jax.planning.policies.balanced import Balanced
@@ -22,7 +21,6 @@ from alload_jax.planning.policies.bucketed import DualConstraint, EqualTokens, F
 from alload_jax.planning.policies.packed import FirstFit
 from alload_jax.planning.policies.policy import RankTopology
 from alload_jax.planning.samples import Samples
-from alload_jax.planning.settings import PlanningConfig
 
 EPOCHS = 4
 WEIGHTS = st.sampled_from([0.3, 0.5, 1.0, 1.5, 2.0, 3.0, 2.75]) | st.integers(1, 4000).map(
@@ -186,15 +184,6 @@ def test_plans_of_other_weights_have_other_identities():
     plans = [Plan(weighted(lengths, [w] * 10 + [1.0] * 10), *given) for w in (1.0, 2.0, 2.5)]
     assert len({plan.fingerprint() for plan in plans}) == 3
     assert "weights" not in Plan(of_lengths(*lengths), *given).identity()
-
-
-@pytest.mark.parametrize("policy", ["balanced", "sorted"])
-def test_a_source_of_weight_three_takes_three_times_the_places(policy):
-    lengths = np.random.default_rng(0).choice([64, 256, 1024], 2000)
-    weights = np.where(np.arange(2000) < 500, 3.0, 0.5)
-    plan = make_plan(PlanningConfig(policy, m_mem=8192), weighted(lengths, weights), 4, 0)
-    placed = Counter(sample < 500 for sample, _, _ in times_of(plan, 5))
-    assert placed == {True: 5 * 1500, False: 5 * 750}
 
 
 def test_repetitions_have_epochs_of_noise_of_their_own():

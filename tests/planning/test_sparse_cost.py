@@ -62,10 +62,6 @@ def sparse_cost(quadratic=WAN, terms=TERMS, layers=LAYERS):
     return SparseCost(**vars(quadratic), **vars(terms), layers=layers)
 
 
-def columns(epoch):
-    return [epoch.step, epoch.rank, epoch.rows, epoch.padded_len, epoch.offsets, epoch.sample]
-
-
 # ---------------------------------------------------------------- what a sequence costs
 
 
@@ -111,16 +107,6 @@ def test_a_sequence_costs_the_sum_over_its_layers(densities, seq_len, terms):
     assert found == pytest.approx(expected, rel=1e-9)
 
 
-@given(LENGTHS, st.floats(0, 1), st.floats(0.01, 0.9))
-@examples(50)
-def test_fewer_keys_and_more_sparse_layers_cost_less(lengths, share, density):
-    model = sparse_cost(WAN, SparseTerms(1.0e-9), SparseLayers(share, density, 0))
-    fewer = model.at(SparseLayers(share, density / 2, 0)).sequence_cost(lengths)
-    more = model.at(SparseLayers((1 + share) / 2, density, 0)).sequence_cost(lengths)
-    assert (fewer <= model.sequence_cost(lengths)).all()
-    assert (more <= model.sequence_cost(lengths) * (1 + 1e-12)).all()
-
-
 # ---------------------------------------------------------------- plans by it
 
 
@@ -133,15 +119,6 @@ def test_terms_times_coefficients_are_the_predicted_cost(policy, context):
     assert terms.shape[1] == 7
     cost = micro_batch_costs(epoch, MIXED.seq_len, model)
     np.testing.assert_allclose(terms @ np.array(model.coefficients), cost, rtol=1e-9)
-
-
-@pytest.mark.parametrize("policy", ["balanced", "dual_constraint"])
-def test_plans_of_dense_layers_are_those_of_the_quadratic_model(policy):
-    config = PlanningConfig(policy, m_mem=80_000, m_comp="auto" if "dual" in policy else None)
-    dense = sparse_cost(layers=SparseLayers())
-    plans = [make_plan(config, MIXED, 2, 0, CostFile(quadratic=each)) for each in (WAN, dense)]
-    for one, other in zip(*(columns(plan.epoch(1)) for plan in plans), strict=True):
-        np.testing.assert_array_equal(one, other)
 
 
 def test_balance_splitting_and_simulation_follow_the_sparse_layers():
