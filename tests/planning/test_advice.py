@@ -26,20 +26,20 @@ def test_an_m_comp_that_does_not_bind_is_explained():
 
 
 def test_one_giant_is_named_with_the_context_that_splits_it_which_auto_chooses():
-    short = [500] * 4500
+    short = [500] * 2000
     samples = of_lengths(*short, 300_000)
     study = Study(samples, PlanningConfig("balanced", m_mem=300_000), WAN)
-    whole = study.case("balanced", 32)
+    whole = study.case("balanced", 16)
     found = " ".join(advice(study, [whole]))
     assert "one sample of 300,000 tokens" in found
     assert "--context" in found
     uniform = of_lengths(*short)
-    assert "other ranks wait" not in told(uniform, "balanced", ranks=32, m_mem=300_000)
+    assert "other ranks wait" not in told(uniform, "balanced", ranks=16, m_mem=300_000)
 
     config = PlanningConfig("balanced", m_mem=300_000, context="auto")
-    chosen = with_best_context(config, samples, RankTopology(32), WAN).context
+    chosen = with_best_context(config, samples, RankTopology(16), WAN).context
     study = Study(samples, config, WAN)
-    auto = study.case("balanced", 32)
+    auto = study.case("balanced", 16)
     assert auto.config.context == chosen > 4
     assert "other ranks wait" not in " ".join(advice(study, [auto]))
     assert auto.metrics.tokens_per_second > 2.7 * whole.metrics.tokens_per_second

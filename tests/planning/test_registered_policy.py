@@ -163,7 +163,7 @@ def test_names_are_taken_once_and_unknown_ones_list_them():
 
 
 def test_the_command_compares_it_with_ours(capsys, tmp_path):
-    flags = ["--workload", "wan-480p", "--size", "100", "--ranks", "4", "--m-mem", "66816"]
+    flags = ["--workload", "wan-480p", "--size", "40", "--ranks", "4", "--m-mem", "66816"]
     policies = ["half_full:independent", "one_each", "dual_constraint", "balanced"]
     page = tmp_path / "page.html"
     command = ["plan", *flags, "--json", "--compare", *policies, "--report", str(page)]
@@ -171,9 +171,9 @@ def test_the_command_compares_it_with_ours(capsys, tmp_path):
     cases = json.loads(capsys.readouterr().out)["cases"]
     names = ["half_full (independent)", "one_each", "dual_constraint (synchronous)"]
     assert [case["name"] for case in cases] == [*names, "balanced (split, c = 2)"]
-    assert {case["metrics"]["samples"] for case in cases} == {100}
+    assert {case["metrics"]["samples"] for case in cases} == {40}
     assert cases[0]["plan"]["m_comp"] > 0
-    assert cases[1]["metrics"]["steps"] == 100 // 4
+    assert cases[1]["metrics"]["steps"] == 40 // 4
     assert cases[1]["plan"]["policy"] == "OneEach"
     assert "half_full (independent)" in page.read_text()
     assert run_command(cli.main, ["plan", *flags, "--compare", "one_each:independent"]) == 2

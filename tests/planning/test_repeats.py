@@ -124,7 +124,7 @@ def has_shapes_that_are_known_from_the_start(plan, epochs):
 
 
 @given(plans(), st.integers(0, 60))
-@examples(70)
+@examples(40)
 def test_every_plan_of_weighted_samples_keeps_its_promises(plan, index):
     alone = Plan(plan.samples, plan.policy, plan.topology, plan.seed).step(index)
     placed = times_of(plan, EPOCHS)

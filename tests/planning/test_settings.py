@@ -168,12 +168,12 @@ def portfolio_seconds(samples, ranks, costs, packs, length):
 
 @given(
     st.lists(st.integers(200, 60_000), min_size=1, max_size=6),
-    st.integers(1, 300),
+    st.integers(1, 150),
     st.sampled_from([1, 2, 8]),
     st.booleans(),
     st.sampled_from([RunLength(1.0), RunLength(100.0), RunLength(None, 50)]),
 )
-@examples(10)
+@examples(8)
 def test_no_policy_is_predicted_much_faster_than_that_of_auto(kinds, count, ranks, packs, length):
     lengths = np.random.default_rng(0).choice(kinds, count)
     samples = of_lengths(*lengths.tolist())
