@@ -199,7 +199,7 @@ def test_parameters_are_those_of_the_model(config):
     assert from_fields(json.loads(json.dumps(found.fields()))) == found
 
 
-def test_wan_models_have_the_published_parameter_counts():
+def test_wan_models_have_the_published_parameter_counts_and_devices_two_names():
     assert WAN.parameters() == 1_418_996_800
     assert WAN_14B.parameters() == pytest.approx(14.3e9, rel=0.01)
     for name in ("h200", "NVIDIA H200", "nvidia h200"):

@@ -74,7 +74,7 @@ def test_metrics_of_a_step_worked_out_by_hand(cost, expected_imbalance, expected
         ([0, 0], 0, 0),
     ],
 )
-def test_excess_worked_out_by_hand(cost, largest_indivisible_cost, expected):
+def test_excess_and_padding_worked_out_by_hand(cost, largest_indivisible_cost, expected):
     found = excess_over_bound(np.array(cost, float), np.array(largest_indivisible_cost, float))
     assert found == pytest.approx(expected)
     assert padding_ratio(75, 100) == 0.25
