@@ -156,7 +156,7 @@ def is_no_faster_than_its_bound(plan, samples, policy, **_):
 
 
 @given(cases(), st.integers(0, 9))
-@examples(100)
+@examples(150)
 def test_every_packed_plan_keeps_its_promises_and_depends_on_its_seed_alone(case, seed):
     samples, policy, topology = case
     for epoch in range(2):
@@ -287,6 +287,25 @@ def test_samples_of_a_step_stay_within_bounds(seed, size, spread):
     held = samples[steps].sum(axis=1)
     assert (held >= bounds.least).all()
     assert (held <= bounds.most).all()
+
+
+COUNTS = st.lists(st.integers(0, 9), min_size=1, max_size=6)
+
+
+@given(COUNTS, COUNTS, st.integers(0, 40))
+@examples(80)
+def test_the_fewest_units_are_replaced_that_lift_a_step_but_for_its_first(few, others, least):
+    samples = np.array(few + others)
+    units = Units(np.ones(len(samples)), np.ones(len(samples)), samples)
+    step, rest = np.split(np.arange(len(samples)), [len(few)])
+    taken = grouping._to_replace(step, rest, units, least)
+    dense = sorted(others, reverse=True)
+    most = min(len(few) - 1, len(others))
+    held = {n: sum(few[: len(few) - n]) + sum(dense[:n]) for n in range(1, most + 1)}
+    enough = [n for n, total in held.items() if total >= least]
+    assert (taken is None) == (not enough)
+    if enough:
+        assert sorted(np.array(others)[taken], reverse=True) == dense[: enough[0]]
 
 
 # ----------------------------------------------------------------------------- how good it is
