@@ -43,7 +43,7 @@ def paired(names, **options):
     return found
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.lists(NAMES, max_size=8), st.booleans())
 def test_a_caption_lands_on_no_other_sample(names, in_archive):
     names = names if in_archive else list(dict.fromkeys(names))
@@ -78,11 +78,11 @@ def test_the_order_of_names_changes_nothing(names, chance):
 VERSIONS = ["a.v1.0", "a.v1.1", "a.v1.2"]
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
-def test_each_version_has_its_own_caption(order):
-    names = [f"{VERSIONS[n]}.mp4" for n in order] + [f"{stem}.txt" for stem in VERSIONS]
+def test_each_version_has_its_own_caption_in_any_order():
     expected = {f"{stem}.mp4": f"{stem}.txt" for stem in VERSIONS}
-    assert paired(names) == paired(names, by_first_dot=True) == expected
+    for order in itertools.permutations(range(3)):
+        names = [f"{VERSIONS[n]}.mp4" for n in order] + [f"{stem}.txt" for stem in VERSIONS]
+        assert paired(names) == paired(names, by_first_dot=True) == expected
 
 
 @pytest.mark.parametrize(
@@ -146,10 +146,8 @@ def test_a_folder_of_versions_and_capitals(tmp_path):
     for stem in (*VERSIONS, "UPPER"):
         assert items[f"{stem}.mp4"].caption == f"of {stem}"
     reason = items["twice.mp4"].reason
-    assert reason in (
-        "several captions, twice.TXT and twice.txt; keep one",
-        "several captions, twice.txt and twice.TXT; keep one",
-    )
+    either = ("twice.TXT", "twice.txt"), ("twice.txt", "twice.TXT")
+    assert reason in ["several captions, {} and {}; keep one".format(*names) for names in either]
 
 
 @pytest.mark.parametrize(

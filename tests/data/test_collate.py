@@ -25,10 +25,6 @@ def collator(reader, ranks, plan, text_length=None):
     return Collator(reader, frozenset(ranks), collation)
 
 
-def all_ranks(case):
-    return range(case.plan.topology.ranks)
-
-
 def planned_rows(step, ranks):
     """Per micro-batch, the sample of every row of the ranks; −1 for padding."""
     for index in sorted({part.index for part in step.micro_batches}):
@@ -78,40 +74,77 @@ def assert_equal_batches(found, expected):
         np.testing.assert_array_equal(found_part, expected_part)
 
 
+def assert_documented_dtypes_and_shapes(host, step, text_length):
+    assert (host.number, host.epoch) == (step.index, step.epoch)
+    for index, batch in enumerate(host.batches):
+        parts = [part for part in step.micro_batches if part.index == index]
+        rows = sum(part.rows for part in parts)
+        assert samples_of(batch).shape == (rows,)
+        assert batch.weight.shape == batch.epoch.shape == batch.sample.shape
+        assert (batch.epoch[batch.sample >= 0] == step.epoch).all()
+        if isinstance(batch, PackedBatch):
+            assert batch.tokens.shape == (rows, parts[0].seq_len, 4)
+            continue
+        assert batch.condition.shape == (rows, text_length)
+        assert batch.latents.shape == (rows, *parts[0].shape, 1)
+        assert batch.epoch.tolist() == [step.epoch] * rows
+        dtypes = [part.dtype.name for part in jax.tree.leaves(batch)]
+        assert dtypes == ["float32", "int32", "int32", "int32", "float32"]
+
+
+@settings(max_examples=50, deadline=None)
+@given(cases(), st.integers(0, 3), st.integers(0, 2), st.data())
+def test_every_row_holds_its_sample_or_padding_where_it_is_damaged(case, longer, epoch, data):
+    samples = set(range(len(case.manifest)))
+    damaged = data.draw(st.just(set()) | st.sets(st.sampled_from(sorted(samples))))
+    reader = SpyReader(case.manifest, damaged)
+    text_length, ranks = case.manifest.longest_text() + longer, range(case.plan.topology.ranks)
+    collate = collator(reader, ranks, case.plan, text_length)
+    problems, shown, weight = [], [], 0
+    for step in case.epoch_steps(epoch):
+        host = collate(step)
+        planned = planned_rows(step, ranks)
+        rows = [[-1 if sample in damaged else sample for sample in row] for row in planned]
+        assert [samples_of(batch).tolist() for batch in host.batches] == rows
+        assert_documented_dtypes_and_shapes(host, step, text_length)
+        for batch in host.batches:
+            assert_rows_hold_their_samples(batch, reader, text_length)
+            shown += batch.sample[batch.weight > 0].tolist()
+            weight += batch.weight.sum()
+        problems += host.problems
+    assert sorted(problems) == sorted(f"shard: record {n} is damaged" for n in damaged)
+    assert sorted(shown) == sorted(samples - damaged)
+    assert weight == len(shown)
+
+
 @settings(max_examples=40, deadline=None)
 @given(cases(), st.data())
-def test_rows_are_those_that_the_plan_gives_the_ranks_and_no_others_are_read(case, data):
-    ranks = data.draw(st.sets(st.sampled_from(all_ranks(case)), min_size=1))
-    spy = SpyReader(case.manifest)
-    collate = collator(spy, ranks, case.plan)
+def test_some_ranks_read_their_rows_alone_and_none_that_are_left_out(case, data):
+    ranks = data.draw(st.sets(st.sampled_from(range(case.plan.topology.ranks)), min_size=1))
+    excluded = data.draw(st.frozensets(st.sampled_from(range(len(case.manifest)))))
+    others = {
+        sample
+        for step in case.epoch_steps()
+        for part in step.micro_batches
+        if part.rank not in ranks
+        for sample in part.samples
+    }
+    spy = SpyReader(case.manifest, others)  # whose damage is ignored
+    whole = collator(SpyReader(case.manifest), ranks, case.plan)
+    part = dataclasses.replace(collator(spy, ranks, case.plan), excluded=excluded)
     for step in case.epoch_steps():
         spy.reads.clear()
-        host = collate(step)
+        found, expected = part(step), whole(step)
         rows = list(planned_rows(step, ranks))
-        assert [samples_of(batch).tolist() for batch in host.batches] == rows
-        assert sorted(spy.reads) == sorted(s for s in itertools.chain(*rows) if s >= 0)
-        assert host.problems == ()
-
-
-@settings(max_examples=30, deadline=None)
-@given(cases(), st.integers(0, 3))
-def test_every_row_holds_its_sample_or_padding(case, longer):
-    reader = SpyReader(case.manifest)
-    text_length = case.manifest.longest_text() + longer
-    collate = collator(reader, all_ranks(case), case.plan, text_length)
-    for step in case.epoch_steps():
-        for batch in collate(step).batches:
-            assert_rows_hold_their_samples(batch, reader, text_length)
-
-
-@settings(max_examples=30, deadline=None)
-@given(cases(), st.integers(0, 2))
-def test_an_epoch_weighs_as_much_as_it_has_samples_and_holds_each_once(case, epoch):
-    collate = collator(SpyReader(case.manifest), all_ranks(case), case.plan)
-    batches = [b for step in case.epoch_steps(epoch) for b in collate(step).batches]
-    assert sum(batch.weight.sum() for batch in batches) == len(case.manifest)
-    shown = np.concatenate([batch.sample[batch.weight > 0] for batch in batches])
-    assert sorted(shown.tolist()) == list(range(len(case.manifest)))
+        assert [samples_of(batch).tolist() for batch in expected.batches] == rows
+        held = {sample for sample in itertools.chain(*rows) if sample >= 0}
+        assert sorted(spy.reads) == sorted(held - excluded)
+        assert found.problems == ()
+        for ours, theirs in zip(found.batches, expected.batches, strict=True):
+            out = np.isin(samples_of(theirs), list(excluded))
+            assert not ours.weight[out].any()
+            for mine, all_of_it in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+                np.testing.assert_array_equal(mine[~out], all_of_it[~out])
 
 
 @settings(max_examples=20, deadline=None)
@@ -126,50 +159,6 @@ def test_two_processes_halves_stacked_are_the_whole(case):
         for batch, (upper, lower) in zip(whole(step).batches, halves, strict=True):
             stacked = jax.tree.map(lambda *parts: np.concatenate(parts), upper, lower)
             assert_equal_batches(stacked, batch)
-
-
-@settings(max_examples=20, deadline=None)
-@given(cases(), st.integers(0, 2))
-def test_batches_have_the_documented_dtypes_and_shapes(case, epoch):
-    collate = collator(SpyReader(case.manifest), all_ranks(case), case.plan, text_length=4)
-    for step in case.epoch_steps(epoch):
-        host = collate(step)
-        assert (host.number, host.epoch) == (step.index, epoch)
-        for index, batch in enumerate(host.batches):
-            parts = [part for part in step.micro_batches if part.index == index]
-            rows = sum(part.rows for part in parts)
-            assert samples_of(batch).shape == (rows,)
-            assert batch.weight.shape == batch.epoch.shape == batch.sample.shape
-            assert (batch.epoch[batch.sample >= 0] == epoch).all()
-            if isinstance(batch, PackedBatch):
-                assert batch.tokens.shape == (rows, parts[0].seq_len, 4)
-                continue
-            assert batch.condition.shape == (rows, 4)
-            assert batch.latents.shape == (rows, *parts[0].shape, 1)
-            assert batch.epoch.tolist() == [epoch] * rows
-            dtypes = [part.dtype.name for part in jax.tree.leaves(batch)]
-            assert dtypes == ["float32", "int32", "int32", "int32", "float32"]
-
-
-@settings(max_examples=40, deadline=None)
-@given(cases(), st.data())
-def test_damaged_records_become_padding_and_are_reported(case, data):
-    damaged = data.draw(st.sets(st.integers(0, len(case.manifest) - 1), min_size=1))
-    reader = SpyReader(case.manifest, damaged)
-    text_length = case.manifest.longest_text()
-    collate = collator(reader, all_ranks(case), case.plan)
-    problems, shown = [], []
-    for step in case.epoch_steps():
-        host = collate(step)
-        planned = planned_rows(step, all_ranks(case))
-        rows = [[-1 if sample in damaged else sample for sample in row] for row in planned]
-        assert [samples_of(batch).tolist() for batch in host.batches] == rows
-        for batch in host.batches:
-            assert_rows_hold_their_samples(batch, reader, text_length)
-            shown += batch.sample[batch.weight > 0].tolist()
-        problems += host.problems
-    assert sorted(problems) == sorted(f"shard: record {n} is damaged" for n in damaged)
-    assert sorted(shown) == sorted(set(range(len(case.manifest))) - damaged)
 
 
 def test_each_shape_group_gets_a_batch_of_its_own_shape():
@@ -197,64 +186,22 @@ def test_each_shape_group_gets_a_batch_of_its_own_shape():
     assert collate(step).groups == ()  # of seven micro-batches one is left for the first group
 
 
-def test_a_damaged_record_of_another_rank_is_ignored(store):
-    manifest = read_manifest(store)
-    plan = plan_over(manifest, ranks=2)
-    step = plan.step(0)
-    theirs = next(part for part in step.micro_batches if part.rank == 1 and part.samples)
-    collate = collator(SpyReader(manifest, damaged=theirs.samples), {0}, plan)
-    assert collate(step).problems == ()
-
-
-def epoch_of(manifest, reader):
-    plan = plan_over(manifest, policy="fixed")
-    collate = collator(reader, {0, 1}, plan)
-    return [collate(plan.step(number)) for number in range(plan.steps_per_epoch)]
-
-
-def test_a_real_store_is_collated(store, samples):
-    manifest = read_manifest(store)
-    steps = epoch_of(manifest, StoreReader(manifest))
-    rows = {
-        int(sample): (batch.latents[row], batch.condition[row])
-        for step in steps
-        for batch in step.batches
-        for row, sample in enumerate(batch.sample)
-    }
-    for number, sample in enumerate(samples):
-        latents, labels = rows[number]
-        np.testing.assert_array_equal(latents, sample.latents.astype(np.float32))
-        assert labels[: len(sample.labels)].tolist() == sample.labels.tolist()
-
-
-def test_a_real_damaged_record_is_skipped_and_named(store):
+def test_a_real_store_is_collated_but_for_a_damaged_record_which_is_named(store, samples):
     manifest = read_manifest(store)
     checksum = manifest.checksum.copy()
     checksum[5] += 1
     reader = StoreReader(dataclasses.replace(manifest, checksum=checksum))
-    steps = epoch_of(manifest, reader)
+    plan = plan_over(manifest, policy="fixed")
+    collate = collator(reader, {0, 1}, plan)
+    steps = [collate(plan.step(number)) for number in range(plan.steps_per_epoch)]
     (problem,) = itertools.chain(*(step.problems for step in steps))
     assert manifest.shard[5] in problem
     assert "sample 5" in problem
-    weights = [batch.weight.sum() for step in steps for batch in step.batches]
-    assert sum(weights) == len(manifest) - 1
-
-
-@settings(max_examples=25, deadline=None)
-@given(cases(), st.data())
-def test_a_sample_that_is_left_out_changes_its_own_rows_alone(case, data):
-    ranks = all_ranks(case)
-    samples = range(len(case.manifest))
-    excluded = data.draw(st.frozensets(st.sampled_from(samples), min_size=1))
-    spy = SpyReader(case.manifest)
-    whole = collator(SpyReader(case.manifest), ranks, case.plan)
-    part = dataclasses.replace(collator(spy, ranks, case.plan), excluded=excluded)
-    for step in case.epoch_steps():
-        found, expected = part(step), whole(step)
-        assert found.problems == ()
-        for ours, theirs in zip(found.batches, expected.batches, strict=True):
-            out = np.isin(samples_of(theirs), list(excluded))
-            assert not ours.weight[out].any()
-            for mine, all_of_it in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-                np.testing.assert_array_equal(mine[~out], all_of_it[~out])
-    assert not excluded & set(spy.reads)
+    batches = [batch for step in steps for batch in step.batches]
+    assert sum(batch.weight.sum() for batch in batches) == len(manifest) - 1
+    for batch in batches:
+        for row, number in enumerate(batch.sample.tolist()):
+            if number >= 0:
+                latents, labels, _ = samples[number]
+                np.testing.assert_array_equal(batch.latents[row], latents.astype(np.float32))
+                assert batch.condition[row, : len(labels)].tolist() == labels.tolist()

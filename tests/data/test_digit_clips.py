@@ -34,32 +34,29 @@ motions = st.sampled_from(["circle", "drift"])
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(scan_numbers, min_size=1, max_size=2), frame_counts, sides, sides, seeds, motions)
-def test_clips_stay_between_black_and_white(numbers, frames, height, width, seed, motion):
+def test_clips_stay_between_black_and_white_and_frames_differ(
+    numbers, frames, height, width, seed, motion
+):
     clip = draw(SCANS[numbers], frames, height, width, seed, motion)
     assert np.isfinite(clip).all()
     assert clip.min() >= -1
     assert clip.max() <= 1
     assert clip.max() > 0
+    assert np.abs(np.diff(clip, axis=0)).max(axis=(1, 2)).min(initial=1) > 0.01
 
 
-@settings(max_examples=60, deadline=None)
-@given(scan_numbers, st.sampled_from([5, 9, 13, 17]), sides, sides, seeds, motions)
-def test_consecutive_frames_differ(number, frames, height, width, seed, motion):
-    clip = draw(SCANS[[number]], frames, height, width, seed, motion)
-    assert np.abs(np.diff(clip, axis=0)).max(axis=(1, 2)).min() > 0.01
-
-
-@settings(max_examples=60, deadline=None)
-@given(scan_numbers, st.sampled_from([(24, 24), (32, 32), (16, 48), (48, 16)]), seeds, motions)
-def test_digits_stay_whole_inside_large_canvases(number, side, seed, motion):
-    masses = mass(draw(SCANS[[number]], 17, *side, seed, motion))
-    np.testing.assert_allclose(masses, masses.mean(), rtol=0.15)  # corners turn over the edge
-
-
-@settings(max_examples=30, deadline=None)
-@given(scan_numbers, st.sampled_from([(8, 64), (64, 8)]), seeds, motions)
-def test_the_canvas_is_black_where_the_digit_is_not(number, side, seed, motion):
-    clip = draw(SCANS[[number]], 5, *side, seed, motion)
+@settings(max_examples=40, deadline=None)
+@given(
+    scan_numbers,
+    st.sampled_from([(24, 24), (32, 32), (16, 48), (48, 16), (8, 64), (64, 8)]),
+    seeds,
+    motions,
+)
+def test_digits_stay_whole_and_the_canvas_black_where_they_are_not(number, side, seed, motion):
+    clip = draw(SCANS[[number]], 17, *side, seed, motion)
+    if min(side) > 8:
+        masses = mass(clip)
+        np.testing.assert_allclose(masses, masses.mean(), rtol=0.15)  # corners turn over the edge
     diagonal = np.ceil(np.sqrt(2) * (8 + 2))
     for frame in clip:
         drawn = np.flatnonzero((frame > -1).any(axis=int(side[0] > side[1])))
@@ -83,14 +80,14 @@ def centroids(clip):
     return np.stack([rows, columns], axis=1) / light.sum(axis=(1, 2))[:, None]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(scan_numbers, st.sampled_from([(8, 8), (8, 16), (16, 16)]), seeds, motions)
 def test_motion_is_visible(number, side, seed, motion):
     path = centroids(draw(SCANS[[number]], 17, *side, seed, motion))
     assert np.linalg.norm(np.diff(path, axis=0), axis=1).sum() > 4  # pixels
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(scan_numbers, st.sampled_from([16, 24, 32]), st.sampled_from([21, 25, 33]), seeds)
 def test_digits_go_round_clockwise_from_the_top(number, side, frames, seed):
     path = centroids(draw(SCANS[[number]], frames, side, side, seed, "circle"))
@@ -103,16 +100,12 @@ def test_digits_go_round_clockwise_from_the_top(number, side, frames, seed):
 
 
 @pytest.mark.parametrize(("motion", "moves"), [("circle", 1), ("drift", 20)])
-@pytest.mark.parametrize("side", [(8, 8), (8, 16), (16, 16)])
-def test_digits_move_alike_on_circles_alone(motion, moves, side):
-    clips = {draw(SCANS[[7]], 17, *side, seed, motion).tobytes() for seed in range(20)}
-    assert len(clips) == moves
-
-
-@pytest.mark.parametrize(("motion", "alike"), [("circle", True), ("drift", False)])
-def test_two_digits_move_alike_on_circles_alone(motion, alike):
+def test_digits_move_alike_on_circles_alone(motion, moves):
+    for side in ((8, 8), (8, 16), (16, 16)):
+        clips = {draw(SCANS[[7]], 17, *side, seed, motion).tobytes() for seed in range(20)}
+        assert len(clips) == moves
     pair = draw(SCANS[[7, 7]], 17, 16, 32, 0, motion)
-    assert np.array_equal(*np.split(pair, 2, axis=2)) == alike
+    assert np.array_equal(*np.split(pair, 2, axis=2)) == (moves == 1)
 
 
 def test_drifting_digits_are_those_of_folders_that_name_no_motion():
@@ -131,7 +124,7 @@ def bounced(steps, size):
     return place
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.integers(-120, 120), st.integers(1, 15), st.fractions(Fraction(1, 8), 8))
 def test_reflect_bounces_like_a_ball(steps, size, unit):
     unit = float(unit)

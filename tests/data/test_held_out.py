@@ -1,4 +1,4 @@
-"""The share of samples that is held out, chosen by content."""
+"""Samples that are held out by content, and those that a file leaves out."""
 
 import pickle
 from dataclasses import replace
@@ -10,11 +10,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alload_jax.data.manifest import read_manifest
-from alload_jax.data.selection import content_order, is_held_out, positions
+from alload_jax.data.selection import (
+    content_order,
+    count_excluded,
+    exclusion_identity,
+    is_held_out,
+    positions,
+    read_excluded,
+)
 from alload_jax.data.sources import Subset
 from alload_jax.data.sources.grain_samples import GrainSamples
 from alload_jax.data.store import BadRecordError, StoreReader
 from alload_jax.errors import InputError
+from alload_jax.planning.plan import Plan
+from alload_jax.planning.policies.bucketed import EqualTokens
+from alload_jax.planning.policies.policy import RankTopology
+from alload_jax.planning.samples import Samples
 
 SUMS = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=60)
 SHARES = st.floats(0.01, 0.99)
@@ -49,33 +60,22 @@ def test_positions_are_those_of_splitmix(sums, salt):
     assert found.tolist() == expected
 
 
-@given(SUMS, SUMS, SHARES, st.randoms())
-def test_a_sample_stays_on_its_side_when_others_come_and_places_change(
-    sums, others, share, shuffle
+@given(SUMS, SUMS, SHARES, SHARES, st.randoms())
+def test_a_sample_stays_on_its_side_when_others_come_places_change_or_the_share_grows(
+    sums, others, one, other, shuffle
 ):
-    before = held_out(sums, share)
-    more = [*sums, *others]
-    shuffle.shuffle(more)
-    after = held_out(more, share)
-    if before is not None and after is not None:
-        assert {each for each in after if each in sums} == before
-
-
-@given(SUMS, SHARES)
-def test_copies_are_on_one_side(sums, share):
-    manifest = manifest_with([*sums, *sums])
-    try:
-        found = is_held_out(manifest, share)
-    except InputError:
-        return
-    np.testing.assert_array_equal(found[: len(sums)], found[len(sums) :])
-
-
-@given(SUMS, SHARES, SHARES)
-def test_a_larger_share_holds_out_more_of_the_same(sums, one, other):
     small, large = (held_out(sums, share) for share in sorted((one, other)))
     if small is not None and large is not None:
         assert small <= large
+    more = [*sums, *sums, *others]  # with copies, which are on one side
+    shuffle.shuffle(more)
+    after = held_out(more, max(one, other))
+    if large is not None and after is not None:
+        assert {each for each in after if each in sums} == large
+        found = is_held_out(manifest_with(more), max(one, other))
+        assert not after & {each for each, out in zip(more, found, strict=True) if not out}
+    orders = [np.array(each, np.uint32) for each in (more, sorted(more))]
+    np.testing.assert_array_equal(*(each[content_order(each)] for each in orders))
 
 
 def test_the_share_is_near_what_was_asked_for_even_of_neighbouring_checksums():
@@ -95,26 +95,15 @@ def test_where_none_would_be_held_out_the_named_share_holds_out_some(sums):
     assert expected < least < max(expected * 1.2, 1e-11)
 
 
-def test_something_must_be_left_to_train_on():
-    with pytest.raises(InputError) as error:
-        is_held_out(manifest_with([7]), 0.9999)
-    assert_says(error, "holds out all 1 samples", "none to train on", "lower it")
-
-
-def test_data_of_unknown_content_are_refused():
+def test_data_of_unknown_content_or_of_nothing_else_are_refused():
     record = {"latents": np.zeros((1, 4, 4, 1), np.float32), "labels": np.zeros(1, np.int32)}
     source = GrainSamples([record] * 9, lambda sample: (1, 4, 4), (1, 1, 1))
     with pytest.raises(InputError) as error:
         is_held_out(source.manifest, 0.5)
     assert_says(error, "does not record the content", "give validation.folder")
-
-
-@given(SUMS, st.randoms())
-def test_the_order_follows_content_alone(sums, shuffle):
-    other = list(sums)
-    shuffle.shuffle(other)
-    orders = [np.array(each)[content_order(np.array(each, np.uint32))] for each in (sums, other)]
-    np.testing.assert_array_equal(*orders)
+    with pytest.raises(InputError) as error:
+        is_held_out(manifest_with([7]), 0.9999)
+    assert_says(error, "holds out all 1 samples", "none to train on", "lower it")
 
 
 def test_a_subset_reads_its_samples_and_names_them_as_the_folder_does(tmp_path):
@@ -134,3 +123,50 @@ def test_a_subset_reads_its_samples_and_names_them_as_the_folder_does(tmp_path):
     damaged = StoreReader(replace(source.manifest, checksum=wrong))
     with pytest.raises(BadRecordError, match=r"\(sample 2\)"):
         Subset(damaged, numbers).read(1)
+
+
+# ---------------------------------------------------------------- left out
+
+
+def test_numbers_comments_and_empty_lines(tmp_path):
+    path = tmp_path / "bad.txt"
+    path.write_text("# found by eye\n3\n\n  7  # dark\n3\n0")
+    assert read_excluded(path, 8) == {0, 3, 7}
+    assert read_excluded(None, 8) == frozenset()
+
+
+WRONG = ["8", "-1", "3.0", "three", "3,4", "٣", "9" * 5000]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        *((f"1\n{line}\n", ["line 2", line[:40], "from 0 to 7"]) for line in WRONG),
+        ("\n".join("01234567"), ["names all 8 samples"]),
+        (b"\xff\xfe\x00", ["it is no text"]),
+        (None, ["cannot be read"]),
+    ],
+)
+def test_files_that_leave_nothing_or_name_no_sample_are_refused(tmp_path, content, said):
+    path = tmp_path / "bad.txt"
+    if content is None:
+        path.mkdir()
+    else:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    for wrong in (path, *([tmp_path / "none.txt"] if content is None else [])):
+        with pytest.raises(InputError) as error:
+            read_excluded(wrong, 8)
+        assert_says(error, "data.exclude", wrong, *said)
+
+
+def test_each_time_of_an_excluded_sample_counts_and_others_have_another_identity():
+    samples = Samples(np.zeros((9, 3), np.int64), np.full(9, 4), weight=np.full(9, 3.0))
+    plan = Plan(samples, EqualTokens(40), RankTopology(2), 0)
+    counts = [count_excluded(plan.step(n), frozenset({1, 5})) for n in range(plan.steps_per_epoch)]
+    assert sum(counts) == 6
+    plain = Plan(Samples(samples.shape, samples.seq_len), EqualTokens(40), RankTopology(2), 0)
+    assert count_excluded(plain.step(0), frozenset({1, 5})) == 2
+
+    found = [exclusion_identity(frozenset(one)) for one in ((), (1,), (1, 2), (2,))]
+    assert len({str(one) for one in found}) == 4
+    assert exclusion_identity(frozenset((2, 1))) == exclusion_identity(frozenset((1, 2)))

@@ -1,15 +1,17 @@
+import copy
 import itertools
 import threading
 
 import numpy as np
 import pytest
-from data_helpers import SpyReader, assert_says, classes, manifest_of, plan_over
+from data_helpers import SpyReader, assert_holds, assert_says, classes, manifest_of, plan_over
 from patience import PATIENCE, wait_until
 
+from alload_jax.data import loader as loading
 from alload_jax.data.collate import BucketedCollation, Collator
-from alload_jax.data.loader import LoaderConfig, StepLoader
+from alload_jax.data.loader import LoaderConfig, PatientReader, StepLoader
 from alload_jax.data.manifest import read_manifest
-from alload_jax.data.store import StoreReader
+from alload_jax.data.store import BadRecordError, StoreReader
 from alload_jax.errors import InputError
 
 
@@ -51,7 +53,7 @@ def assert_equal_steps(found, expected):
 # ---------------------------------------------------------------- reading ahead
 
 
-@pytest.mark.parametrize(("threads", "read_ahead"), [(1, 1), (2, 8), (8, 3), (4, 100)])
+@pytest.mark.parametrize(("threads", "read_ahead"), [(1, 1), (8, 3), (4, 100)])
 def test_steps_come_in_the_plans_order(plan, collate, threads, read_ahead):
     stop = 2 * plan.steps_per_epoch + 1
     found = load(plan, collate, 0, stop, threads=threads, read_ahead=read_ahead)
@@ -79,14 +81,10 @@ def test_starting_late_equals_skipping(plan, collate):
         assert_equal_steps(load(plan, collate, first, stop), whole[first:])
 
 
-@pytest.mark.parametrize(("first", "stop"), [(0, 0), (5, 5), (7, 5)])
+@pytest.mark.parametrize(("first", "stop"), [(0, 2), (5, 5), (7, 5)])
 def test_a_run_that_is_over_has_no_steps_left(plan, collate, first, stop):
-    assert load(plan, collate, first, stop) == []
-
-
-def test_an_exhausted_loader_stays_exhausted(plan, collate):
-    with StepLoader(plan, range(2), collate, LoaderConfig()) as loader:
-        assert len(list(loader)) == 2
+    with StepLoader(plan, range(first, stop), collate, LoaderConfig()) as loader:
+        assert len(list(loader)) == max(0, stop - first)
         assert next(loader, None) is None
         assert next(loader, None) is None
 
@@ -108,34 +106,28 @@ def test_at_most_the_configured_steps_are_read_ahead(plan, collate):
     assert max(ahead) <= 3
 
 
-@pytest.mark.parametrize("taken", [0, 1, 5])
-def test_closing_stops_reading(plan, collate, taken):
+@pytest.mark.parametrize("taken", [0, 5])
+def test_closing_or_an_error_in_the_training_loop_stops_reading(plan, collate, taken):
     begun = []
 
     def counted(step):
         begun.append(step.index)
         return collate(step)
 
+    def train():
+        with StepLoader(plan, range(10**6), counted, LoaderConfig()) as loader:
+            list(itertools.islice(loader, taken))
+            raise RuntimeError("out of memory")
+
     threads = threading.active_count()
     loader = StepLoader(plan, range(10**6), counted, LoaderConfig())
     list(itertools.islice(loader, taken))
     loader.close()
     loader.close()
-    wait_until(lambda: threading.active_count() <= threads)  # so that none is begun any more
-    assert len(begun) < 10**6
-
-
-def test_an_error_in_the_training_loop_closes_the_loader(plan, collate):
-    threads = threading.active_count()
-
-    def train():
-        with StepLoader(plan, range(10**6), collate, LoaderConfig()) as loader:
-            next(loader)
-            raise RuntimeError("out of memory")
-
     with pytest.raises(RuntimeError, match="out of memory"):
         train()
-    wait_until(lambda: threading.active_count() <= threads)
+    wait_until(lambda: threading.active_count() <= threads)  # so that none is begun any more
+    assert len(begun) < 10**6
 
 
 def test_an_error_while_reading_reaches_the_training_loop(plan, collate):
@@ -169,3 +161,56 @@ def test_impossible_settings_are_refused(name, value, least):
     with pytest.raises(InputError) as error:
         LoaderConfig(**{name: value})
     assert_says(error, f"data.loader.{name}", value, least)
+
+
+# ---------------------------------------------------------------- reading again
+
+
+class Shaky:
+    """A source that fails so often before a sample can be read."""
+
+    manifest = None
+
+    def __init__(self, failures):
+        self.failures, self.reads, self.closed = dict(failures), [], 0
+
+    def read(self, sample):
+        self.reads.append(sample)
+        if self.failures.get(sample, 0):
+            self.failures[sample] -= 1
+            raise BadRecordError(f"sample {sample} cannot be read (input/output error)")
+        return {"latents": np.full(1, sample)}
+
+    def close(self):
+        self.closed += 1
+
+
+@pytest.mark.parametrize("failures", [0, 3])
+def test_a_failure_that_passes_is_not_seen(failures, monkeypatch):
+    waits = []
+    monkeypatch.setattr(loading.time, "sleep", waits.append)
+    source = Shaky({7: failures})
+    reader = PatientReader(source, (0.1, 0.5, 2.0))
+    assert reader.read(7)["latents"] == 7
+    assert source.closed == failures  # files are opened again
+    assert waits == [0.1, 0.5, 2.0][:failures]
+
+
+def test_a_sample_that_stays_damaged_is_waited_for_once():
+    source = Shaky({3: 10**6})
+    reader = PatientReader(source, (0.0, 0.0))
+    for attempts in (3, 4, 5):
+        with pytest.raises(BadRecordError, match="sample 3 cannot be read"):
+            reader.read(3)
+        assert len(source.reads) == attempts
+    source.failures[3] = 0  # restored meanwhile
+    assert reader.read(3)["latents"] == 3
+    source.failures[3] = 1
+    assert reader.read(3)["latents"] == 3
+
+
+def test_a_reader_travels_to_another_process(store, samples):
+    reader = PatientReader(StoreReader(read_manifest(store)), ())
+    received = copy.deepcopy(reader)  # Grain's workers get its state in the same way
+    assert_holds(received.read(0), samples[0])
+    assert len(received.manifest) == len(samples)

@@ -45,23 +45,18 @@ def processes(weights):
 # ---------------------------------------------------------------- processes
 
 
-def test_one_process_encodes_for_all_workers(media, weights, tmp_path):
+def test_one_process_encodes_for_all_workers_on_each_gpu(media, weights, tmp_path, monkeypatch):
     weighed(media, tmp_path / "one", weights)
     assert processes(weights).keys() == {os.getpid()}
-    weighed(media, tmp_path / "two", weights, workers=2)
-    assert len(processes(weights)) == 2
-    assert contents(tmp_path / "one") == contents(tmp_path / "two")
     lengths = read_manifest(tmp_path / "one").text_length.tolist()
     assert lengths == [len("clip number 0")] * 3 + [0]
-
-
-def test_each_gpu_has_a_process(media, weights, tmp_path, monkeypatch):
+    weighed(media, tmp_path / "two", weights, workers=2)
+    assert len(processes(weights)) == 2
     monkeypatch.setattr(unit, "device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,3,1")
-    weighed(media, tmp_path / "two", weights, workers=2)
-    assert sorted(processes(weights).values()) == ["3", "5"]
-    weighed(media, tmp_path / "one", weights)
-    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+    weighed(media, tmp_path / "gpus", weights, workers=2)
+    assert sorted(processes(weights).values())[-2:] == ["3", "5"]
+    assert contents(tmp_path / "one") == contents(tmp_path / "two") == contents(tmp_path / "gpus")
 
 
 @pytest.mark.parametrize(
@@ -80,14 +75,17 @@ def test_what_the_encoder_raises_reaches_the_report_and_the_user(media, weights,
     (weights / "weights").write_text("picky")
     weighed(media, tmp_path / "picky", weights, workers=2)
     assert skipped(tmp_path / "picky") == {"image.png": "one frame"}
-    (weights / "weights").write_text("refuses")
-    with pytest.raises(InputError, match="the weights are damaged"):
-        weighed(media, tmp_path / "out", weights, workers=2)
 
 
-def test_an_encoding_process_that_ends_gives_one_line(media, weights, tmp_path):
-    (weights / "weights").write_text("ends")
-    with pytest.raises(InputError, match="the process that encodes ended") as error:
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [("refuses", "the weights are damaged"), ("ends", "the process that encodes ended")],
+)
+def test_an_encoding_process_that_fails_or_ends_gives_one_line(
+    media, weights, tmp_path, fault, said
+):
+    (weights / "weights").write_text(fault)
+    with pytest.raises(InputError, match=said) as error:
         weighed(media, tmp_path / "out", weights, workers=2)
     assert "\n" not in str(error.value)
 

@@ -54,42 +54,59 @@ def all_captions(place, **options):
 
 
 def test_captions_lie_beside_their_files(media):
-    for name in ("a.png", "b.png", "c.png", "d.png", "e.png", "sub/a.png"):
+    for name in ("b.png", "a b.png", "ä.png", "a/z.png", "B.png", "c.png", "d.png", "sub/a.png"):
         picture(media / name)
-    (media / "a.txt").write_text("a cat\n")
-    (media / "b.json").write_text('{"size": 3, "Caption": "a dog"}')
+    (media / "a b.txt").write_text("a cat\n")
+    (media / "b.json").write_text('{"size": 3, "Caption": "a dog", "mine": 7.0}')
     (media / "c.png.txt").write_text("a cow")
     (media / "d.json").write_text('"a hen"')
     (media / "sub/a.json").write_text('{"caption": ["first", "second"]}')
     (media / ".hidden.png").write_text("")
-    assert captions(find_items(media)) == {
-        "a.png": "a cat\n",
+    items = find_items(media)
+    assert captions(items) == {
+        "a b.png": "a cat\n",
         "b.png": "a dog",
         "c.png": "a cow",
         "d.png": "a hen",
-        "e.png": None,
         "sub/a.png": "first",
+        "B.png": None,
+        "ä.png": None,
+        "a/z.png": None,
     }
+    names = [item.name for item in items]
+    assert names == sorted(names, key=str.encode)
+    assert captions(find_items(media, caption_column="mine"))["b.png"] == "7"
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
-def test_captions_are_unicode_as_windows_and_others_write_it(media, encoding):
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("a.txt", "café".encode("latin-1"), "its caption is not UTF-8; save it as UTF-8"),
+        ("a.json", b"{", "not valid JSON"),
+    ],
+)
+def test_a_caption_that_cannot_be_read_is_a_reason(media, name, content, reason):
     picture(media / "a.png")
-    (media / "a.txt").write_text("ein Hund läuft", encoding=encoding)
-    assert captions(find_items(media)) == {"a.png": "ein Hund läuft"}
+    (media / name).write_bytes(content)
+    os.mkfifo(media / "b.mp4")
+    found = reasons(find_items(media))
+    assert reason in found["a.png"]
+    assert found["b.mp4"] == "not a regular file"
 
 
-def test_a_caption_in_another_encoding_is_a_reason(media):
+@pytest.mark.parametrize(
+    ("text", "encoding", "expected"),
+    [
+        ("ein Hund läuft", "utf-8-sig", "ein Hund läuft"),
+        ("ein Hund läuft", "utf-16", "ein Hund läuft"),
+        ("€" * 2**20, "utf-8", "€" * (2**20 // 3)),  # cut between characters
+    ],
+    ids=["utf-8-sig", "utf-16", "long"],
+)
+def test_captions_are_unicode_as_windows_and_others_write_it(media, text, encoding, expected):
     picture(media / "a.png")
-    (media / "a.txt").write_bytes("café".encode("latin-1"))
-    assert reasons(find_items(media)) == {"a.png": "its caption is not UTF-8; save it as UTF-8"}
-
-
-def test_a_long_caption_is_cut_between_characters(media):
-    picture(media / "a.png")
-    (media / "a.txt").write_text("€" * 2**20, encoding="utf-8")
-    (found,) = captions(find_items(media)).values()
-    assert found == "€" * (2**20 // 3)
+    (media / "a.txt").write_text(text, encoding=encoding)
+    assert captions(find_items(media)) == {"a.png": expected}
 
 
 def test_media_that_a_table_or_tar_files_leave_out_are_counted(media):
@@ -115,32 +132,6 @@ def test_a_comma_that_is_not_quoted_cuts_no_caption(media):
     assert captions(find_items(media)) == {"a.png": "a red flower, close up"}
 
 
-def test_a_caption_s_key_can_be_named(media):
-    picture(media / "a.png")
-    (media / "a.json").write_text('{"caption": "no", "mine": 7.0}')
-    assert captions(find_items(media, caption_column="mine")) == {"a.png": "7"}
-
-
-def test_files_come_in_the_order_of_their_names(media):
-    for name in ("b.png", "a b.png", "ä.png", "a/z.png", "B.png"):
-        picture(media / name)
-    names = [item.name for item in find_items(media)]
-    assert names == sorted(names, key=str.encode)
-
-
-def test_paths_with_spaces_and_other_scripts_are_used(media, tmp_path):
-    picture(media / "ein Bild – 写真.png")
-    write_video(media / "un clip été.mkv", moving_frames(9))
-    (media / "un clip été.txt").write_text("été")
-    odd = os.fsencode(media) + b"/\xff.png"
-    with open(odd, "wb") as file:
-        file.write((media / "ein Bild – 写真.png").read_bytes())
-    prepare(media, tmp_path / "out")
-    manifest = rows(tmp_path / "out" / "manifest.parquet")
-    assert sorted(row["caption"] for row in manifest) == ["", "", "été"]
-    assert skipped(tmp_path / "out") == {}
-
-
 def test_links_out_of_the_folder_are_refused(media, tmp_path):
     picture(tmp_path / "secret.png")
     (tmp_path / "secret.txt").write_text("secret")
@@ -160,37 +151,14 @@ def test_links_out_of_the_folder_are_refused(media, tmp_path):
     assert "not followed" in found["folder"]
 
 
-def test_what_is_no_regular_file_is_refused(media):
-    os.mkfifo(media / "a.mp4")
-    assert reasons(find_items(media)) == {"a.mp4": "not a regular file"}
-
-
-@pytest.mark.parametrize("make", [lambda folder: None, lambda folder: (folder / "a.txt").touch()])
-def test_a_folder_without_media_is_refused(media, make):
-    make(media)
-    with pytest.raises(InputError, match="has no images or videos"):
-        find_items(media)
-
-
-def test_a_damaged_caption_is_the_reason(media):
-    picture(media / "a.png")
-    (media / "a.json").write_text("{")
-    assert "not valid JSON" in reasons(find_items(media))["a.png"]
-
-
 # ---------------------------------------------------------------- tables
 
 
 TABLE = [
     ("a.png", "a cat"),
-    ("sub/b.png", "a, dog"),
-    ("none.png", "x"),
-    ("../secret.png", "x"),
-    ("/etc/passwd.png", "x"),
-    ("C:\\a.png", "x"),
-    ("out.png", "x"),
-    ("a.doc", "x"),
-    ("", "x"),
+    ("sub/b.png", "a, dog" + "x" * 200_000),
+    *((name, "x") for name in ("none.png", "../secret.png", "/etc/passwd.png", "C:\\a.png")),
+    *((name, "x") for name in ("out.png", "a.doc", "")),
 ]
 
 
@@ -225,7 +193,7 @@ def test_tables_list_media(media, tmp_path, table, names, flags):
     place = media / table if flags else media
     items = find_items(place, *flags)
     assert [item.name for item in items] == [row[0] for row in TABLE]
-    assert [item.caption for item in items[:2]] == ["a cat", "a, dog"]
+    assert [item.caption for item in items[:2]] == [row[1] for row in TABLE[:2]]
     found = [item.reason for item in items]
     assert found[:2] == ["", ""]
     expected = ["no such file", "'..'", "absolute", "absolute", "link out", "suffix .doc", "row"]
@@ -233,34 +201,25 @@ def test_tables_list_media(media, tmp_path, table, names, flags):
         assert part in reason
 
 
-def test_a_caption_of_100_kb_in_a_table_is_read(media):
-    picture(media / "a.png")
-    (media / "metadata.csv").write_text(f"file_name,text\na.png,{'x' * 200_000}\n")
-    assert len(find_items(media)[0].caption) == 200_000
-
-
 @pytest.mark.parametrize(
     ("name", "content", "named"),
     [
         ("metadata.csv", b"x,y\n1,2\n", ["x, y", "--path-column"]),
         ("metadata.csv", b"\xff\xfe\n", ["CSV"]),
+        ("metadata.csv", b"path,text\na,b\n", ["no column mine", "--caption-column"]),
         ("metadata.jsonl", b'{"path": "a"}\n{\n', ["line 2"]),
         ("metadata.jsonl", b"[1]\n", ["line 1", "object"]),
         ("metadata.parquet", b"PAR1", ["PARQUET"]),
+        ("a.txt", b"", ["has no images or videos"]),
     ],
 )
-def test_tables_that_cannot_be_read_are_refused(media, name, content, named):
+def test_tables_and_folders_that_cannot_be_read_are_refused(media, name, content, named):
     (media / name).write_bytes(content)
+    column = "mine" if b"path,text" in content else None
     with pytest.raises(InputError) as error:
-        find_items(media)
-    for part in (name, *named):
-        assert part in str(error.value)
-
-
-def test_a_column_that_is_missing_is_refused(media):
-    (media / "metadata.csv").write_text("path,text\na,b\n")
-    with pytest.raises(InputError, match=r"no column mine.*--caption-column"):
-        find_items(media, caption_column="mine")
+        find_items(media, caption_column=column)
+    for part in (name if "no images" not in named[0] else media, *named):
+        assert str(part) in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["none", "a.zip"])
@@ -325,7 +284,7 @@ def test_members_that_lead_out_of_a_tar_are_refused(media, tmp_path):
     }
 
 
-@pytest.mark.parametrize("keep", [3, 1000, 2200])
+@pytest.mark.parametrize("keep", [3, 2200])
 def test_a_damaged_tar_is_listed(media, tmp_path, keep):
     image = picture(tmp_path / "a.png").read_bytes() + bytes(800)
     write_tar(media / "x.tar", {"0.png": image, "1.png": image})
@@ -336,7 +295,7 @@ def test_a_damaged_tar_is_listed(media, tmp_path, keep):
     assert captions(items)["y.tar/0.png"] is None
 
 
-@pytest.mark.parametrize("size", [2**33 - 1, 2**40, 2**62])
+@pytest.mark.parametrize("size", [2**33 - 1, 2**62])
 @pytest.mark.parametrize("kind", [tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE, tarfile.REGTYPE])
 def test_sizes_that_a_tar_only_claims_take_no_memory(media, kind, size):
     member = tarfile.TarInfo("a.png")
@@ -361,10 +320,17 @@ def test_captions_are_cleaned():
     assert clean("\ud800x") == "x"
 
 
-@pytest.mark.parametrize("text", [b"x" * 100_000, "猫".encode() * 40_000, b"\x00\x07ok"])
-def test_long_and_strange_captions_are_cut_and_cleaned(media, tmp_path, text):
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.txt", "猫".encode() * 40_000),
+        ("a.txt", b"\x00\x07ok"),
+        ("a.json", json.dumps({"text": "猫\x00\n" * 30_000}).encode()),
+    ],
+)
+def test_long_and_strange_captions_are_cut_and_cleaned(media, tmp_path, name, content):
     picture(media / "a.png")
-    (media / "a.txt").write_bytes(text)
+    (media / name).write_bytes(content)
     prepare(media, tmp_path / "out", text_length=100)
     manifest = read_manifest(tmp_path / "out")
     embedded = StoreReader(manifest).read(0)["text"]

@@ -2,6 +2,7 @@
 
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,6 @@ import pytest
 from media_helpers import (
     ToldPixels,
     contents,
-    grey_frames,
     moving_frames,
     prepare,
     rows,
@@ -97,12 +97,6 @@ def alload(capsys):
 # ---------------------------------------------------------------- kills and workers
 
 
-def test_two_workers_write_the_same_bytes_as_one(media, whole, tmp_path):
-    prepare(media, tmp_path / "out", workers=2, files_per_shard=1)
-    assert contents(tmp_path / "out") == whole
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_a_killed_run_goes_on_to_the_same_bytes(media, whole, tmp_path, start_held, workers):
     out, partial = tmp_path / "out", tmp_path / "out.partial"
@@ -116,7 +110,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(media, whole, tmp_path, start_he
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
-@pytest.mark.parametrize("number", [0, 3, 7])
+@pytest.mark.parametrize("number", [0, 5])
 def test_a_failure_at_any_sample_keeps_the_shards_before(
     media, whole, tmp_path, monkeypatch, number
 ):
@@ -148,27 +142,52 @@ def test_a_failure_at_any_sample_keeps_the_shards_before(
     assert len(begun) + len(done) == 10
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
+def test_a_run_goes_on_with_the_same_settings_and_files_alone(media, whole, tmp_path):
+    folder, out, told = tmp_path / "media", tmp_path / "out", []
+    shutil.copytree(media, folder)
+    stop_in(folder, out)
+    for changes, named in (
         ({"fps": "8"}, "--fps 16, not 8"),
         ({"frames": 5}, "--frames 9, not 5"),
         ({"area": ("48x48",)}, "--area 32x32, not 48x48"),
         ({"text_length": 9}, "--text-length 256, not 9"),
         ({"files_per_shard": 2}, "--files-per-shard 1, not 2"),
-    ],
-)
-def test_a_run_does_not_go_on_with_other_settings(media, whole, tmp_path, changes, named):
-    interrupt(media, tmp_path / "out")
-    with pytest.raises(InputError, match="out: was begun with ") as error:
-        prepare(media, tmp_path / "out", **{"files_per_shard": 1} | changes)
-    assert named in str(error.value)
-    assert "remove" in str(error.value)
-    prepare(media, tmp_path / "out", files_per_shard=1)
-    assert contents(tmp_path / "out") == whole
+    ):
+        with pytest.raises(InputError, match="out: was begun with ") as error:
+            prepare(folder, out, **{"files_per_shard": 1} | changes)
+        assert named in str(error.value)
+        assert "remove" in str(error.value)
+    (folder / "clip 0.txt").write_text("another caption")
+    with pytest.raises(InputError, match="other input files or captions"):
+        prepare(folder, out, files_per_shard=1)
+    (folder / "clip 0.txt").write_text("clip number 0")
+
+    def tell(items, before):
+        told.append((len(items), before))
+
+    prepare(folder, out, files_per_shard=1, on_files=tell)
+    assert contents(out) == whole
+    # Files of the earlier run come first, and are told as such.
+    before = told.count((1, True))
+    assert told == [(1, True)] * before + [(1, False)] * (10 - before)
+    assert before >= 3
 
 
-def interrupt(media, out):
+def test_other_settings_are_taken_while_no_shard_is_finished(media, whole, tmp_path, monkeypatch):
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("alload_jax.data.prepare.pipeline.prepare_unit", stop)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(media, tmp_path / "out", files_per_shard=1, fps="5")
+    prepare(media, tmp_path / "out", files_per_shard=1, report=tmp_path / "new" / "list.parquet")
+    assert len(rows(tmp_path / "new" / "list.parquet")) == 2  # elsewhere than in the folder
+    made = contents(tmp_path / "out")
+    assert made == {name: data for name, data in whole.items() if name != "skipped.parquet"}
+
+
+def stop_in(media, out, **changes):
     """Prepares all but the last shards, as a run that was stopped."""
 
     class Stop(Exception):  # noqa: N818
@@ -178,24 +197,8 @@ def interrupt(media, out):
         if len(list(out.with_name("out.partial").glob("*.parquet"))) > 2:
             raise Stop
 
-    from alload_jax.data.prepare.inputs import find_items
-    from alload_jax.data.prepare.pipeline import prepare_media
-    from alload_jax.data.prepare.settings import MediaSettings
-
-    settings = MediaSettings(area=("32x32",), frames=9, files_per_shard=1)
     with pytest.raises(Stop):
-        prepare_media(find_items(media), out, settings, on_files=stop)
-
-
-def test_a_run_does_not_go_on_with_other_files(media, tmp_path):
-    folder = tmp_path / "media"
-    folder.mkdir()
-    for path in media.iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
-    interrupt(folder, tmp_path / "out")
-    (folder / "clip 0.txt").write_text("another caption")
-    with pytest.raises(InputError, match="other input files or captions"):
-        prepare(folder, tmp_path / "out", files_per_shard=1)
+        prepare(media, out, files_per_shard=1, on_files=stop, **changes)
 
 
 def test_folders_of_others_are_left_alone(media, tmp_path):
@@ -218,12 +221,7 @@ def test_two_runs_do_not_share_a_folder(media, tmp_path):
             prepare(media, tmp_path / "out")
         refusals.append(error)
 
-    from alload_jax.data.prepare.inputs import find_items
-    from alload_jax.data.prepare.pipeline import prepare_media
-    from alload_jax.data.prepare.settings import MediaSettings
-
-    settings = MediaSettings(area=("32x32",), frames=9)
-    prepare_media(find_items(media), tmp_path / "out", settings, on_files=second)
+    prepare(media, tmp_path / "out", on_files=second)
     assert refusals
 
 
@@ -252,7 +250,7 @@ def test_a_new_run_waits_for_the_workers_of_a_killed_one(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_progress_advances_by_file(media, whole, tmp_path, workers, monkeypatch):
+def test_progress_advances_by_file(media, tmp_path, workers, monkeypatch):
     if "told" not in VAE_ENCODERS.names():
         VAE_ENCODERS.register("told", ToldPixels)
     told, counted = [], tmp_path / "told"
@@ -271,21 +269,6 @@ def test_progress_advances_by_file(media, whole, tmp_path, workers, monkeypatch)
     assert not any(before for before, *_ in told)
     names = sorted(name for _, *some in told for name in some)
     assert names == sorted(path.name for path in media.iterdir() if path.suffix != ".txt")
-
-
-def test_files_of_an_earlier_run_are_told_as_such(media, whole, tmp_path):
-    interrupt(media, tmp_path / "out")
-    told = []
-    prepare(
-        media,
-        tmp_path / "out",
-        files_per_shard=1,
-        on_files=lambda items, before: told.append((len(items), before)),
-    )
-    assert told == [(1, True)] * told.count((1, True)) + [(1, False)] * told.count((1, False))
-    assert len(told) == 10
-    assert told.count((1, True)) >= 3
-    assert contents(tmp_path / "out") == whole
 
 
 # ---------------------------------------------------------------- disks
@@ -334,22 +317,14 @@ def test_the_command_prints_a_summary(media, whole, tmp_path, alload, monkeypatc
     }
 
 
-def test_the_report_can_lie_elsewhere(media, tmp_path):
-    prepare(media, tmp_path / "out", report=tmp_path / "new" / "list.parquet")
-    assert len(rows(tmp_path / "new" / "list.parquet")) == 2
-    assert not (tmp_path / "out" / "skipped.parquet").exists()
-
-
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
         (["--frames", "8"], ["--frames", "9"]),
         (["--fps", "x"], ["--fps", "24000/1001"]),
-        (["--fps", "0"], ["--fps"]),
         (["--area", "99p"], ["99p", "480p"]),
         (["--area", "30x32"], ["30×32", "32x32"]),
         (["--workers", "0"], ["--workers"]),
-        (["--max-clips", "0"], ["--max-clips"]),
         (["--max-enlarge", "nan"], ["--max-enlarge"]),
         (["--stride-seconds", "-1"], ["--stride-seconds"]),
         (["--text-length", "0"], ["--text-length"]),
@@ -381,8 +356,7 @@ def test_places_that_make_no_sense_are_refused(media, tmp_path, alload):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("workers", ["1", "2"])
-@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize(("workers", "times"), [("1", 3), ("2", 1), ("2", 3)])
 def test_ctrl_c_gives_one_line(start_held, workers, times, default_signals):
     begun = start_held.start(
         1, "--workers", workers, stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -397,38 +371,21 @@ def test_ctrl_c_gives_one_line(start_held, workers, times, default_signals):
     assert err.count("\n") == 1
 
 
-def test_other_settings_are_taken_while_no_shard_is_finished(media, whole, tmp_path, monkeypatch):
-    def stop(*_, **__):
-        raise KeyboardInterrupt
+class Halves(Pixels):
+    """Half of the pixels; of a single frame what is not finite."""
 
-    with monkeypatch.context() as patch:
-        patch.setattr("alload_jax.data.prepare.pipeline.prepare_unit", stop)
-        with pytest.raises(KeyboardInterrupt):
-            prepare(media, tmp_path / "out", files_per_shard=1, fps="5")
-    prepare(media, tmp_path / "out", files_per_shard=1)
-    assert contents(tmp_path / "out") == whole
+    def origin(self):
+        return {"name": "halves"}
+
+    def encode(self, frames):
+        return super().encode(frames) / (np.nan if len(frames) == 1 else 2)
 
 
-def test_an_encoder_can_be_registered(media, tmp_path):
-    class Halves(Pixels):
-        def origin(self):
-            return {"name": "halves"}
-
-        def encode(self, frames):
-            return super().encode(frames) / 2
-
+def test_a_registered_encoder_is_used_and_latents_that_are_not_finite_are_listed(media, tmp_path):
     if "halves" not in VAE_ENCODERS.names():
         VAE_ENCODERS.register("halves", Halves)
-    prepare(media, tmp_path / "out", vae="halves")
+    report = prepare(media, tmp_path / "out", vae="halves")
     assert read_manifest(tmp_path / "out").origin["vae"] == {"name": "halves"}
-
-
-def test_latents_that_are_not_finite_are_listed(media, tmp_path, monkeypatch):
-    encode = Pixels.encode
-    monkeypatch.setattr(
-        Pixels, "encode", lambda self, frames: encode(self, frames) + (np.nan, 0)[len(frames) > 1]
-    )
-    report = prepare(media, tmp_path / "out")
     assert report.used == 4
     assert sum("not finite" in row.reason for row in report.skipped) == 4
 
@@ -442,7 +399,7 @@ def test_area_classes_are_those_of_planning():
         assert height * width == pytest.approx(AREAS[name], rel=0.01)
 
 
-@pytest.mark.parametrize("area", [*AREA_CLASSES, "256x384", "32x32"])
+@pytest.mark.parametrize("area", [*AREA_CLASSES, "32x32"])
 def test_buckets_have_about_one_area_and_whole_tokens(area):
     buckets = buckets_of(area, 16)
     height, width = parse_area(area)
@@ -458,12 +415,3 @@ def test_clip_lengths_are_few_and_4n_plus_1():
     assert clip_lengths(1) == (1,)
     assert clip_lengths(13) == (13, 9, 5, 1)
     assert all(length % 4 == 1 for length in clip_lengths(161))
-
-
-def test_grey_levels_survive(media, tmp_path):
-    folder = tmp_path / "grey"
-    folder.mkdir()
-    write_video(folder / "a.mkv", grey_frames([0, 128, 255]))
-    prepare(folder, tmp_path / "out")
-    manifest = read_manifest(tmp_path / "out")
-    assert manifest.shape.tolist() == [[1, 32, 32]]

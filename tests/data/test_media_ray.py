@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -56,48 +57,61 @@ def ray_processes(pid):
     return [process for process in below if "_prepare" in process.name()]
 
 
-def test_ray_writes_the_same_bytes_as_one_process(media, tmp_path):
-    prepare(media, tmp_path / "one", files_per_shard=1)
-    begun = start(media, tmp_path / "ray")
+@pytest.fixture
+def start_held(media, tmp_path, tmp_path_factory, monkeypatch):
+    """Starts a preparation that waits where so many shards are finished, until `held` is gone."""
+    held = tmp_path_factory.mktemp("held") / "held"
+    held.touch()
+
+    def run(shards):
+        monkeypatch.setenv("HELD", f"{shards} {held}")
+        program = [str(Path(__file__).with_name("held_prepare.py"))]
+        begun = start(media, tmp_path / "ray", "--workers", "1", program=program)
+        wait_until(lambda: finished(tmp_path) == shards, begun)
+        return begun
+
+    return SimpleNamespace(run=run, held=held)
+
+
+def finished(folder):
+    return len(list((folder / "ray.partial").glob("shard-*.parquet")))
+
+
+def assert_same_bytes(media, folder):
+    prepare(media, folder / "one", files_per_shard=1)
+    assert contents(folder / "ray") == contents(folder / "one")
+    assert sorted(path.name for path in folder.iterdir()) == ["one", "ray"]
+
+
+def test_ray_writes_the_same_bytes_as_one_process_though_a_worker_is_lost(
+    media, tmp_path, start_held
+):
+    begun = start_held.run(2)
+    lost = wait_until(lambda: ray_processes(begun.pid), begun)[0]
+    lost.kill()
+    psutil.wait_procs([lost])
+    start_held.held.unlink()
     out, err = begun.communicate(timeout=PATIENCE)
     assert (begun.returncode, err) == (0, "")
     assert "6 files" in out
     assert out.endswith("ray/manifest.parquet\n")
-    assert contents(tmp_path / "ray") == contents(tmp_path / "one")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "ray"]
+    assert_same_bytes(media, tmp_path)
     assert rows(tmp_path / "ray/skipped.parquet")[0]["path"] == "bad.mp4"
 
 
-@pytest.mark.parametrize("ends", ["worker lost", "interrupted", "killed"])
-def test_whatever_is_lost_the_bytes_are_the_same(
-    media, tmp_path, tmp_path_factory, monkeypatch, ends, default_signals
+def test_a_run_that_was_interrupted_and_then_killed_goes_on_to_the_same_bytes(
+    media, tmp_path, start_held, default_signals
 ):
-    held = tmp_path_factory.mktemp("held") / "held"
-    held.touch()
-    monkeypatch.setenv("HELD", f"2 {held}")
-    program = [str(Path(__file__).with_name("held_prepare.py"))]
-    begun = start(media, tmp_path / "ray", "--workers", "1", program=program)
-    partial = tmp_path / "ray.partial"
-    wait_until(lambda: len(list(partial.glob("shard-*.parquet"))) == 2, begun)
-    if ends == "worker lost":
-        lost = wait_until(lambda: ray_processes(begun.pid), begun)[0]
-        lost.kill()
-        psutil.wait_procs([lost])
-        held.unlink()
-    else:
-        os.killpg(begun.pid, signal.SIGINT if ends == "interrupted" else signal.SIGKILL)
-    _, err = begun.communicate(timeout=PATIENCE)
-    if ends == "worker lost":
-        assert (begun.returncode, err) == (0, "")
-    else:
-        assert begun.returncode == (130 if ends == "interrupted" else -signal.SIGKILL)
-        assert err.count("\n") == (ends == "interrupted")
-        assert len(list(partial.glob("shard-*.parquet"))) == 2
-        done = start(media, tmp_path / "ray", "--workers", "1")
-        assert done.communicate(timeout=PATIENCE)[1] == ""
-    prepare(media, tmp_path / "one", files_per_shard=1)
-    assert contents(tmp_path / "ray") == contents(tmp_path / "one")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "ray"]
+    for shards, sent, status in ((2, signal.SIGINT, 130), (3, signal.SIGKILL, -signal.SIGKILL)):
+        begun = start_held.run(shards)
+        os.killpg(begun.pid, sent)
+        _, err = begun.communicate(timeout=PATIENCE)
+        assert begun.returncode == status
+        assert err.count("\n") == (sent == signal.SIGINT)
+        assert finished(tmp_path) == shards
+    done = start(media, tmp_path / "ray", "--workers", "1")
+    assert done.communicate(timeout=PATIENCE)[1] == ""
+    assert_same_bytes(media, tmp_path)
 
 
 def test_an_address_without_a_ray_is_one_line(media, tmp_path):

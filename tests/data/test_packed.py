@@ -64,64 +64,6 @@ def samples_in(batch):
         yield batch.sample[row, slot], row, slot, here
 
 
-@settings(max_examples=40, deadline=None)
-@given(packed_cases())
-def test_an_epoch_holds_each_sample_once_as_it_is_stored(case):
-    manifest, _, collation = case
-    reader, seen, weights = SpyReader(manifest), [], np.zeros(len(manifest))
-    for step in collated(case):
-        for batch in step.batches:
-            for sample, row, slot, here in samples_in(batch):
-                first = batch.first[row, slot]
-                part = slice(first, first + here.stop - here.start)
-                patches = patchify(reader.latents(sample)[None], PATCH)[0]
-                assert (batch.tokens[row, here] == patches[part]).all()
-                grid = np.asarray(manifest.shape[sample]) // PATCH
-                of_sample = np.indices(grid).reshape(3, -1).T
-                assert (batch.position[row, here] == of_sample[part]).all()
-                assert (batch.position[row, here] < batch.metadata.grid).all()
-                assert batch.seq_len[row, slot] == len(patches)
-                of_text = batch.metadata.condition
-                begin, length = of_text.offset[row, slot], of_text.length[row, slot]
-                labels = reader.labels(sample).tolist()
-                padding = [MODEL.num_classes] * (collation.conditions.length - len(labels))
-                assert batch.condition[row, begin : begin + length].tolist() == labels + padding
-                seen.append((int(sample), *range(*part.indices(len(patches)))))
-                weights[sample] += batch.weight[row, slot]
-    whole = [np.arange(length) for length in manifest.samples(PATCH).seq_len]
-    for sample, tokens in enumerate(whole):
-        found = sorted(token for which, *part in seen if which == sample for token in part)
-        assert found == tokens.tolist()
-    np.testing.assert_allclose(weights, 1, rtol=1e-6)
-
-
-@settings(max_examples=40, deadline=None)
-@given(packed_cases())
-def test_segments_hold_samples_and_padding_is_in_none(case):
-    length = case[2].conditions.length
-    for step in collated(case):
-        for batch in step.batches:
-            sides = [batch.metadata.tokens, batch.metadata.condition]
-            sides += (
-                [batch.metadata.split.whole, batch.metadata.split.split]
-                if batch.metadata.split
-                else []
-            )
-            for segments in sides:
-                for row, ids in enumerate(segments.ids):
-                    used = segments.length[row] > 0
-                    assert (used[:-1] >= used[1:]).all()
-                    counts = np.bincount(ids[ids >= 0], minlength=len(used))
-                    assert (counts == segments.length[row]).all()
-                    begins = [np.argmax(ids == slot) for slot in np.flatnonzero(used)]
-                    assert begins == segments.offset[row, used].tolist()
-            used = batch.metadata.tokens.length > 0
-            assert (used == (batch.weight > 0)).all()
-            assert (batch.sample[~used] == -1).all()
-            assert (batch.metadata.condition.length == used * length).all()
-            assert not batch.tokens[batch.metadata.tokens.ids < 0].any()
-
-
 def bounded(batch):
     """(segments, their static lengths) of each attention of tokens to tokens."""
     split = batch.metadata.split
@@ -129,44 +71,80 @@ def bounded(batch):
     return [(batch.metadata.tokens, batch.metadata.lengths), *parts]
 
 
-@settings(max_examples=40, deadline=None)
-@given(packed_cases())
-def test_no_row_has_more_long_segments_than_is_static(case):
-    for step in collated(case):
-        for batch in step.batches:
-            for segments, lengths in bounded(batch):
-                above, most = np.transpose(lengths)
-                assert (np.diff(above) > 0).all()
-                assert (np.diff(most) < 0).all()
-                assert (above[0], most[-1]) == (0, 0)
-                longer = segments.length[:, :, None] > above
-                assert (longer.sum(axis=1) <= most).all()
-            assert batch.metadata.condition.length.max() <= batch.metadata.longest_condition
+def holds_samples_in_segments_and_padding_in_none(batch, length):
+    sides = [batch.metadata.condition, *(segments for segments, _ in bounded(batch))]
+    for segments in sides:
+        for row, ids in enumerate(segments.ids):
+            used = segments.length[row] > 0
+            assert (used[:-1] >= used[1:]).all()
+            counts = np.bincount(ids[ids >= 0], minlength=len(used))
+            assert (counts == segments.length[row]).all()
+            begins = [np.argmax(ids == slot) for slot in np.flatnonzero(used)]
+            assert begins == segments.offset[row, used].tolist()
+    used = batch.metadata.tokens.length > 0
+    assert (used == (batch.weight > 0)).all()
+    assert (batch.sample[~used] == -1).all()
+    assert (batch.metadata.condition.length == used * length).all()
+    assert not batch.tokens[batch.metadata.tokens.ids < 0].any()
 
 
-@settings(max_examples=40, deadline=None)
+def has_no_more_long_segments_than_is_static(batch):
+    for segments, lengths in bounded(batch):
+        above, most = np.transpose(lengths)
+        assert (np.diff(above) > 0).all()
+        assert (np.diff(most) < 0).all()
+        assert (above[0], most[-1]) == (0, 0)
+        longer = segments.length[:, :, None] > above
+        assert (longer.sum(axis=1) <= most).all()
+    assert batch.metadata.condition.length.max() <= batch.metadata.longest_condition
+
+
+def tokens_as_they_are_stored(batch, reader, length):
+    """(sample, its tokens, weight) of each slot, whose patches, positions and text are right."""
+    manifest = reader.manifest
+    for sample, row, slot, here in samples_in(batch):
+        first = batch.first[row, slot]
+        part = slice(first, first + here.stop - here.start)
+        patches = patchify(reader.latents(sample)[None], PATCH)[0]
+        assert (batch.tokens[row, here] == patches[part]).all()
+        grid = np.asarray(manifest.shape[sample]) // PATCH
+        of_sample = np.indices(grid).reshape(3, -1).T
+        assert (batch.position[row, here] == of_sample[part]).all()
+        assert (batch.position[row, here] < batch.metadata.grid).all()
+        assert batch.seq_len[row, slot] == len(patches)
+        of_text = batch.metadata.condition
+        begin, tokens = of_text.offset[row, slot], of_text.length[row, slot]
+        labels = reader.labels(sample).tolist()
+        padding = [MODEL.num_classes] * (length - len(labels))
+        assert batch.condition[row, begin : begin + tokens].tolist() == labels + padding
+        yield int(sample), range(*part.indices(len(patches))), batch.weight[row, slot]
+
+
+@settings(max_examples=50, deadline=None)
 @given(packed_cases())
-def test_no_more_long_segments_are_static_than_fit_into_a_row(case):
+def test_an_epoch_holds_each_sample_once_as_it_is_stored_in_shapes_that_are_compiled(case):
     manifest, plan, collation = case
-    sizes = manifest.samples(PATCH).seq_len
-    for batch in collation.shapes(plan):
-        for segments, lengths in bounded(batch):
-            for size in sizes:
-                most = min(most for above, most in lengths if above <= size)
-                assert most <= segments.ids.shape[1] / (size + 1) / THINNED
-
-
-@settings(max_examples=20, deadline=None)
-@given(packed_cases())
-def test_every_micro_batch_has_a_shape_that_is_compiled(case):
-    _, plan, collation = case
+    reader, length = SpyReader(manifest), collation.conditions.length
+    seen, weights = [[] for _ in range(len(manifest))], np.zeros(len(manifest))
     shapes = {region_of(shape): shape for shape in collation.shapes(plan)}
     assert len(shapes) <= 5
-    for step in collated(case):
-        for batch in step.batches:
-            shape = shapes[region_of(batch)]
-            assert signature(batch) == signature(shape)
-            assert jax.tree.structure(batch) == jax.tree.structure(shape)
+    for batch in (batch for step in collated(case) for batch in step.batches):
+        for sample, tokens, weight in tokens_as_they_are_stored(batch, reader, length):
+            seen[sample] += tokens
+            weights[sample] += weight
+        holds_samples_in_segments_and_padding_in_none(batch, length)
+        has_no_more_long_segments_than_is_static(batch)
+        shape = shapes[region_of(batch)]
+        assert signature(batch) == signature(shape)
+        assert jax.tree.structure(batch) == jax.tree.structure(shape)
+    seq_len = manifest.samples(PATCH).seq_len.tolist()
+    assert [sorted(tokens) for tokens in seen] == [list(range(length)) for length in seq_len]
+    np.testing.assert_allclose(weights, 1, rtol=1e-6)
+    # No more long segments are static than fit into a row.
+    for segments, lengths in (each for shape in shapes.values() for each in bounded(shape)):
+        for size in seq_len:
+            most = min(most for above, most in lengths if above <= size)
+            assert most <= segments.ids.shape[1] / (size + 1) / THINNED
 
 
 @settings(max_examples=15, deadline=None)

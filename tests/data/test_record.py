@@ -42,27 +42,27 @@ def decodes_or_raises_value_error(data):
         assert "safetensors" in str(error)  # noqa: PT017  both outcomes are right
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(named_arrays)
-def test_decode_undoes_encode_bit_for_bit(arrays):
-    assert_same_bits(record.decode(record.encode(arrays)), arrays)
+def test_decode_undoes_encode_bit_for_bit_whatever_the_order(arrays):
+    data = record.encode(arrays)
+    assert_same_bits(record.decode(data), arrays)
+    assert record.encode(dict(reversed(arrays.items()))) == data
+    assert record.checksum(data) == zlib.crc32(data)
 
 
-@pytest.mark.parametrize("view", [np.transpose, np.asfortranarray, lambda a: a[::-1, ::2]])
-def test_memory_layout_does_not_matter(view):
-    array = view(np.arange(30, dtype=np.int32).reshape(5, 6))
+GRID = np.arange(30, dtype=np.int32).reshape(5, 6)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [GRID.T, np.asfortranarray(GRID), GRID[::-1, ::2], GRID.astype(">f4"), np.array(3.0)],
+    ids=["transposed", "Fortran", "strided", "byte order", "no axes"],
+)
+def test_memory_layout_does_not_matter(array):
     found = record.decode(record.encode({"a": array}))["a"]
     np.testing.assert_array_equal(found, array)
-
-
-def test_byte_order_does_not_matter():
-    array = np.arange(6, dtype=">f4").reshape(2, 3)
-    np.testing.assert_array_equal(record.decode(record.encode({"a": array}))["a"], array)
-
-
-def test_an_array_without_axes_stays_one():
-    array = np.float32(3.0).reshape(())
-    assert record.decode(record.encode({"a": array}))["a"].shape == ()
+    assert found.shape == array.shape
 
 
 def test_bfloat16_survives_or_is_refused_when_written():
@@ -74,12 +74,7 @@ def test_bfloat16_survives_or_is_refused_when_written():
     assert_same_bits(record.decode(data), {"a": array})
 
 
-def test_equal_arrays_give_equal_bytes():
-    arrays = {"b": np.arange(3), "a": np.ones((2, 2), np.float16)}
-    assert record.encode(arrays) == record.encode(dict(reversed(arrays.items())))
-
-
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=200))
 @example(b"")
 @example(b"\0" * 8)
@@ -91,7 +86,7 @@ def test_garbage_is_a_value_error(data):
         record.decode(data)
 
 
-@pytest.mark.parametrize("dtype", ["BF16", "F8_E4M3", "F8_E5M2", "F8_E8M0", "Q7"])
+@pytest.mark.parametrize("dtype", ["BF16", "F8_E4M3", "Q7"])
 def test_a_dtype_that_numpy_lacks_decodes_or_is_a_value_error(dtype):
     size = 2 if dtype == "BF16" else 1
     header = {"a": {"dtype": dtype, "shape": [1], "data_offsets": [0, size]}}
@@ -115,11 +110,6 @@ def test_every_truncation_is_a_value_error():
             record.decode(good[:length])
 
 
-def test_objects_cannot_be_written():
-    with pytest.raises(Exception, match="object"):
-        record.encode({"a": np.array([print], object)})
-
-
 def test_a_pickle_is_refused_without_being_run(tmp_path):
     class Bomb:
         def __reduce__(self):
@@ -127,6 +117,8 @@ def test_a_pickle_is_refused_without_being_run(tmp_path):
 
     with pytest.raises(ValueError, match="not a safetensors record"):
         record.decode(pickle.dumps(Bomb()))
+    with pytest.raises(Exception, match="object"):
+        record.encode({"a": np.array([print], object)})
     assert not (tmp_path / "exploded").exists()
 
 
@@ -145,9 +137,3 @@ def test_no_module_of_the_data_layer_can_unpickle():
         assert not modules & {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}, path
         assert "allow_pickle" not in source, path
         assert "np.load(" not in source, path
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.binary(max_size=100))
-def test_checksum_is_crc32(data):
-    assert record.checksum(data) == zlib.crc32(data)

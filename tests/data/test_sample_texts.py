@@ -1,5 +1,6 @@
 """Samples with several texts: stored, merged, and one of them taken in each epoch."""
 
+import itertools
 from collections import Counter
 
 import numpy as np
@@ -95,44 +96,34 @@ def content(folder):
 
 def test_interrupted_appended_and_merged_stores_are_what_one_writer_writes(tmp_path):
     samples, paths = [*MANY, *MANY[:2]], ["a", "b", None, "c", "d"]
-    whole = write(tmp_path / "whole", samples, paths=paths, samples_per_shard=2)
+
+    def write_part(name, begin, stop, mode="new", **options):
+        given = {"paths": paths[begin:stop], "samples_per_shard": 2, "mode": mode}
+        return write(tmp_path / name, samples[begin:stop], **given | options)
+
+    whole = content(write_part("whole", 0, 5))
     for begin, mode in ((0, "new"), (2, "append"), (4, "append")):
-        part = slice(begin, begin + 2)
-        options = {"paths": paths[part], "samples_per_shard": 2, "mode": mode}
-        write(tmp_path / "grown", samples[part], **options)
-    assert content(tmp_path / "grown") == content(whole)
-
-    parts = [
-        write(tmp_path / name, samples[part], paths=paths[part], samples_per_shard=2)
-        for name, part in (("x", slice(0, 2)), ("y", slice(2, 5)))
-    ]
-    merge_stores(parts, tmp_path / "all")
-    assert content(tmp_path / "all") == content(whole)
-
-
-def test_an_interrupted_writer_keeps_all_texts(tmp_path):
-    folder = tmp_path / "store"
-    whole = write(tmp_path / "whole", MANY, paths=["a", "b", "c"])
+        grown = write_part("grown", begin, begin + 2, mode)
+    assert content(grown) == whole
     with pytest.raises(KeyboardInterrupt):
-        write(folder, MANY[:2], paths=["a", "b"], end=KeyboardInterrupt())
-    write(folder, MANY[2:], paths=["c"], mode="resume")
-    assert content(folder) == content(whole)
+        write_part("stopped", 0, 3, end=KeyboardInterrupt())
+    assert content(write_part("stopped", 3, 5, "resume")) == whole
+    merge_stores([write_part("x", 0, 2), write_part("y", 2, 5)], tmp_path / "all")
+    assert content(tmp_path / "all") == whole
 
 
 def test_merging_can_add_the_names_of_the_folders(tmp_path):
-    for name in ("x/data", "y/data", "z"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-    parts = [
-        write(tmp_path / "x/data", MANY[:1], paths=["cats/1.png"]),
-        write(tmp_path / "y/data", MANY[:2]),
-    ]
-    merge_stores(parts, tmp_path / "all", add_names=True)
-    found = read_paths(read_manifest(tmp_path / "all"))
-    assert found.tolist() == ["x/data/cats/1.png", "y/data", "y/data"]
-    merge_stores(
-        [tmp_path / "x/data", write(tmp_path / "z", MANY[:1])], tmp_path / "b", add_names=True
-    )
-    assert read_paths(read_manifest(tmp_path / "b")).tolist() == ["data/cats/1.png", "z"]
+    x, y, z = (tmp_path / name for name in ("x/data", "y/data", "z"))
+    write(x, MANY[:1], paths=["cats/1.png"])
+    write(y, MANY[:2])
+    write(z, MANY[:1])
+    for parts, expected in (
+        ([x, y], ["x/data/cats/1.png", "y/data", "y/data"]),
+        ([x, z], ["data/cats/1.png", "z"]),
+    ):
+        merged = tmp_path / f"all {len(expected)}"
+        merge_stores(parts, merged, add_names=True)
+        assert read_paths(read_manifest(merged)).tolist() == expected
 
 
 @pytest.mark.parametrize(
@@ -185,13 +176,12 @@ def test_the_text_of_an_epoch_is_a_function_of_seed_epoch_and_sample(seed, epoch
 
 def test_all_texts_are_taken_about_equally_often_and_independently():
     arrays = with_alternatives({"labels": labels(0)}, [labels(1), labels(2)])
-    taken = np.array(
-        [
-            [int(with_text_of_epoch(arrays, 3, epoch, sample)["labels"][0]) for epoch in range(30)]
-            for sample in range(60)
-        ]
-    )
-    pairs = Counter(zip(taken[:, :-1].ravel().tolist(), taken[:, 1:].ravel().tolist(), strict=True))
+
+    def taken(epoch, sample):
+        return int(with_text_of_epoch(arrays, 3, epoch, sample)["labels"][0])
+
+    places = itertools.product(range(29), range(60))
+    pairs = Counter((taken(epoch, sample), taken(epoch + 1, sample)) for epoch, sample in places)
     assert len(pairs) == 9
     # Each of 9 pairs is expected 193 times, with a standard deviation of 13.
     assert all(130 < count < 260 for count in pairs.values())

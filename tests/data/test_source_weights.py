@@ -18,20 +18,12 @@ from alload_jax.planning.samples import Samples
 
 PATHS = np.array(
     [
-        "portraits/a.mp4",
-        "portraits/old/b.mp4",
-        "landscapes/c.png",
-        "portraits2/d.mp4",
-        "",
-        "e+.png",
+        *("portraits/a.mp4", "portraits/old/b.mp4", "landscapes/c.png"),
+        *("portraits2/d.mp4", "", "e+.png"),
     ],
     object,
 )
 SAMPLES = Samples(np.zeros((6, 3), np.int64), np.array([4, 8, 16, 4, 4, 4]))
-
-
-def weights_of(**pairs):
-    return tuple(SourceWeight(path, weight) for path, weight in pairs.items())
 
 
 def refusal(*weights, paths=PATHS):
@@ -45,13 +37,9 @@ def refusal(*weights, paths=PATHS):
     ("path", "matched"),
     [
         ("portraits", [0, 1]),
-        ("portraits/", [0, 1]),
         ("./portraits/", [0, 1]),
         ("portraits/*", [0, 1]),
         ("portraits*", [0, 1, 3]),
-        ("portraits/old", [1]),
-        ("*.mp4", [0, 1, 3]),
-        ("*/old", [1]),
         ("?andscapes", [2]),
         ("e+.png", [5]),
         ("*", [0, 1, 2, 3, 4, 5]),
@@ -63,7 +51,7 @@ def test_a_pattern_matches_files_and_folders(path, matched):
     assert set(found[found != 3]) <= {1.0}
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(
     st.text("ab*?/.", min_size=1, max_size=6).filter(
         lambda path: path.strip("/") and not path.startswith(("./", "/"))

@@ -100,8 +100,13 @@ def batches_of(source, policy):
     return [batch for step in steps for batch in step.batches]
 
 
-@pytest.mark.parametrize("policy", ["dual_constraint", "first_fit"])
-@pytest.mark.parametrize("name", [*WRITERS, "grain"])
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [
+        *(("musubi", "first_fit"), ("parquet", "dual_constraint")),
+        *(("safetensors", "first_fit"), ("grain", "dual_constraint")),
+    ],
+)
 def test_batches_equal_those_of_a_store(name, policy, folders):
     expected = batches_of(StoreReader(opened(folders, "store").manifest), policy)
     found = batches_of(opened(folders, name), policy)
@@ -134,13 +139,11 @@ def test_a_source_pickles_and_names_captions(name, folders):
     np.testing.assert_array_equal(arrays["text"], SAMPLES[3].text)
     captions = [None, None] if name == "grain" else ["caption 4", "caption 0"]
     assert again.captions([4, 0]) == captions
-
-
-def test_a_single_parquet_file_is_a_source(folders):
-    file = folders / "parquet" / "worker_0" / "data_chunk_1.parquet"
-    source = open_source(str(file), Parquet(normalize="none"))
-    assert len(source.manifest) == 3
-    np.testing.assert_array_equal(source.read(1)["latents"], SAMPLES[4].latents)
+    if name == "parquet":  # of which a single file is a source, too
+        file = folders / "parquet" / "worker_0" / "data_chunk_1.parquet"
+        source = open_source(str(file), READ_AS[name])
+        assert len(source.manifest) == 3
+        np.testing.assert_array_equal(source.read(1)["latents"], SAMPLES[4].latents)
 
 
 # ---------------------------------------------------------------- identity
@@ -149,30 +152,26 @@ def test_a_single_parquet_file_is_a_source(folders):
 @pytest.mark.parametrize("name", WRITERS)
 def test_identity_is_that_of_the_content(name, folders, tmp_path):
     expected = opened(folders, name).manifest.identity()
-    WRITERS[name](tmp_path / "elsewhere", SAMPLES)
-    assert opened(folders, name).manifest.identity() == expected
-    assert open_source(str(tmp_path / "elsewhere"), READ_AS[name]).manifest.identity() == expected
-    for number, other in enumerate(
+    last = SAMPLES[-1]
+    for number, (samples, same) in enumerate(
         (
-            [SAMPLES[1], SAMPLES[0], *SAMPLES[2:]],
-            [*SAMPLES[:-1], SAMPLES[-1]._replace(latents=-SAMPLES[-1].latents)],
-            [*SAMPLES[:-1], SAMPLES[-1]._replace(text=-SAMPLES[-1].text)],
+            (SAMPLES, True),
+            ([SAMPLES[1], SAMPLES[0], *SAMPLES[2:]], False),
+            ([*SAMPLES[:-1], last._replace(latents=-last.latents)], False),
+            ([*SAMPLES[:-1], last._replace(text=-last.text)], False),
         )
     ):
-        WRITERS[name](tmp_path / f"other {number}", other)
-        source = open_source(str(tmp_path / f"other {number}"), READ_AS[name])
-        assert source.manifest.identity() != expected
+        WRITERS[name](tmp_path / str(number), samples)
+        found = open_source(str(tmp_path / str(number)), READ_AS[name]).manifest.identity()
+        assert (found == expected) == same
 
 
-def test_identity_says_how_latents_are_normalised(folders):
-    one, other = (
+def test_identity_says_how_latents_are_normalised_and_is_given_of_grain_sources(folders):
+    none, wan = (
         open_source(str(folders / "parquet"), Parquet(normalize=normalize)).manifest.identity()
         for normalize in ("none", "wan2.1")
     )
-    assert one != other
-
-
-def test_identity_of_a_grain_source_is_given():
+    assert none != wan
     one, same, other = (grain_samples(identity=each).manifest.identity() for each in "aab")
     assert one == same != other
 
@@ -191,14 +190,11 @@ def test_raw_latents_are_normalised_by_the_named_vae(tmp_path):
         np.testing.assert_allclose(latents, sample.latents.astype(np.float32), atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["parquet", "safetensors"])
-def test_training_needs_to_know_whether_latents_are_normalised(name, folders):
-    with pytest.raises(InputError) as error:
-        open_source(str(folders / name)).require_settings()
-    assert_says(error, folders / name, "data.source.normalize", "wan2.1")
-
-
-def test_a_vae_of_other_channels_is_refused(folders):
+def test_training_needs_to_know_whether_and_by_which_vae_latents_are_normalised(folders):
+    for name in ("parquet", "safetensors"):
+        with pytest.raises(InputError) as error:
+            open_source(str(folders / name)).require_settings()
+        assert_says(error, folders / name, "data.source.normalize", "wan2.1")
     with pytest.raises(InputError) as error:
         open_source(str(folders / "parquet"), Parquet(normalize="wan2.2"))
     assert_says(error, folders / "parquet", 16, 48, "data.source.normalize")
@@ -216,7 +212,7 @@ def test_a_stride_that_is_not_recorded_is_the_usual_one_or_given(tmp_path):
     assert given.manifest.shape.tolist() == [[1, 16, 24], [5, 16, 16]]
 
 
-@settings(deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     layout=st.sampled_from(["CTHW", "TCHW", "THWC"]),
     axes=st.tuples(*[st.integers(1, 4)] * 4),
@@ -233,7 +229,7 @@ def test_channels_stand_last_whatever_the_layout(layout, axes, batched):
         np.testing.assert_array_equal(channels_last(picture, layout), latents)
 
 
-@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (2, 1, 2, 3, 4), (1, 0, 2, 2), (10**7, 1, 1)])
+@pytest.mark.parametrize("shape", [(), (2, 3), (2, 1, 2, 3, 4), (1, 0, 2, 2), (10**7, 1, 1)])
 def test_other_shapes_are_no_latents(shape):
     with pytest.raises(ValueError, match="latents have shape"):
         latent_shape(shape, "CTHW")

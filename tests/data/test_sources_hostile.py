@@ -61,14 +61,14 @@ def written(request, tmp_path):
     return folder, RAW[request.param], files[0]
 
 
-@pytest.mark.parametrize("content", [b"", b"\x00" * 7, b"not this", b"\xff" * 4096])
+@pytest.mark.parametrize("content", [b"", b"\x00" * 7, b"not this"])
 def test_a_file_that_is_something_else_is_refused(written, content):
     folder, config, file = written
     file.write_bytes(content)
     refused(folder, file, "remove it", config=config)
 
 
-def test_a_truncated_file_is_refused_at_the_start_and_bad_later(written):
+def test_a_truncated_linked_or_odd_file_is_refused_at_the_start_and_bad_later(written, tmp_path):
     folder, config, file = written
     source = open_source(str(folder), config)
     content = file.read_bytes()
@@ -77,20 +77,12 @@ def test_a_truncated_file_is_refused_at_the_start_and_bad_later(written):
     bad(source, 0, file)
     file.unlink()
     bad(source, 0, file)
-
-
-def test_a_link_out_of_the_folder_is_refused(written, tmp_path):
-    folder, config, file = written
-    file.rename(tmp_path / file.name)
-    file.symlink_to(tmp_path / file.name)
-    refused(folder, file, "link out of the folder", config=config)
-
-
-def test_a_pipe_in_place_of_a_file_is_refused(written):
-    folder, config, file = written
-    file.unlink()
     os.mkfifo(file)
     refused(folder, file, "is not a file", config=config)
+    file.unlink()
+    (tmp_path / file.name).write_bytes(content)
+    file.symlink_to(tmp_path / file.name)
+    refused(folder, file, "link out of the folder", config=config)
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".pth", ".bin"])
@@ -121,16 +113,13 @@ def write_header(path, content, data=b"\x00" * 64):
     "content",
     [
         b"[1, 2]",
-        b"{",
         b"[" * 5000,
         {"latents": 3},
         {"latents": {"dtype": "F32", "shape": [2]}},
         {"latents": {"dtype": "F32", "shape": [-2, -8], "data_offsets": [0, 64]}},
         {"latents": {"dtype": "F32", "shape": [16], "data_offsets": [-64, 0]}},
-        {"latents": {"dtype": "F32", "shape": [16], "data_offsets": [64, 0]}},
         {"latents": {"dtype": "F32", "shape": [16], "data_offsets": [0, 10**18]}},
         {"latents": {"dtype": "F32", "shape": [True], "data_offsets": [0, 4]}},
-        {"latents": {"dtype": "F32", "shape": [1e9], "data_offsets": [0, 4]}},
         {"latents": {"dtype": "F32", "shape": [10**9] * 4, "data_offsets": [0, 64]}},
         {"latents": {"dtype": "F8_E4M3", "shape": [64], "data_offsets": [0, 64]}},
         {"latents": {"dtype": "F32", "shape": [15], "data_offsets": [0, 64]}},
@@ -143,7 +132,7 @@ def test_a_hostile_header_is_an_error_in_words(tmp_path, content):
     refused(tmp_path, "a.safetensors", "remove it")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(data=st.data())
 def test_changed_bytes_never_give_another_error(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("changed")
@@ -161,45 +150,36 @@ def test_changed_bytes_never_give_another_error(tmp_path_factory, data):
     assert all(found[name].shape == info.shape for name, info in header.tensors.items())
 
 
-def test_an_integer_or_infinite_tensor_is_a_bad_record(tmp_path):
-    latents = np.zeros((4, 16, 1, 2, 2), np.float32)
-    latents[1, 3, 0, 1, 1] = np.inf
-    for number, (dtype, text) in enumerate(
-        [(np.float32, 1.0), (np.float32, 1.0), (np.int32, 1.0), (np.float32, np.nan)]
-    ):
-        tensors = {
-            "latents": np.nan_to_num(latents[number]).astype(dtype) if number != 1 else latents[1],
-            "prompt_embeds": np.full((2, 6), text, np.float32),
-        }
-        save_file(tensors, tmp_path / f"{number}.safetensors")
-    source = open_source(str(tmp_path), SafetensorsFolder(normalize="none"))
-    source.read(0)
-    bad(source, 1, "1.safetensors", "sample 1", "latents with NaN or infinite")
-    bad(source, 2, "2.safetensors", "int32")
-    bad(source, 3, "3.safetensors", "text with NaN")
+ZEROS = np.zeros((16, 1, 2, 2), np.float32)
+INFINITE = np.pad(np.full((1, 1, 1, 1), np.inf, np.float32), ((3, 12), (0, 0), (1, 0), (1, 0)))
+TEXT = np.ones((3, 6), np.float32)
 
 
-@pytest.mark.parametrize("mask", [[0, 1, 1], [1, 1]])
-def test_a_mask_that_is_no_prefix_is_a_bad_record(tmp_path, mask):
-    tensors = {
-        "latents": np.zeros((16, 1, 2, 2), np.float32),
-        "prompt_embeds": np.zeros((3, 6), np.float32),
-        "m": np.array(mask),
-    }
-    save_file(tensors, tmp_path / "a.safetensors")
+@pytest.mark.parametrize(
+    ("latents", "text", "mask", "words"),
+    [
+        (INFINITE, TEXT, [1, 1, 1], "latents with NaN or infinite"),
+        (ZEROS.astype(np.int32), TEXT, [1, 1, 1], "int32"),
+        (ZEROS, TEXT * np.nan, [1, 1, 1], "text with NaN"),
+        (ZEROS, TEXT, [0, 1, 1], "ones before zeros"),
+        (ZEROS, TEXT, [1, 1], "ones before zeros"),
+    ],
+)
+def test_a_tensor_or_mask_that_cannot_be_used_is_a_bad_record(tmp_path, latents, text, mask, words):
+    for number, tensors in enumerate(((ZEROS, TEXT, [1, 1, 0]), (latents, text, mask))):
+        named = dict(zip(("latents", "prompt_embeds", "m"), map(np.array, tensors), strict=True))
+        save_file(named, tmp_path / f"{number}.safetensors")
     source = open_source(str(tmp_path), SafetensorsFolder(normalize="none", mask="m"))
-    bad(source, 0, "a.safetensors", "ones before zeros")
+    assert len(source.read(0)["text"]) == 2
+    bad(source, 1, "1.safetensors", "sample 1", words)
 
 
-def test_samples_of_two_kinds_are_refused(tmp_path):
-    write_tensor_files(tmp_path / "a", [*make_samples(1), *make_samples(1, width=7)])
-    write_tensor_files(tmp_path / "b", [*make_samples(1), *make_samples(1, channels=8)])
-    for name in "ab":
-        write_tensor_files(tmp_path / name, make_samples(1))
-        other = {"width": 7} if name == "a" else {"channels": 8}
-        extra = write_tensor_files(tmp_path / f"{name} other", make_samples(1, **other))
-        (extra / "00000.safetensors").rename(tmp_path / name / "00001.safetensors")
-        refused(tmp_path / name, tmp_path / name, "sample 1", "one kind")
+@pytest.mark.parametrize("other", [{"width": 7}, {"channels": 8}])
+def test_samples_of_two_kinds_are_refused(tmp_path, other):
+    folder = write_tensor_files(tmp_path / "a", make_samples(1))
+    extra = write_tensor_files(tmp_path / "b", make_samples(1, **other))
+    (extra / "00000.safetensors").rename(folder / "00001.safetensors")
+    refused(folder, folder, "sample 1", "one kind")
 
 
 def test_a_sample_with_the_name_of_a_text_is_refused(tmp_path):
@@ -217,26 +197,22 @@ def test_a_sample_with_the_name_of_a_text_is_refused(tmp_path):
 # ---------------------------------------------------------------- musubi-tuner
 
 
-def test_clips_of_a_video_share_its_text(tmp_path):
+def test_clips_of_a_video_share_its_text_which_may_be_of_one_name_alone(tmp_path):
+    """A clip of foo.mp4, or the whole of foo_00016-009.mp4."""
     write_musubi(tmp_path, SAMPLES[1:2])
     (clip,) = tmp_path.glob("*_wan.safetensors")
+    (text,) = tmp_path.glob("*_wan_te.safetensors")
     other = clip.with_name(clip.name.replace("_00016-", "_00040-"))
     other.write_bytes(clip.read_bytes())
     source = open_source(str(tmp_path))
     assert len(source.manifest) == 2
     for number in range(2):
         np.testing.assert_array_equal(source.read(number)["text"], SAMPLES[1].text)
-
-
-def test_a_text_of_musubi_that_may_be_of_two_names_is_refused(tmp_path):
-    """A clip of foo.mp4, or the whole of foo_00016-009.mp4."""
-    write_musubi(tmp_path, SAMPLES[1:2])
-    (clip,) = tmp_path.glob("*_wan.safetensors")
-    (text,) = tmp_path.glob("*_wan_te.safetensors")
     own = clip.name.replace("_1920x1080_wan", "_wan_te")
     (tmp_path / own).write_bytes(text.read_bytes())
     refused(tmp_path, clip, text.name, own, "rename")
     text.unlink()
+    other.unlink()
     assert len(open_source(str(tmp_path)).manifest) == 1
 
 
@@ -378,9 +354,8 @@ def test_classes_that_are_no_integers_are_refused(tmp_path, kind, value, words):
 
 def test_a_class_that_is_lost_later_is_a_bad_record(tmp_path):
     schema = fastvideo_schema("vae_latent").append(pa.field("label", pa.int64()))
-    config = Parquet(labels="label", normalize="none")
     write_rows(tmp_path / "a.parquet", [changed_row(label=3)], schema)
-    source = open_source(str(tmp_path), config)
+    source = open_source(str(tmp_path), Parquet(labels="label", normalize="none"))
     np.testing.assert_array_equal(source.read(0)["labels"], [3])
     write_rows(tmp_path / "a.parquet", [changed_row(label=None)], schema)
     bad(source, 0, "a.parquet", "classes of dtype object")

@@ -5,8 +5,6 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import cloudpickle
-import ml_dtypes
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
@@ -25,11 +23,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alload_jax.data import record
-from alload_jax.data.manifest import MANIFEST_NAME, read_manifest
+from alload_jax.data.manifest import MANIFEST_NAME, read_manifest, read_rows
 from alload_jax.data.store import BadRecordError, StoreReader, StoreWriter
 from alload_jax.errors import InputError
-
-STRIDES = [(1, 1, 1), (4, 8, 8), (2, 4, 2)]
 
 
 def latent_grid(size, stride):
@@ -43,7 +39,7 @@ def latent_grid(size, stride):
 
 @st.composite
 def sample_lists(draw):
-    stride = draw(st.sampled_from(STRIDES))
+    stride = draw(st.sampled_from([(1, 1, 1), (4, 8, 8), (2, 4, 2)]))
     channels = draw(st.integers(1, 3))
     rng = np.random.default_rng(draw(st.integers(0, 99)))
     size = st.tuples(st.integers(1, 9), st.integers(1, 17), st.integers(1, 17))
@@ -54,10 +50,6 @@ def sample_lists(draw):
     ]
 
 
-def manifest_rows(folder):
-    return pyarrow.parquet.read_table(folder / MANIFEST_NAME).to_pylist()
-
-
 def record_bytes(folder, row):
     reader = array_record_module.ArrayRecordReader(str(folder / row["shard"]))
     (data,) = reader.read([row["index"]])
@@ -65,54 +57,36 @@ def record_bytes(folder, row):
     return data
 
 
-def assert_row_describes(row, sample):
-    assert (row["frames"], row["height"], row["width"]) == sample.size
-    assert row["channels"] == sample.latents.shape[-1]
-    assert row["text_length"] == len(sample.labels)
-
-
 # ---------------------------------------------------------------- writing
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(sample_lists(), st.integers(1, 5))
-def test_what_is_written_is_read_back(stride_and_samples, samples_per_shard):
+def test_what_is_written_is_read_back_and_rows_say_where_it_is(stride_and_samples, per_shard):
     stride, samples = stride_and_samples
     with tempfile.TemporaryDirectory() as folder:
-        store = write_store(
-            Path(folder) / "store", samples, stride, samples_per_shard=samples_per_shard
-        )
-        manifest = read_manifest(store)
+        store = Path(folder) / "parents" / "store"
+        write_store(store, samples, stride, samples_per_shard=per_shard)
+        manifest, rows = read_manifest(store), read_rows(store).to_pylist()
         reader = StoreReader(manifest)
         assert manifest.vae_stride == stride
-        assert len(manifest) == len(samples)
-        for number, sample in enumerate(samples):
+        assert len(manifest) == len(rows) == len(samples)
+        for number, (row, sample) in enumerate(zip(rows, samples, strict=True)):
             assert_holds(reader.read(number), sample)
-
-
-@settings(max_examples=15, deadline=None)
-@given(sample_lists(), st.integers(1, 5))
-def test_manifest_rows_say_where_and_what_each_record_is(stride_and_samples, samples_per_shard):
-    stride, samples = stride_and_samples
-    with tempfile.TemporaryDirectory() as folder:
-        store = write_store(
-            Path(folder) / "store", samples, stride, samples_per_shard=samples_per_shard
-        )
-        rows = manifest_rows(store)
-        assert len(rows) == len(samples)
-        for row, sample in zip(rows, samples, strict=True):
-            assert_row_describes(row, sample)
+            assert (row["frames"], row["height"], row["width"]) == sample.size
+            assert row["channels"] == sample.latents.shape[-1]
+            assert row["text_length"] == len(sample.labels)
             data = record_bytes(store, row)
             assert row["checksum"] == zlib.crc32(data)
             assert_holds(record.decode(data), sample)
 
 
-@pytest.mark.parametrize(("count", "samples_per_shard"), [(1, 4), (4, 4), (5, 4), (11, 4), (3, 1)])
+@pytest.mark.parametrize(("count", "samples_per_shard"), [(4, 4), (5, 4), (3, 1)])
 def test_shards_are_filled_one_after_the_other(tmp_path, count, samples_per_shard):
     store = write_store(
         tmp_path / "store", random_samples(count), samples_per_shard=samples_per_shard
     )
-    rows = manifest_rows(store)
+    rows = read_rows(store).to_pylist()
     shards = sorted({row["shard"] for row in rows})
     assert len(shards) == math.ceil(count / samples_per_shard)
     assert {path.name for path in store.iterdir()} == {*shards, MANIFEST_NAME}
@@ -120,55 +94,23 @@ def test_shards_are_filled_one_after_the_other(tmp_path, count, samples_per_shar
     assert places == [divmod(number, samples_per_shard) for number in range(count)]
 
 
-def test_equal_samples_give_equal_folders(tmp_path):
-    first, second = (
-        write_store(tmp_path / name, random_samples(5), samples_per_shard=2) for name in "ab"
-    )
-    for path in first.iterdir():
-        assert path.read_bytes() == (second / path.name).read_bytes()
-
-
-def test_missing_parent_folders_are_made(tmp_path):
-    store = write_store(tmp_path / "a" / "b" / "store", random_samples(1))
-    assert len(read_manifest(store)) == 1
-
-
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_a_failure_before_the_first_sample_leaves_nothing(tmp_path, error):
     with pytest.raises(error), StoreWriter(tmp_path / "store", vae_stride=(1, 1, 1)):
         raise error
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_manifest_that_cannot_be_written_leaves_nothing(tmp_path):
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError):  # a manifest that cannot be written
         write_store(tmp_path / "store", random_samples(3), origin={"made_by": object()})
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_folder_appears_only_when_writing_is_over(tmp_path):
+def test_the_folder_appears_at_the_end_and_what_a_killed_writer_left_is_replaced(tmp_path):
+    (tmp_path / "store.partial").mkdir()
+    (tmp_path / "store.partial" / "shard-99999.arrayrecord").write_bytes(b"half")
     with StoreWriter(tmp_path / "store", vae_stride=(1, 1, 1)) as writer:
         writer.add(*random_samples(1)[0])
         assert not (tmp_path / "store").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
-
-
-def test_what_a_killed_writer_left_is_replaced(tmp_path):
-    (tmp_path / "store.partial").mkdir()
-    (tmp_path / "store.partial" / "shard-99999.arrayrecord").write_bytes(b"half")
-    store = write_store(tmp_path / "store", random_samples(2))
-    assert [path.name for path in tmp_path.iterdir()] == ["store"]
-    assert not (store / "shard-99999.arrayrecord").exists()
-
-
-def test_a_folder_of_the_users_in_the_way_is_left_alone(tmp_path):
-    make_used_folder(tmp_path / "store.partial")
-    with (
-        pytest.raises(InputError, match=r"notes\.txt: would be overwritten"),
-        StoreWriter(tmp_path / "store", vae_stride=(1, 1, 1)),
-    ):
-        pass
-    assert (tmp_path / "store.partial" / "notes.txt").read_text() == "mine"
+    assert not (tmp_path / "store" / "shard-99999.arrayrecord").exists()
 
 
 def make_used_folder(path):
@@ -176,20 +118,28 @@ def make_used_folder(path):
     (path / "notes.txt").write_text("mine")
 
 
-@pytest.mark.parametrize("make", [make_used_folder, Path.touch])
-def test_an_existing_folder_is_refused_and_left_alone(tmp_path, make):
-    make(tmp_path / "store")
+@pytest.mark.parametrize(
+    ("make", "name", "said"),
+    [
+        (make_used_folder, "store", ["exists", "remove"]),
+        (Path.touch, "store", ["exists", "remove"]),
+        (make_used_folder, "store.partial", ["notes.txt: would be overwritten"]),
+    ],
+)
+def test_what_is_in_the_way_is_refused_and_left_alone(tmp_path, make, name, said):
+    make(tmp_path / name)
     with pytest.raises(InputError) as error:
         StoreWriter(tmp_path / "store", vae_stride=(1, 1, 1))
-    assert_says(error, tmp_path / "store", "exists", "remove")
-    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+    assert_says(error, tmp_path / name, *said)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    if make is make_used_folder:
+        assert (tmp_path / name / "notes.txt").read_text() == "mine"
 
 
 @pytest.mark.parametrize(
     ("shape", "size", "stride"),
     [
         ((1, 8, 8, 1), (1, 8, 4), (1, 1, 1)),
-        ((2, 8, 8, 1), (1, 8, 8), (1, 1, 1)),
         ((1, 8, 8), (1, 8, 8), (1, 1, 1)),
         ((1, 1, 8, 8, 1), (1, 8, 8), (1, 1, 1)),
         ((5, 8, 8, 16), (5, 64, 64), (4, 8, 8)),
@@ -218,82 +168,21 @@ def test_a_refused_sample_does_not_spoil_the_others(tmp_path):
         assert_holds(reader.read(number), sample)
 
 
-def test_labels_are_stored_as_int32(tmp_path):
-    with StoreWriter(tmp_path / "store", vae_stride=(1, 1, 1)) as writer:
-        writer.add(np.zeros((1, 2, 2, 1), np.float32), np.array([3, 7], np.int64), (1, 2, 2))
-    labels = StoreReader(read_manifest(tmp_path / "store")).read(0)["labels"]
-    assert labels.dtype == np.int32
-    assert labels.tolist() == [3, 7]
-
-
-def assert_refused_or_read_back(folder, samples):
-    try:
-        write_store(folder, samples)
-    except (TypeError, ValueError):
-        return
-    reader = StoreReader(read_manifest(folder))
-    for number, (latents, labels, _) in enumerate(samples):
-        arrays = reader.read(number)
-        np.testing.assert_array_equal(arrays["latents"], latents)
-        np.testing.assert_array_equal(arrays["labels"], labels)
-
-
-def test_latents_with_different_channels_are_refused_or_read_back(tmp_path):
-    rng = np.random.default_rng(0)
-    samples = [random_sample(rng, (1, 2, 2), channels=channels) for channels in (1, 3)]
-    assert_refused_or_read_back(tmp_path / "store", samples)
-
-
-def test_labels_with_two_axes_are_refused_or_read_back(tmp_path):
-    sample = (np.zeros((1, 2, 2, 1), np.float16), np.zeros((2, 3), np.int32), (1, 2, 2))
-    assert_refused_or_read_back(tmp_path / "store", [sample])
-
-
-def test_bfloat16_latents_are_refused_or_read_back(tmp_path):
-    latents = np.arange(4).reshape(1, 2, 2, 1).astype(ml_dtypes.bfloat16)
-    sample = (latents, np.zeros(1, np.int32), (1, 2, 2))
-    assert_refused_or_read_back(tmp_path / "store", [sample])
-
-
 # ---------------------------------------------------------------- reading
 
 
-def test_many_threads_share_a_reader(store, samples):
-    reader = StoreReader(read_manifest(store))
-    numbers = np.random.default_rng(0).integers(0, len(samples), 800).tolist()
-    with ThreadPoolExecutor(8) as pool:
-        for number, arrays in zip(numbers, pool.map(reader.read, numbers), strict=True):
-            assert_holds(arrays, samples[number])
-
-
-def test_threads_read_on_while_the_reader_is_closed(store, samples):
+def test_many_threads_share_a_reader_that_is_closed_meanwhile(store, samples):
     reader = StoreReader(read_manifest(store))
 
     def read(number):
         if number % 10 == 0:
             reader.close()
+            reader.close()
         return reader.read(number % len(samples))
 
     with ThreadPoolExecutor(8) as pool:
-        for number, arrays in enumerate(pool.map(read, range(200))):
+        for number, arrays in enumerate(pool.map(read, range(300))):
             assert_holds(arrays, samples[number % len(samples)])
-
-
-def test_a_copied_reader_opens_the_shards_itself(store, samples):
-    reader = StoreReader(read_manifest(store))
-    reader.read(0)
-    copy = cloudpickle.loads(cloudpickle.dumps(reader))
-    reader.close()
-    for number, sample in enumerate(samples):
-        assert_holds(copy.read(number), sample)
-
-
-def test_a_closed_reader_opens_again(store, samples):
-    reader = StoreReader(read_manifest(store))
-    assert_holds(reader.read(0), samples[0])
-    reader.close()
-    reader.close()
-    assert_holds(reader.read(0), samples[0])
 
 
 # ---------------------------------------------------------------- damage
@@ -326,42 +215,28 @@ def test_a_flipped_byte_is_never_read_as_data(store, samples):
     shard = store / manifest.shard[0]
     elsewhere = {n for n in range(len(samples)) if manifest.shard[n] != shard.name}
     lost = set()
-    for position in flipped_positions(shard, 60):
+    for position in flipped_positions(shard, 40):
         flip_byte(shard, position)
         reader = StoreReader(manifest)
         whole = read_or_name_the_record(reader, samples)
         assert elsewhere <= set(whole)
         assert read_or_name_the_record(reader, samples) == whole
         lost |= set(range(len(samples))) - set(whole)
+        reader.close()
         flip_byte(shard, position)
     assert lost == set(range(len(samples))) - elsewhere
 
 
-def test_a_reader_of_a_damaged_shard_can_be_closed(store, samples):
+@pytest.mark.parametrize("length", [None, 0, 1, 70_000])
+def test_a_shard_removed_or_truncated_under_the_reader_is_a_bad_record(store, samples, length):
     manifest = read_manifest(store)
     shard = store / manifest.shard[0]
-    for position in flipped_positions(shard, 60):
-        flip_byte(shard, position)
-        reader = StoreReader(manifest)
-        read_or_name_the_record(reader, samples)
-        reader.close()
-        flip_byte(shard, position)
-
-
-@pytest.mark.parametrize("length", [0, 1, 100, 70_000])
-def test_a_shard_truncated_under_the_reader_is_a_bad_record(store, samples, length):
-    manifest = read_manifest(store)
-    shard = store / manifest.shard[0]
-    shard.write_bytes(shard.read_bytes()[:length])
+    content = shard.read_bytes()
+    shard.unlink()
+    if length is not None:
+        shard.write_bytes(content[:length])
     whole = read_or_name_the_record(StoreReader(manifest), samples)
     assert whole == [n for n in range(len(samples)) if manifest.shard[n] != shard.name]
-
-
-def test_a_shard_removed_under_the_reader_is_a_bad_record(store, samples):
-    manifest = read_manifest(store)
-    (store / manifest.shard[-1]).unlink()
-    whole = read_or_name_the_record(StoreReader(manifest), samples)
-    assert whole == [n for n in range(len(samples)) if manifest.shard[n] != manifest.shard[-1]]
 
 
 def replace_first(table, name, value):
@@ -378,7 +253,6 @@ def replace_first(table, name, value):
         ("text_length", 5),
         ("checksum", 1),
         ("index", 2),
-        ("index", 4),
         ("index", 2**40),
         ("shard", "shard-00001.arrayrecord"),
     ],
@@ -406,7 +280,7 @@ def test_a_record_in_another_format_is_a_bad_record(store):
     assert_says(error, *place_of(manifest, 0))
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
 def test_values_that_are_not_finite_are_damage(tmp_path, monkeypatch, value):
     monkeypatch.setattr("alload_jax.data.store.shard._require_finite", lambda *_: None)
     latents = np.zeros((1, 4, 4, 3), np.float32)
@@ -441,4 +315,6 @@ def test_labels_and_captions_of_other_kinds_are_refused_when_they_are_added(
         writer.add(latents, np.array([5], np.uint8), (1, 4, 4))
     assert words in str(error.value)
     reader = StoreReader(read_manifest(tmp_path / "store"))
-    assert [reader.read(n)["labels"].tolist() for n in range(2)] == [[2**31 - 1], [5]]
+    labels = [reader.read(n)["labels"] for n in range(2)]
+    assert [each.tolist() for each in labels] == [[2**31 - 1], [5]]
+    assert {each.dtype for each in labels} == {np.dtype(np.int32)}

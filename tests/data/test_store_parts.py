@@ -22,11 +22,6 @@ def samples(count=5, widths=WIDTHS, seed=0):
         yield rng.normal(size=(1, 2, 2, 4)).astype(np.float32), text, (1, 2, 2), parts
 
 
-def interrupted(count):
-    yield from list(samples())[:count]
-    raise RuntimeError
-
-
 def write(folder, found, **options):
     with StoreWriter(folder, vae_stride=(1, 1, 1), **options) as writer:
         for latents, text, size, parts in found:
@@ -51,14 +46,18 @@ def test_parts_are_read_as_they_were_written(tmp_path):
 
 
 def test_a_store_goes_on_after_an_interruption_with_the_same_bytes(tmp_path):
+    def interrupted():
+        yield from list(samples())[:3]
+        raise RuntimeError
+
     whole = write(tmp_path / "whole", samples())
     with pytest.raises(RuntimeError):
-        write(tmp_path / "s", interrupted(3))
+        write(tmp_path / "s", interrupted())
     resumed = write(tmp_path / "s", list(samples())[3:], mode="resume")
-    names = sorted(path.name for path in whole.iterdir())
-    assert names == sorted(path.name for path in resumed.iterdir())
-    for name in names:
-        assert (whole / name).read_bytes() == (resumed / name).read_bytes()
+    found, expected = (
+        {path.name: path.read_bytes() for path in folder.iterdir()} for folder in (resumed, whole)
+    )
+    assert found == expected
 
 
 def test_stores_of_equal_parts_are_merged_and_others_are_not(tmp_path):
@@ -102,46 +101,37 @@ def test_wrong_parts_are_refused_and_the_sample_is_named(parts, words, tmp_path)
         ({"glyphs": np.full((2, 5), np.inf)}, "glyphs.1 hold inf"),
     ],
 )
-def test_an_alternative_has_kinds_like_those_of_the_first_text(kinds, words, tmp_path):
+def test_an_alternative_has_kinds_like_those_of_the_first_text_or_its_own(kinds, words, tmp_path):
+    latents, text, size, first = next(samples())
+    others = [(text, "b"), (text, "c", {"glyphs": np.ones((7, 5), np.float32)})]
     with StoreWriter(tmp_path / "s", vae_stride=(1, 1, 1)) as writer:
-        latents, text, size, first = next(samples())
         with pytest.raises(ValueError, match="sample 0") as error:
             writer.add(latents, text, size, parts=first, alternatives=[(text, "b", kinds)])
         assert_says(error, words)
-        writer.add(latents, text, size, parts=first, alternatives=[(text, "b")])
-
-
-def test_an_alternative_without_a_kind_has_that_of_the_first_text(tmp_path):
-    latents, text, size, first = next(samples())
-    glyphs = np.ones((7, 5), np.float32)
-    others = [(text, "b"), (text, "c", {"glyphs": glyphs})]
-    with StoreWriter(tmp_path / "s", vae_stride=(1, 1, 1)) as writer:
         writer.add(latents, text, size, parts=first, alternatives=others)
     manifest = read_manifest(tmp_path / "s")
     assert manifest.part_lengths.tolist() == [[len(first["audio"]), 7]]
     arrays = StoreReader(manifest).read(0)
-    drawn = {
-        len(with_text_of_epoch(arrays, seed=0, epoch=epoch, sample=0)["glyphs"])
-        for epoch in range(30)
-    }
-    assert drawn == {len(first["glyphs"]), 7}
+    drawn = (with_text_of_epoch(arrays, seed=0, epoch=epoch, sample=0) for epoch in range(30))
+    assert {len(each["glyphs"]) for each in drawn} == {len(first["glyphs"]), 7}
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda table: table.drop_columns(PART_LENGTHS),
-        lambda table: table.set_column(
-            table.column_names.index(PART_LENGTHS), PART_LENGTHS, [[[1]] * len(table)]
-        ),
-        lambda table: table.set_column(
-            table.column_names.index(PART_LENGTHS), PART_LENGTHS, [[[1, -1]] * len(table)]
-        ),
-    ],
-)
-def test_a_manifest_without_lengths_of_its_parts_is_refused(change, tmp_path):
+def with_lengths(*lengths):
+    """Changes the lengths of each row; drops them where there are none."""
+
+    def change(table):
+        if not lengths:
+            return table.drop_columns(PART_LENGTHS)
+        place = table.column_names.index(PART_LENGTHS)
+        return table.set_column(place, PART_LENGTHS, [[list(lengths)] * len(table)])
+
+    return change
+
+
+@pytest.mark.parametrize("lengths", [(), (1,), (1, -1)])
+def test_a_manifest_without_lengths_of_its_parts_is_refused(lengths, tmp_path):
     folder = write(tmp_path / "s", samples())
-    change_manifest(folder, change)
+    change_manifest(folder, with_lengths(*lengths))
     with pytest.raises(InputError, match="part_lengths does not hold 2 lengths in each row") as e:
         read_manifest(folder)
     assert_says(e, "prepare the data again")
@@ -149,11 +139,6 @@ def test_a_manifest_without_lengths_of_its_parts_is_refused(change, tmp_path):
 
 def test_a_record_of_other_lengths_than_the_manifest_s_is_damaged(tmp_path):
     folder = write(tmp_path / "s", samples())
-    change_manifest(
-        folder,
-        lambda table: table.set_column(
-            table.column_names.index(PART_LENGTHS), PART_LENGTHS, [[[4, 4]] * len(table)]
-        ),
-    )
+    change_manifest(folder, with_lengths(4, 4))
     with pytest.raises(BadRecordError, match=r"holds audio of shape .*the manifest says \(4, 3\)"):
         StoreReader(read_manifest(folder)).read(0)

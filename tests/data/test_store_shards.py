@@ -9,7 +9,6 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-import pyarrow.parquet
 import pytest
 from array_record.python import array_record_module
 from data_helpers import (
@@ -17,7 +16,6 @@ from data_helpers import (
     assert_says,
     change_manifest,
     flip_byte,
-    random_sample,
     random_samples,
     write_store,
 )
@@ -63,6 +61,15 @@ def assert_store_holds(folder, samples):
     assert {path.name for path in folder.iterdir()} == {*manifest.shard_bytes, MANIFEST_NAME}
 
 
+def go_on(folder, samples, mode="resume", **options):
+    """Writes the samples that are missing; returns how many were there."""
+    with StoreWriter(folder, mode=mode, **PIXELS, **options) as writer:
+        before = writer.written
+        for sample in samples[before:]:
+            writer.add(*sample)
+    return before
+
+
 def fail_after(folder, samples, mode="new", **options):
     def write_and_fail():
         with StoreWriter(folder, mode=mode, **PIXELS, **options) as writer:
@@ -88,20 +95,9 @@ def test_a_writer_that_failed_goes_on_to_the_same_bytes(stops, samples_per_shard
         store = Path(folder) / "store"
         for stop in sorted(stops):
             fail_after(store, samples[:stop], mode="resume", **options)
-        with StoreWriter(store, mode="resume", **PIXELS, **options) as writer:
-            assert writer.written == max([0, *stops])
-            for sample in samples[writer.written :]:
-                writer.add(*sample)
+        assert go_on(store, samples, **options) == max([0, *stops])
         assert content(store) == content(whole)
         assert_store_holds(store, samples)
-
-
-def test_a_failure_says_what_is_kept_and_how_to_go_on(tmp_path):
-    error = fail_after(tmp_path / "store", random_samples(5), samples_per_shard=2)
-    (note,) = error.__notes__
-    for part in (tmp_path / "store", "5 samples are kept", "store.partial", "mode='resume'"):
-        assert str(part) in note
-    assert [path.name for path in tmp_path.iterdir()] == ["store.partial"]
 
 
 KILLED = """
@@ -128,10 +124,7 @@ def test_a_writer_that_was_killed_goes_on_to_the_same_bytes(tmp_path):
         done = subprocess.run(command, check=False, capture_output=True, text=True)
         assert done.returncode == -signal.SIGKILL, done.stderr
     assert not store.exists()
-    with StoreWriter(store, mode="resume", samples_per_shard=2, **PIXELS) as writer:
-        assert writer.written == 8
-        for sample in numbered_samples(range(8, 9)):
-            writer.add(*sample)
+    assert go_on(store, list(numbered_samples(range(9))), samples_per_shard=2) == 8
     assert content(store) == content(whole)
 
 
@@ -183,72 +176,64 @@ def test_full_shards_are_closed_by_their_bytes(tmp_path):
     assert len(read_manifest(store).shard_bytes) == 6
 
 
-def test_a_new_writer_refuses_what_an_interrupted_one_left(tmp_path):
-    store = tmp_path / "store"
-    fail_after(store, random_samples(3))
-    kept = content(tmp_path / "store.partial")
+@pytest.fixture
+def interrupted(tmp_path):
+    """A store of which five samples in shards of two are kept, and the note of the error."""
+    store, options = tmp_path / "store", {"samples_per_shard": 2, "origin": {"made": "here"}}
+    (note,) = fail_after(store, random_samples(5), **options).__notes__
+    return store, note
+
+
+def test_a_failure_says_what_is_kept_and_how_to_go_on_which_is_not_by_beginning(interrupted):
+    store, note = interrupted
+    for part in (store, "5 samples are kept", "store.partial", "mode='resume'"):
+        assert str(part) in note
+    assert [path.name for path in store.parent.iterdir()] == ["store.partial"]
+    kept = content(store.parent / "store.partial")
     with pytest.raises(InputError) as error:
         StoreWriter(store, **PIXELS)
-    assert_says(error, tmp_path / "store.partial", "3 samples", 'mode="resume"', "remove")
-    assert content(tmp_path / "store.partial") == kept
+    assert_says(error, store.parent / "store.partial", "5 samples", 'mode="resume"', "remove")
+    assert content(store.parent / "store.partial") == kept
 
 
 @pytest.mark.parametrize(
     ("change", "named"),
     [({"vae_stride": (4, 8, 8)}, "vae_stride"), ({"origin": {"made": "elsewhere"}}, "origin")],
 )
-def test_a_writer_of_another_kind_cannot_go_on(tmp_path, change, named):
-    store = tmp_path / "store"
-    fail_after(store, random_samples(3), origin={"made": "here"})
-    options = {**PIXELS, "origin": {"made": "here"}, **change}
+def test_a_writer_of_another_kind_cannot_go_on(interrupted, change, named):
     with pytest.raises(InputError) as error:
-        StoreWriter(store, mode="resume", **options)
+        StoreWriter(interrupted[0], mode="resume", **PIXELS | change)
     assert_says(error, named, "another folder", *change.values())
 
 
-def test_samples_that_differ_from_those_kept_are_refused(tmp_path):
-    store = tmp_path / "store"
-    fail_after(store, random_samples(3))
+def test_a_writer_goes_on_with_samples_like_those_kept_and_with_files_of_the_users(interrupted):
+    store, _ = interrupted
+    (store.parent / "store.partial" / "report.parquet").write_bytes(b"mine")
     with StoreWriter(store, mode="resume", **PIXELS) as writer:
-        with pytest.raises(ValueError, match="sample 3: latents have shape"):
+        with pytest.raises(ValueError, match="sample 5: latents have shape"):
             writer.add(*random_samples(1, channels=3)[0])
-        with pytest.raises(ValueError, match="sample 3: condition is text of width 8"):
+        with pytest.raises(ValueError, match="sample 5: condition is text of width 8"):
             writer.add(np.zeros((1, 2, 2, 1), np.float16), np.zeros((1, 8), np.float16), (1, 2, 2))
+        writer.add(*random_samples(6)[5])
+    assert (store / "report.parquet").read_bytes() == b"mine"
+    assert len(read_manifest(store)) == 6
 
 
-def test_a_missing_shard_is_named_where_a_writer_goes_on(tmp_path):
-    store = tmp_path / "store"
-    fail_after(store, random_samples(5), samples_per_shard=2)
-    (tmp_path / "store.partial" / "shard-00001.arrayrecord").unlink()
-    with pytest.raises(InputError) as error:
-        StoreWriter(store, mode="resume", **PIXELS)
-    assert_says(error, "shard 1 is not finished", "remove")
-
-
-def test_a_damaged_record_is_named_where_a_writer_goes_on(tmp_path):
-    store = tmp_path / "store"
-    fail_after(store, random_samples(3))
-    shard = tmp_path / "store.partial" / "shard-00000.arrayrecord"
-    rows = pyarrow.parquet.ParquetFile(shard.with_suffix(".parquet")).read()
-    other = write_store(tmp_path / "other", random_samples(3, seed=1)) / shard.name
-    assert shard.stat().st_size == other.stat().st_size
-    shutil.copy(other, shard)
-    assert len(rows) == 3
+def test_a_missing_shard_or_a_damaged_record_is_named_where_a_writer_goes_on(interrupted, tmp_path):
+    store, _ = interrupted
+    shard = tmp_path / "store.partial" / "shard-00002.arrayrecord"
+    other = write_store(tmp_path / "other", random_samples(5, seed=1), samples_per_shard=2)
+    assert shard.stat().st_size == (other / shard.name).stat().st_size
+    shutil.copy(other / shard.name, shard)
     with (
         pytest.raises(InputError, match="record 0 is damaged"),
         StoreWriter(store, mode="resume", **PIXELS),
     ):
         pass
-
-
-def test_files_of_the_users_travel_with_a_resumed_store(tmp_path):
-    store = tmp_path / "store"
-    fail_after(store, random_samples(3))
-    (tmp_path / "store.partial" / "report.parquet").write_bytes(b"mine")
-    with StoreWriter(store, mode="resume", **PIXELS) as writer:
-        writer.add(*random_samples(4)[3])
-    assert (store / "report.parquet").read_bytes() == b"mine"
-    assert len(read_manifest(store)) == 4
+    (tmp_path / "store.partial" / "shard-00001.arrayrecord").unlink()
+    with pytest.raises(InputError) as error:
+        StoreWriter(store, mode="resume", **PIXELS)
+    assert_says(error, "shard 1 is not finished", "remove")
 
 
 def test_interrupted_digits_go_on(tmp_path, monkeypatch):
@@ -272,15 +257,11 @@ def test_interrupted_digits_go_on(tmp_path, monkeypatch):
 # ---------------------------------------------------------------- appended
 
 
-@pytest.mark.parametrize("samples_per_shard", [2, 100])
-def test_appended_samples_follow_in_new_shards(tmp_path, samples_per_shard):
+def test_appended_samples_follow_in_new_shards(tmp_path):
     samples = random_samples(9)
     store = write_store(tmp_path / "store", samples[:5], samples_per_shard=2, origin={"fps": 16})
     old, before = read_manifest(store), content(store)
-    with StoreWriter(store, mode="append", samples_per_shard=samples_per_shard, **PIXELS) as writer:
-        assert writer.written == 5
-        for sample in samples[5:]:
-            writer.add(*sample)
+    assert go_on(store, samples, "append", samples_per_shard=2) == 5
     assert_store_holds(store, samples)
     assert read_manifest(store).origin == {"fps": 16}
     before.pop(MANIFEST_NAME)
@@ -288,33 +269,23 @@ def test_appended_samples_follow_in_new_shards(tmp_path, samples_per_shard):
     assert list(damaged_records(StoreReader(old))) == []
 
 
-def test_an_append_that_failed_goes_on(tmp_path):
+def test_an_append_that_failed_goes_on_and_nothing_appended_changes_nothing(tmp_path):
     samples = random_samples(9)
     stores = [write_store(tmp_path / name, samples[:3]) for name in "ab"]
     assert "mode='append'" in fail_after(stores[0], samples[:6], mode="append").__notes__[0]
     assert len(read_manifest(stores[0])) == 3
     for store in stores:
-        with StoreWriter(store, mode="append", **PIXELS) as writer:
-            for sample in samples[writer.written :]:
-                writer.add(*sample)
-    assert content(stores[0]) == content(stores[1])
+        go_on(store, samples, "append")
+    before = content(stores[0])
+    assert before == content(stores[1])
     assert_store_holds(stores[0], samples)
-
-
-def test_nothing_appended_changes_nothing(store):
-    before = content(store)
-    with StoreWriter(store, mode="append", **PIXELS):
-        pass
-    assert content(store) == before
-    assert [path.name for path in store.parent.iterdir()] == ["store"]
-
-
-def test_what_was_not_written_here_is_not_appended_to(tmp_path):
-    (tmp_path / "store").mkdir()
-    (tmp_path / "store" / "notes.txt").write_text("mine")
-    for mode in ("new", "resume", "append"):
+    assert go_on(stores[0], [], "append") == 9
+    assert content(stores[0]) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+    stores[0].joinpath(MANIFEST_NAME).unlink()
+    for mode in ("resume", "append"):  # what is no store
         with pytest.raises(InputError, match="exists already"):
-            StoreWriter(tmp_path / "store", mode=mode, **PIXELS)
+            StoreWriter(stores[0], mode=mode, **PIXELS)
 
 
 # ---------------------------------------------------------------- in parallel
@@ -331,7 +302,7 @@ def write_shard(folder, number, part, **options):
     return shard
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(st.permutations(range(5)))
 def test_shards_of_any_order_make_the_same_store(order):
     samples = random_samples(9)
@@ -349,29 +320,25 @@ def test_shards_of_any_order_make_the_same_store(order):
         assert finish_store(store, shards=5) == store / MANIFEST_NAME
 
 
-def test_writers_of_the_same_shard_do_not_disturb_each_other(tmp_path):
-    store, samples = tmp_path / "store", random_samples(3)
-    one, two = (ShardWriter(store, 0, **PIXELS) for _ in range(2))
-    for sample in samples:
-        one.add(*sample)
-        two.add(*sample)
-    one.finish()
-    assert is_finished(store, 0)
-    two.finish()
-    finish_store(store, shards=1)
-    assert_store_holds(store, samples)
-
-
 @pytest.mark.parametrize("late", [random_samples(3), random_samples(3, seed=1)])
 def test_a_shard_that_is_written_again_is_replaced_where_it_differs(tmp_path, late):
-    store = tmp_path / "store"
-    write_shard(store, 0, random_samples(3))
+    store, first = tmp_path / "store", random_samples(3)
+    one, two = (ShardWriter(store, 0, **PIXELS) for _ in range(2))  # which do not disturb
+    for sample in first:
+        one.add(*sample)
+        two.add(*sample)
+    for writer in (one, two):
+        writer.finish()
+        assert is_finished(store, 0)
     shard = tmp_path / "store.partial" / "shard-00000.arrayrecord"
     before = shard.stat().st_ino
     write_shard(store, 0, late)
-    same = np.array_equal(late[0].latents, random_samples(3)[0].latents)
-    assert (shard.stat().st_ino == before) == same
+    assert (shard.stat().st_ino == before) == np.array_equal(late[0].latents, first[0].latents)
     assert len(list(shard.parent.iterdir())) == 2
+    written = shard.read_bytes()
+    shard.write_bytes(written[:-1])
+    assert not is_finished(store, 0)
+    shard.write_bytes(written)
     finish_store(store)
     assert_store_holds(store, late)
 
@@ -386,6 +353,8 @@ def test_a_failed_shard_leaves_nothing(tmp_path):
         write_and_fail()
     assert list((tmp_path / "store.partial").iterdir()) == []
     assert not is_finished(tmp_path / "store", 3)
+    with pytest.raises(InputError, match="no finished shard"):
+        finish_store(tmp_path / "store")
 
 
 def test_a_shard_without_samples_counts(tmp_path):
@@ -394,13 +363,6 @@ def test_a_shard_without_samples_counts(tmp_path):
         write_shard(store, number, part)
     finish_store(store, shards=3)
     assert_store_holds(store, samples)
-
-
-def test_a_shard_that_changed_since_is_not_finished(tmp_path):
-    write_shard(tmp_path / "store", 0, random_samples(1))
-    shard = tmp_path / "store.partial" / "shard-00000.arrayrecord"
-    shard.write_bytes(shard.read_bytes()[:-1])
-    assert not is_finished(tmp_path / "store", 0)
 
 
 @pytest.mark.parametrize(
@@ -414,11 +376,6 @@ def test_gaps_are_refused(tmp_path, shards, named):
         finish_store(tmp_path / "store", shards=shards)
     assert_says(error, named, tmp_path / "store")
     assert not (tmp_path / "store").exists()
-
-
-def test_a_store_of_no_shards_is_refused(tmp_path):
-    with pytest.raises(InputError, match="no finished shard"):
-        finish_store(tmp_path / "store")
 
 
 @pytest.mark.parametrize(
@@ -474,7 +431,7 @@ def copies(request, monkeypatch):
 @pytest.mark.usefixtures("copies")
 def test_merged_stores_hold_all_samples_in_order(tmp_path):
     samples = random_samples(11)
-    parts = [samples[:5], samples[5:6], samples[6:]]
+    parts = [samples[:4], samples[4:6], samples[6:]]
     sources = [
         write_store(tmp_path / f"part{n}", part, samples_per_shard=2, origin={"part": n, "fps": 8})
         for n, part in enumerate(parts)
@@ -482,25 +439,17 @@ def test_merged_stores_hold_all_samples_in_order(tmp_path):
     before = [content(source) for source in sources]
     assert merge_stores(sources, tmp_path / "all") == tmp_path / "all" / MANIFEST_NAME
     assert_store_holds(tmp_path / "all", samples)
+    whole = write_store(tmp_path / "whole", samples, samples_per_shard=2)
+    shards = content(whole)
+    del shards[MANIFEST_NAME]
+    assert content(tmp_path / "all").items() >= shards.items()
     origin = read_manifest(tmp_path / "all").origin
     assert origin == {"fps": 8, "merged": [{"part": n, "fps": 8} for n in range(3)]}
     assert [content(source) for source in sources] == before
     shutil.rmtree(sources[0])
-    with StoreWriter(tmp_path / "all", mode="append", **PIXELS) as writer:
-        writer.add(*samples[0])
+    go_on(tmp_path / "all", [*samples, samples[0]], "append")
     assert_store_holds(tmp_path / "all", [*samples, samples[0]])
     assert [content(source) for source in sources[1:]] == before[1:]
-
-
-def test_a_merged_store_is_what_one_writer_writes(tmp_path):
-    samples = random_samples(8)
-    whole = write_store(tmp_path / "whole", samples, samples_per_shard=2, origin={"fps": 16})
-    parts = [
-        write_store(tmp_path / name, part, samples_per_shard=2, origin={"fps": 16})
-        for name, part in (("a", samples[:4]), ("b", samples[4:]))
-    ]
-    merge_stores(parts, tmp_path / "all")
-    assert content(tmp_path / "all") == content(whole)
 
 
 def one_sample(folder, channels=1, text=None, stride=(1, 1, 1), **options):
@@ -542,32 +491,32 @@ def test_what_cannot_be_merged_is_refused(tmp_path):
 # ---------------------------------------------------------------- refused samples
 
 
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, ml_dtypes.bfloat16])
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [(np.float16, np.nan), (np.float32, np.inf), (ml_dtypes.bfloat16, -np.inf)],
+)
 def test_values_that_are_not_finite_are_refused(tmp_path, dtype, value):
     good, bad = np.zeros((1, 2, 2, 1), dtype), np.zeros((1, 2, 2, 1), dtype)
     text, bad_text = np.zeros((2, 3), dtype), np.zeros((2, 3), dtype)
     bad[0, 1, 0, 0] = bad_text[1, 2] = value
     with StoreWriter(tmp_path / "store", **PIXELS) as writer:
         writer.add(good, text, (1, 2, 2))
-        with pytest.raises(ValueError, match=r"sample 1: latents hold .* at \[0, 1, 0, 0\]"):
-            writer.add(bad, text, (1, 2, 2))
-        with pytest.raises(ValueError, match=r"sample 1: text hold .* at \[1, 2\]"):
-            writer.add(good, bad_text, (1, 2, 2))
+        for given, words in (
+            ((bad, text), r"sample 1: latents hold .* at \[0, 1, 0, 0\]"),
+            ((good, bad_text), r"sample 1: text hold .* at \[1, 2\]"),
+            ((np.float32(1), text), "sample 1: latents have shape"),
+            ((good.astype(np.uint8), text), r"latents are uint8.*x / 127.5 - 1"),
+            ((good.astype(np.bool_), text), r"latents are bool.*x / 127.5 - 1"),
+        ):
+            with pytest.raises(ValueError, match=words):
+                writer.add(*given, (1, 2, 2))
     assert len(read_manifest(tmp_path / "store")) == 1
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.int32, np.bool_])
-def test_latents_that_are_no_floats_are_refused(tmp_path, dtype):
-    with StoreWriter(tmp_path / "store", **PIXELS) as writer:
-        with pytest.raises(ValueError, match="sample 0: latents are") as error:
-            writer.add(np.zeros((1, 2, 2, 1), dtype), np.zeros(1, np.int32), (1, 2, 2))
-        assert_says(error, np.dtype(dtype), "x / 127.5 - 1")
-
-
-@pytest.mark.parametrize("channels", [3, 16, 48])
-@pytest.mark.parametrize(("axis", "order"), [(0, "[channels, frames"), (1, "[frames, channels")])
-@pytest.mark.parametrize("after", [0, 1])
+@pytest.mark.parametrize(
+    ("channels", "axis", "order", "after"),
+    [(3, 0, "[channels, frames", 0), (16, 1, "[frames, channels", 1), (48, 0, "[channels", 1)],
+)
 def test_channels_that_do_not_stand_last_are_recognised(tmp_path, channels, axis, order, after):
     latents = np.zeros((5, 8, 9, channels), np.float16)
     labels, size = np.zeros(1, np.int32), (5, 8, 9)
@@ -580,14 +529,6 @@ def test_channels_that_do_not_stand_last_are_recognised(tmp_path, channels, axis
         with pytest.raises(ValueError, match="latents have shape") as error:
             writer.add(np.zeros((70, 5, 8, 9), np.float16), labels, size)
         assert "channels last" not in str(error.value)
-
-
-def test_a_scalar_is_refused(tmp_path):
-    with (
-        StoreWriter(tmp_path / "store", **PIXELS) as writer,
-        pytest.raises(ValueError, match="latents have shape"),
-    ):
-        writer.add(np.float32(1), np.zeros(1, np.int32), (1, 1, 1))
 
 
 # ---------------------------------------------------------------- captions
@@ -616,27 +557,11 @@ def test_manifests_without_captions_are_read(store, samples):
     assert_store_holds(store, [*samples, samples[0]])
 
 
-# ---------------------------------------------------------------- checked
-
-
 def test_damaged_records_are_named(store):
     manifest = read_manifest(store)
-    assert list(damaged_records(StoreReader(manifest))) == []
     shard = store / manifest.shard[5]
     written = np.flatnonzero(np.frombuffer(shard.read_bytes(), np.uint8))
     flip_byte(shard, written[len(written) // 2])
     lines = list(damaged_records(StoreReader(manifest)))
     assert lines
     assert all(str(shard) in line and "(sample " in line for line in lines)
-
-
-def test_random_latents_are_read_back_after_a_merge_of_text(tmp_path):
-    rng = np.random.default_rng(0)
-    for name in "ab":
-        with StoreWriter(tmp_path / name, **PIXELS) as writer:
-            latents = random_sample(rng, (1, 4, 4)).latents
-            writer.add(latents, rng.normal(size=(3, 8)).astype(np.float32), (1, 4, 4))
-    merge_stores([tmp_path / "a", tmp_path / "b"], tmp_path / "all")
-    manifest = read_manifest(tmp_path / "all")
-    assert manifest.form.text_dim == 8
-    np.testing.assert_array_equal(StoreReader(manifest).read(1)["latents"], latents)

