@@ -3,6 +3,7 @@
 Costs are [steps, ranks] arrays; the cost of a rank without work is 0.
 """
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -181,7 +182,7 @@ def samples_per_step(plan: EpochPlan, seq_len: np.ndarray) -> np.ndarray:
 def weight_of_longest(plan: EpochPlan, seq_len: np.ndarray, by_step: bool) -> float:
     """Weight of the longest tenth of the samples in an epoch, over that of the shortest tenth.
 
-    Samples of equal length have their mean weight.
+    Samples of equal length have their mean weight. NaN where the shortest have none.
 
     Args:
       plan: the epoch.
@@ -199,7 +200,8 @@ def weight_of_longest(plan: EpochPlan, seq_len: np.ndarray, by_step: bool) -> fl
     _, kind, counts = np.unique(seq_len, return_inverse=True, return_counts=True)
     alike = (np.bincount(kind, weights=weight) / counts)[np.sort(kind)]
     tenth = max(1, len(alike) // 10)
-    return float(alike[-tenth:].mean() / alike[:tenth].mean())
+    shortest = float(alike[:tenth].mean())
+    return float(alike[-tenth:].mean()) / shortest if shortest else math.nan
 
 
 class RepeatedNeighbours(NamedTuple):

@@ -1,4 +1,6 @@
 import dataclasses
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -213,3 +215,18 @@ def test_a_mix_that_cannot_be_drawn_is_refused(tmp_path, row):
         Digits(mix=(row,)).write(tmp_path / "digits")
     assert_says(error, "mix")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_runs_that_begin_together_make_data_once(tmp_path):
+    config, together = Digits(mix=((1, 8, 8, 400),)), threading.Barrier(4)
+
+    def prepare(_):
+        together.wait()
+        prepare_dataset(tmp_path / "data" / "digits", config)
+
+    with ThreadPoolExecutor(4) as runs:
+        list(runs.map(prepare, range(4)))
+    config.write(tmp_path / "alone")
+    names = {path.name for path in (tmp_path / "alone").iterdir()}
+    assert {path.name for path in (tmp_path / "data" / "digits").iterdir()} == names
+    assert [path.name for path in (tmp_path / "data").iterdir()] == ["digits"]
