@@ -112,8 +112,8 @@ def _reading(hint: object, default: object) -> dict[str, object]:
 
 def _number_or(number: type[int] | type[float], words: list[str]) -> Callable[[str], object]:
     def read(text: str) -> object:
-        if text in words:
-            return None if text == "none" else text
+        if text in words or (text == "null" and "none" in words):  # null is the word of configs
+            return None if text in ("none", "null") else text
         try:
             return number(text)
         except ValueError as error:
