@@ -2,18 +2,17 @@
 
 import dataclasses
 import json
-import signal
 from contextlib import closing
 
 import jax
 import numpy as np
 import pytest
-from group_cases import SPEC
+from group_cases import SIZES, SPEC, collation_of
+from layouts import mesh_of
 from patience import PATIENCE, wait_until
-from training_runs import Runs, errors, lines_of
+from training_runs import Runs, computed, errors, lines_of
 
-from alload_jax.data.collate import Collator, collation_for
-from alload_jax.data.condition import conditions_for
+from alload_jax.data.collate import Collator
 from alload_jax.data.loader import LoaderConfig, place_ahead
 from alload_jax.data.manifest import read_manifest
 from alload_jax.data.store import StoreReader, StoreWriter
@@ -21,14 +20,13 @@ from alload_jax.distributed.cluster import Cluster
 from alload_jax.errors import InputError
 from alload_jax.planning.factory import make_plan
 from alload_jax.planning.settings import PlanningConfig
-from alload_jax.sharding.mesh import MeshConfig, group_meshes, local_plan_ranks, make_mesh
+from alload_jax.sharding.mesh import group_meshes, local_plan_ranks
 from alload_jax.training.callbacks import Callback
 from alload_jax.training.loop import BadSamples, Loop
 from alload_jax.training.run_plan import RunPlan
 from alload_jax.training.state import init_state
 from alload_jax.training.trainer import make_trainer
 
-SIZES = ((1, 4, 4), (3, 4, 2))
 SAMPLES, STEPS = 12, 6
 HUGE = {4: 3e38, 9: 1e25}
 """Samples whose losses are infinite, one of them before the mean over its tokens."""
@@ -76,28 +74,30 @@ class Notes(Callback):
         return run.done == 2
 
 
+TRAINERS = {}
+"""By name of the plan; with compiled programs, which all tests share."""
+
+
 class Training:
     def __init__(self, folder, name, huge=HUGE, most=9):
         ranks, options = PLANS[name]
         self.folder, self.manifest = folder, write_data(folder / "data", huge)
-        self.mesh = make_mesh(MeshConfig(), jax.devices()[:ranks])
-        samples = self.manifest.samples(SPEC.model.patch_size)
-        planning = PlanningConfig(**options)
+        self.mesh = mesh_of(ranks)
+        planning, samples = PlanningConfig(**options), self.manifest.samples(SPEC.model.patch_size)
         self.plan = make_plan(planning, samples, ranks, seed=3)
-        conditions = conditions_for(SPEC.model, self.manifest)
-        collation = collation_for(self.plan, self.manifest, SPEC.model, conditions)
+        collation = collation_of(self.manifest, self.plan)
         self.groups = group_meshes(self.mesh, self.plan)
-        self.collator = Collator(
-            StoreReader(self.manifest),
-            local_plan_ranks(self.mesh, self.plan.topology.ranks),
-            collation,
-            self.plan.group_ranks,
-        )
+        here = local_plan_ranks(self.mesh, self.plan.topology.ranks)
+        reader = StoreReader(self.manifest)
+        self.collator = Collator(reader, here, collation, self.plan.group_ranks)
         self.run_plan = RunPlan(self.plan, planning, Cluster(), number=self.manifest.number)
-        self.trainer = make_trainer(
-            SPEC, self.mesh, init_state(SPEC, self.mesh, seed=0), self.groups
-        )
-        list(self.trainer.compile(collation.shapes(self.plan)))
+        state = init_state(SPEC, self.mesh, seed=0)
+        if name not in TRAINERS:
+            TRAINERS[name] = make_trainer(SPEC, self.mesh, state, self.groups)
+            list(TRAINERS[name].compile(collation.shapes(self.plan)))
+        self.trainer = TRAINERS[name]
+        self.trainer.begin(state)
+        self.trainer.is_finite(next(self.place([self.collator(self.plan.step(0))])))  # forgets
         self.notes, self.most = Notes(most), most
 
     def place(self, steps):
@@ -223,38 +223,29 @@ def poisoned(tmp_path, digits_folder):
     return Runs(tmp_path, tmp_path / "poisoned")
 
 
-def computed(rows):
-    names = ("step", "loss", "grad_norm", "samples", "skipped")
-    return [[row[name] for name in names] for row in rows]
-
-
 FLAGS = ("--sampling.grids", "[]", "--run.steps", "12")
 ALLOWED = ("--data.loader.max_bad_records", "1")
 
 
 @pytest.mark.slow
 def test_a_bad_sample_is_named_skipped_counted_and_resumed_exactly(poisoned):
-    refused = poisoned.run(*FLAGS, "--run.folder", "refused")
+    refused = poisoned.here(*FLAGS, "--run.folder", "refused")
     assert refused.returncode == 2
     (line,) = errors(refused.stderr)
     assert "sample 12 gives a loss or gradient that is not finite; restore the record, or" in line
-    went_on = poisoned.run(*FLAGS, *ALLOWED, "--run.folder", "refused")
-    assert went_on.returncode == 0, went_on.stderr
-    rows = computed(poisoned.metrics("refused"))
-    assert sum(row[-1] for row in rows) >= 1
-    epoch = [row["samples"] + row["skipped"] for row in poisoned.metrics("refused")
-             if row["epoch"] == 0]  # fmt: skip
-    assert sum(epoch) == 21
+    poisoned.finish(*FLAGS, *ALLOWED, "--run.folder", "refused")
+    rows = poisoned.metrics("refused")
+    assert sum(row["skipped"] for row in rows) >= 1
+    assert sum(row["samples"] + row["skipped"] for row in rows if row["epoch"] == 0) == 21
     assert lines_of(poisoned.folder / "refused" / "bad_records.txt") == 1
 
     killed = poisoned.start(*FLAGS, *ALLOWED, "--checkpoint.every", "2")
     skipped = poisoned.folder / "run" / "bad_records.txt"
     wait_until(lambda: lines_of(skipped) == 1, killed)
-    killed.send_signal(signal.SIGKILL)
+    killed.kill()
     killed.communicate()
-    resumed = poisoned.run(*FLAGS, *ALLOWED, "--checkpoint.every", "2")
-    assert resumed.returncode == 0, resumed.stderr
-    assert computed(poisoned.metrics()) == rows
+    poisoned.finish(*FLAGS, *ALLOWED, "--checkpoint.every", "2")
+    assert computed(poisoned.folder / "run") == computed(poisoned.folder / "refused")
 
 
 @pytest.mark.slow
@@ -262,8 +253,8 @@ def test_two_processes_leave_out_the_same_sample(poisoned):
     ranks = ("--planning.ranks", "2")
     both = poisoned.start_together(2, *FLAGS, *ALLOWED, *ranks)
     outputs = [each.communicate(timeout=PATIENCE) for each in both]
-    assert [(each.returncode, errors(err)) for each, (_, err) in zip(both, outputs, strict=True)] \
-        == [(0, [])] * 2  # fmt: skip
+    assert [each.returncode for each in both] == [0, 0], outputs
+    assert [errors(err) for _, err in outputs] == [[], []]
     rows = poisoned.metrics()
     assert sum(row["skipped"] for row in rows) >= 1
     assert sum(row["samples"] + row["skipped"] for row in rows if row["epoch"] == 0) == 21

@@ -3,7 +3,6 @@
 import argparse
 import json
 
-import jax
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,9 +11,6 @@ from hypothesis import strategies as st
 from alload_jax.commands.flags import add_run_flags
 from alload_jax.distributed.cluster import Cluster
 from alload_jax.errors import InputError
-from alload_jax.models.wan.transformer import WanConfig
-from alload_jax.objectives.flow_matching import FlowMatching
-from alload_jax.sharding.mesh import MeshConfig, make_mesh
 from alload_jax.training import CheckpointConfig
 from alload_jax.training.checkpoint import (
     BEST_NAME,
@@ -23,18 +19,14 @@ from alload_jax.training.checkpoint import (
     Measured,
     best_step,
 )
-from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.restore import find_step
-from alload_jax.training.state import TrainingSpec, init_state
 
 LOSSES = {2: 0.9, 4: 0.5, 6: 0.7, 8: 0.5, 10: 0.8, 12: 0.6}
 
 
-@pytest.fixture(scope="module")
-def state():
-    model = WanConfig(dim=16, ffn_dim=16, num_heads=2, num_layers=1, freq_dim=8)
-    spec = TrainingSpec(model, FlowMatching(), make_optimizer(OptimizerConfig(), 10), 0.99)
-    return init_state(spec, make_mesh(MeshConfig(), jax.devices()[:1]), 0)
+@pytest.fixture
+def state(tiny_state):
+    return tiny_state[0]
 
 
 def opened(folder, **settings):

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,8 +16,7 @@ import orbax.checkpoint as ocp
 import pytest
 from patience import PATIENCE
 from safetensors.numpy import save_file
-
-ROOT = Path(__file__).parents[2]
+from training_runs import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -138,13 +136,17 @@ def write_run(folder):
     save_file({"a": np.arange(4.0)}, folder / "exported" / "x.safetensors")
 
 
-def edit_metrics(edit):
+def edited(edit):
     def plant(folder):
         path = folder / "metrics.jsonl"
-        lines = path.read_text().splitlines(keepends=True)
-        path.write_text("".join(edit(lines)))
+        path.write_text("".join(edit(path.read_text().splitlines(keepends=True))))
 
     return plant
+
+
+def rounded(loss):
+    """Another loss of the last step."""
+    return edited(lambda rows: [row.replace("0.125", loss) for row in rows])
 
 
 def plant_array(folder):
@@ -165,35 +167,29 @@ def plant_export(folder):
     save_file({"a": np.arange(4.0) * (1 + 2e-16)}, folder / "exported" / "x.safetensors")
 
 
+def without(place):
+    return lambda folder: shutil.rmtree(folder / place)
+
+
+LOSSES = "samples or their losses differ"
+STEPS = "steps are missing or repeated"
 PLANTED = {
     "nothing": (lambda folder: None, []),
-    "loss": (
-        edit_metrics(lambda rows: [row.replace("0.125", "0.12500000000000003") for row in rows]),
-        ["samples or their losses differ"],
-    ),
-    "lost step": (
-        edit_metrics(lambda rows: rows[:2] + rows[3:]),
-        ["steps are missing or repeated", "samples or their losses differ"],
-    ),
-    "repeated step": (
-        edit_metrics(lambda rows: rows[:3] + rows[2:]),
-        ["steps are missing or repeated", "samples or their losses differ"],
-    ),
+    "loss": (rounded("0.12500000000000003"), [LOSSES]),
+    "lost step": (edited(lambda rows: rows[:2] + rows[3:]), [STEPS, LOSSES]),
+    "repeated step": (edited(lambda rows: rows[:3] + rows[2:]), [STEPS, LOSSES]),
     "lost validation": (
-        edit_metrics(lambda rows: [row for row in rows if "validation" not in row]),
+        edited(lambda rows: [row for row in rows if "validation" not in row]),
         ["validations or their losses differ"],
     ),
     "lost checkpoint": (
-        lambda folder: shutil.rmtree(folder / "checkpoints" / "4"),
+        without("checkpoints/4"),
         ["there are checkpoints of steps [8], not [4, 8]"],
     ),
     "bit of an array": (plant_array, ["last arrays differ: ['params']['kernel'] and 0 more"]),
     "lost array": (plant_lost_array, ["last arrays have other names"]),
     "export": (plant_export, ["exports differ: a and 0 more"]),
-    "lost export": (
-        lambda folder: shutil.rmtree(folder / "exported"),
-        ["exports have other names"],
-    ),
+    "lost export": (without("exported"), ["exports have other names"]),
 }
 
 
@@ -213,13 +209,13 @@ def test_several_processes_may_round_and_no_more(tmp_path):
 
     for folder in ("whole", "planted"):
         write_run(tmp_path / folder)
-    PLANTED["loss"][0](tmp_path / "planted")
-    assert differences(tmp_path / "planted", tmp_path / "whole", exact=False) == []
-    edit_metrics(lambda rows: [row.replace("0.125", "0.1251") for row in rows])(
-        tmp_path / "planted"
-    )
-    found = differences(tmp_path / "planted", tmp_path / "whole", exact=False)
-    assert found == ["samples or their losses differ"]
+    for loss, expected in (("0.12500000000000003", []), ("0.1251", [LOSSES])):
+        rounded(loss)(tmp_path / "planted")
+        found = differences(tmp_path / "planted", tmp_path / "whole", exact=False)
+        assert found == expected
+        (tmp_path / "planted" / "metrics.jsonl").write_bytes(
+            (tmp_path / "whole" / "metrics.jsonl").read_bytes()
+        )
 
 
 @pytest.mark.parametrize(

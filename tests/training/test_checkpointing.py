@@ -1,5 +1,6 @@
-"""When checkpoints are saved, and what an earlier start has missed."""
+"""When checkpoints are saved and committed, and what an earlier start has missed."""
 
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alload_jax.data.loader import PlacedStep
-from alload_jax.training import CheckpointConfig
+from alload_jax.training import CheckpointConfig, checkpoint_files
 from alload_jax.training.callbacks import Callback, validating
 from alload_jax.training.callbacks.validating import Checkpointing
 from alload_jax.training.loop import Loop
@@ -131,3 +132,41 @@ def test_what_an_earlier_start_has_missed_is_done_before_the_first_step(start):
     else:
         assert plain.calls == [["pause", 3], ["resume", 3], *steps]
         assert missed.calls == [["pause", 3], ["act", 3], ["resume", 3], *steps]
+
+
+# ---------------------------------------------------------------- barriers, with threads
+
+
+@pytest.fixture
+def waited(monkeypatch):
+    keys = []
+
+    def wait(*, key, timeout_ms):
+        keys.append((key, timeout_ms))
+
+    monkeypatch.setattr(checkpoint_files.multihost, "get_barrier_sync_fn", lambda: wait)
+    return keys
+
+
+def write_and_tell(barrier, failure):
+    """As Orbax does it: the barrier stands where a thread passes whether it has failed or not."""
+    try:
+        if failure is not None:
+            raise failure
+    finally:
+        barrier(key="told", timeout_ms=9)
+
+
+@pytest.mark.parametrize("failure", [OSError("no space left"), None])
+def test_a_thread_that_has_failed_does_not_wait_and_others_do(waited, failure):
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(write_and_tell, checkpoint_files.commit_barrier(), failure)
+    assert ended.exception() is failure
+    assert waited == ([] if failure else [("told", 9)])
+
+
+def test_the_main_thread_waits_while_it_handles_an_error(waited):
+    """A run that is stopped by a signal or a failure still saves."""
+    with pytest.raises(OSError, match="stopped"):
+        write_and_tell(checkpoint_files.commit_barrier(), OSError("stopped"))
+    assert waited == [("told", 9)]

@@ -75,7 +75,7 @@ def test_a_scale_of_the_loss_changes_nothing_where_nothing_is_known_of_it(factor
     assert [(n, each.ago, each.stops) for n, each in findings(scale * losses, norms)] == same
 
 
-@pytest.mark.parametrize("loss", [18.0, 1e4, 1e30])
+@pytest.mark.parametrize("loss", [18.0, 1e30])
 def test_a_run_that_is_wrong_from_its_first_step_ends_at_once(loss):
     found = findings([loss] * 30, [1.0] * 30, NOTHING)
     assert next(n for n, each in found if each.stops) == 6
@@ -135,10 +135,9 @@ def test_the_loss_of_nothing_is_that_of_a_velocity_of_zero():
 
 @pytest.mark.slow
 def test_a_rate_that_is_too_high_ends_the_run_and_keeps_what_was_before(runs):
-    first = runs.run("--run.steps", "40", "--optimizer.schedule", "constant")
-    assert first.returncode == 0, first.stderr
+    runs.finish("--run.steps", "40", "--optimizer.schedule", "constant")
     flags = ("--run.steps", "90", "--optimizer.learning_rate", "30", "--checkpoint.every", "3")
-    result = runs.run(*flags, "--optimizer.schedule", "constant")
+    result = runs.here(*flags, "--optimizer.schedule", "constant")
     assert result.returncode == 2, result.stderr
     (line,) = [line for line in errors(result.stderr) if line.startswith("error: ")]
     assert "training diverges" in line
@@ -146,6 +145,5 @@ def test_a_rate_that_is_too_high_ends_the_run_and_keeps_what_was_before(runs):
     names = {path.name for path in (runs.folder / "run" / "checkpoints").iterdir()}
     assert "40" in names
     assert all(name.startswith("diverged-") for name in names - {"40"} if int(name[-2:]) > 40)
-    again = runs.run("--run.steps", "60", "--optimizer.schedule", "constant")
-    assert again.returncode == 0, again.stderr
+    again = runs.finish("--run.steps", "60", "--optimizer.schedule", "constant")
     assert again.stderr.count("error") == 0

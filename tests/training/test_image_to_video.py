@@ -7,16 +7,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from test_packed_step import CLASSES, SIZES, assert_same, batches_of, disturbed, mean_gradient
+from layouts import (
+    CLASSES,
+    SIZES,
+    assert_same,
+    batches_of,
+    disturbed,
+    mean_gradient,
+    mesh_of,
+    normal,
+    write_samples,
+)
 
-from alload_jax.data.manifest import read_manifest
-from alload_jax.data.store import StoreWriter
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ImageConfig, TextConfig
 from alload_jax.models.families import abstract_model, build_model
 from alload_jax.models.wan.transformer import WanConfig
 from alload_jax.objectives.flow_matching import FlowMatching, noised
-from alload_jax.sharding.mesh import MeshConfig, make_mesh
 from alload_jax.training.trial_step import random_batch
 
 GIVEN, IMAGES = 3, (5, 4)
@@ -30,55 +37,42 @@ MODEL: WanConfig = dataclasses.replace(
 FIRST = FlowMatching(condition_dropout=0.3, given_first_frame=0.6)
 
 
-def write(folder, text=True, count=9):
-    rng = np.random.default_rng(0)
-    with StoreWriter(folder, vae_stride=(1, 1, 1)) as writer:
-        for n in range(count):
-            size = SIZES[n % len(SIZES)]
-            condition = rng.normal(size=(n % 5, 6)) if text else rng.integers(0, 10, n % 2 + 1)
-            more = {"given": rng.normal(size=(*size, GIVEN)), "image": rng.normal(size=IMAGES)}
-            more = {name: array.astype(np.float32) for name, array in more.items() if text}
-            latents = rng.normal(size=(*size, 2)).astype(np.float32)
-            writer.add(latents, condition.astype(np.float32 if text else int), size, **more)
-    return read_manifest(folder)
+def write(folder, text=True):
+    def sample(rng, n):
+        size = SIZES[n % len(SIZES)]
+        if not text:
+            return size, rng.integers(0, 10, n % 2 + 1), {}
+        more = {"given": normal(rng, *size, GIVEN), "image": normal(rng, *IMAGES)}
+        return size, normal(rng, n % 5, 6), more
 
-
-def one_device():
-    return make_mesh(MeshConfig(), jax.devices()[:1])
+    return write_samples(folder, 9, sample)
 
 
 @pytest.mark.slow
 def test_every_layout_gives_the_loss_and_gradient_of_one_by_one(tmp_path):
-    manifest, mesh = write(tmp_path / "data"), one_device()
-    alone = mean_gradient(MODEL, mesh, batches_of(manifest, MODEL, "fixed"))
+    manifest = write(tmp_path / "data")
+    alone = mean_gradient(MODEL, mesh_of(), batches_of(manifest, MODEL, "fixed"))
     names = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(alone)}
     assert any("image_key" in name for name in names)
     for policy in ("balanced", "dual_constraint"):
         batches = batches_of(manifest, MODEL, policy, 2)
-        assert_same(mean_gradient(MODEL, mesh, batches), alone)
-
-
-@pytest.mark.slow
-def test_every_layout_gives_the_first_frame_to_the_same_videos(tmp_path):
-    manifest, mesh = write(tmp_path / "data", text=False), one_device()
-    batches = batches_of(manifest, CLASSES, "fixed")
-    alone = mean_gradient(CLASSES, mesh, batches, FIRST)
-    assert not np.isclose(alone[0], mean_gradient(CLASSES, mesh, batches)[0], rtol=1e-4)
-    for policy in ("balanced", "dual_constraint"):
-        batches = batches_of(manifest, CLASSES, policy, 2)
-        assert_same(mean_gradient(CLASSES, mesh, batches, FIRST), alone)
+        assert_same(mean_gradient(MODEL, mesh_of(), batches), alone)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(len(jax.devices()) < 2, reason="needs 2 devices")
-def test_split_videos_with_a_given_first_frame_are_whole_ones(tmp_path):
+def test_every_layout_gives_the_first_frame_to_the_same_videos(tmp_path):
     manifest = write(tmp_path / "data", text=False)
-    mesh = make_mesh(MeshConfig(context=2), jax.devices()[:2])
-    alone = mean_gradient(CLASSES, one_device(), batches_of(manifest, CLASSES, "fixed"), FIRST)
+    batches = batches_of(manifest, CLASSES, "fixed")
+    alone = mean_gradient(CLASSES, mesh_of(), batches, FIRST)
+    assert not np.isclose(alone[0], mean_gradient(CLASSES, mesh_of(), batches)[0], rtol=1e-4)
+    for policy in ("balanced", "dual_constraint"):
+        batches = batches_of(manifest, CLASSES, policy, 2)
+        assert_same(mean_gradient(CLASSES, mesh_of(), batches, FIRST), alone)
     options = {"context": 2, "m_mem": 12, "align": 4}
     batches = batches_of(manifest, CLASSES, "balanced", 2, **options)
     assert any(batch.metadata.split is not None for batch in batches)
-    assert_same(mean_gradient(CLASSES, mesh, batches, FIRST), alone)
+    assert_same(mean_gradient(CLASSES, mesh_of(2, context=2), batches, FIRST), alone)
 
 
 def model_of(config):
@@ -91,8 +85,8 @@ def model_of(config):
 def test_the_loss_is_that_of_the_other_frames_with_the_first_one_clean(tmp_path):
     manifest, model = write(tmp_path / "data", text=False), model_of(CLASSES)
     always = FlowMatching(condition_dropout=0.0, given_first_frame=1.0)
-    key, mesh = jax.random.key(3), one_device()
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    key = jax.random.key(3)
+    sharding = jax.sharding.NamedSharding(mesh_of(), jax.sharding.PartitionSpec())
     for batch in batches_of(manifest, CLASSES, "fixed"):
         noisy = noised(batch, key, always, CLASSES)
         frames, height, width = batch.latents.shape[1:4]

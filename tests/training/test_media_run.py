@@ -34,18 +34,11 @@ def write_media(folder):
         (folder / f"image {number}.txt").write_text("a square")
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("media")
-    write_media(folder / "in")
-    flags = ["--area", "32x32", "--frames", "9"]
-    out = folder / "store"
-    assert cli.main(["prepare", "media", str(folder / "in"), "--out", str(out), *flags]) == 0
-    return out
-
-
 @pytest.mark.slow
-def test_media_are_prepared_trained_on_and_sampled(store, tmp_path, capsys):
+def test_media_are_prepared_trained_on_and_sampled(tmp_path, capsys):
+    write_media(tmp_path / "in")
+    store, flags = tmp_path / "store", ["--area", "32x32", "--frames", "9"]
+    assert cli.main(["prepare", "media", str(tmp_path / "in"), "--out", str(store), *flags]) == 0
     manifest = read_manifest(store)
     assert sorted(set(map(tuple, manifest.shape.tolist()))) == [(1, 32, 32), (9, 32, 32)]
     runs = Runs(tmp_path, store)
@@ -83,7 +76,7 @@ def test_media_are_prepared_trained_on_and_sampled(store, tmp_path, capsys):
 
     words = ["--prompt", "a square  that moves\nleft"]
     np.testing.assert_array_equal(drawn("--prompt-embeds", str(prompt)), drawn(*words))
-    picture = store.parent / "in" / "image 1.png"
+    picture = tmp_path / "in" / "image 1.png"
     begun = drawn(*words, "--image", str(picture))
     first = np.asarray(Image.open(picture), np.float32) / 127.5 - 1
     np.testing.assert_allclose(begun[0], first, atol=1e-6)

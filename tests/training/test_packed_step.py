@@ -1,204 +1,108 @@
-"""Packed, bucketed, or one by one: the same loss and the same gradient."""
+"""Packed, bucketed, split over ranks, or one by one: the same loss and the same gradient."""
 
 import dataclasses
 import math
-from functools import cache
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from layouts import (
+    CLASSES,
+    MERGED,
+    OBJECTIVE,
+    SIZES,
+    assert_gathers_no_activations,
+    assert_reaches_no_other,
+    assert_same,
+    batches_of,
+    gradient_and_programs,
+    mean_gradient,
+    mesh_of,
+    normal,
+    plan_of,
+    spec_of,
+    write_samples,
+    write_sizes,
+)
 
-from alload_jax.data.collate import Collator, collation_for
-from alload_jax.data.condition import conditions_for
-from alload_jax.data.loader import PlacedStep, place_ahead
-from alload_jax.data.manifest import read_manifest
-from alload_jax.data.store import StoreReader, StoreWriter
-from alload_jax.diffusion.timesteps import TimestepConfig
+from alload_jax.config import Config, DataConfig, RunConfig, with_context
+from alload_jax.data.collate import Collator
+from alload_jax.data.loader import place_ahead
+from alload_jax.data.store import StoreReader
+from alload_jax.errors import InputError
 from alload_jax.models.common.config import TextConfig
-from alload_jax.models.families import abstract_model
-from alload_jax.models.wan.transformer import WanConfig
-from alload_jax.objectives.flow_matching import FlowMatching, noised, noised_rows
-from alload_jax.planning.factory import make_plan
+from alload_jax.models.common.parts import patchify
+from alload_jax.objectives.flow_matching import noised, noised_rows
 from alload_jax.planning.settings import PlanningConfig
-from alload_jax.sharding.mesh import MeshConfig, batch_sharding, make_mesh, ranks_of
-from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
-from alload_jax.training.state import TrainingSpec, Weights, init_state
-from alload_jax.training.step import make_accumulate, zero_accumulator
+from alload_jax.sharding.mesh import MeshConfig, local_plan_ranks, ranks_of
+from alload_jax.training.state import init_state
 from alload_jax.training.trainer import Trainer
 
-CLASSES = WanConfig(
-    dim=16,
-    ffn_dim=24,
-    num_heads=2,
-    num_layers=1,
-    freq_dim=8,
-    in_channels=2,
-    patch_size=(1, 2, 2),
-    dtype="float32",
-)
 TEXT = dataclasses.replace(CLASSES, text=TextConfig(dim=6, length=4))
-OBJECTIVE = FlowMatching(timesteps=TimestepConfig(shift_power=0.5), condition_dropout=0.3)
-OPTIMIZER = OptimizerConfig(warmup_steps=0)
-SIZES = [(1, 4, 4), (3, 4, 6)]
-POLICIES = {"fixed": {"rows": 1}}
-
-
-def write_data(folder, model, count=11, seed=0):
-    rng = np.random.default_rng(seed)
-    with StoreWriter(folder, vae_stride=(1, 1, 1)) as writer:
-        for n in range(count):
-            size = SIZES[rng.integers(len(SIZES))]
-            if model.text:
-                condition = rng.normal(size=(rng.integers(0, 5), 6)).astype(np.float32)
-            else:
-                condition = rng.integers(0, 10, n % 2 + 1).astype(np.int32)
-            writer.add(rng.normal(size=(*size, 2)).astype(np.float32), condition, size)
-    return read_manifest(folder)
-
-
-def write_sizes(folder, sizes, labels):
-    """Samples of each size (latent frames, height, width) → how many; `labels` of the n-th."""
-    rng = np.random.default_rng(0)
-    with StoreWriter(folder, vae_stride=(1, 1, 1)) as writer:
-        for size, count in sizes.items():
-            for n in range(count):
-                latents = rng.normal(size=(*size, 2)).astype(np.float32)
-                writer.add(latents, rng.integers(0, 10, labels(n)).astype(np.int32), size)
-    return read_manifest(folder)
-
-
-def plan_with(manifest, model, policy, ranks=1, weight=None, **options):
-    config = PlanningConfig(policy=policy, **{"m_mem": 80} | POLICIES.get(policy, {}) | options)
-    samples = dataclasses.replace(manifest.samples(model.patch_size), weight=weight)
-    plan = make_plan(config, samples, ranks, seed=1)
-    return plan, collation_for(plan, manifest, model, conditions_for(model, manifest))
-
-
-def batches_of(manifest, model, policy, ranks=1, **options):
-    """Every micro-batch of the first epoch, in host memory."""
-    plan, collation = plan_with(manifest, model, policy, ranks, **options)
-    collate = Collator(StoreReader(manifest), frozenset(range(ranks)), collation)
-    steps = (collate(plan.step(number)) for number in range(plan.steps_per_epoch))
-    return [batch for step in steps for batch in step.batches]
-
-
-def spec_of(model, objective=OBJECTIVE):
-    return TrainingSpec(model, objective, make_optimizer(OPTIMIZER, 100), OPTIMIZER.ema_decay)
-
-
-def trained_weights(model, mesh):
-    """Gates and head of a new model are zero; those of a trained one are not."""
-    state = init_state(spec_of(model), mesh, seed=0)
-    return state.key, Weights(disturbed(state.params), {}, {})
-
-
-@jax.jit
-def disturbed(params):
-    return jax.tree.map(
-        lambda leaf: leaf + 0.1 * jax.random.normal(jax.random.key(leaf.size), leaf.shape), params
-    )
-
-
-@cache
-def accumulate_of(model, mesh, objective=OBJECTIVE):
-    return make_accumulate(spec_of(model, objective), mesh)
-
-
-def mean_gradient(model, mesh, batches, objective=OBJECTIVE):
-    key, weights = trained_weights(model, mesh)
-    accumulate = accumulate_of(model, mesh, objective)
-    sums = zero_accumulator(spec_of(model), mesh, weights, batches[0])
-    for batch in batches:
-        placed = jax.device_put(batch, batch_sharding(mesh))
-        sums = accumulate(weights, sums, placed, key)
-    return sums.loss / sums.weight, jax.tree.map(lambda g: g / sums.weight, sums.grads)
-
-
-def assert_same(found, expected):
-    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
-    for ours, theirs in zip(*(jax.tree.leaves(each[1]) for each in (found, expected)), strict=True):
-        size = np.linalg.norm(np.asarray(theirs, np.float64))
-        assert size > 0
-        assert np.linalg.norm(np.asarray(ours, np.float64) - theirs) <= 1e-5 * size
-
-
-MERGED = {"max_programs": 1}
-"""Shapes share a bucket, whose rows are padded."""
 LAYOUTS = {
-    "classes": (
-        ("balanced", 2, {"align": 4}),
-        ("dual_constraint", 2, {}),
-        ("equal_tokens", 2, MERGED),
-    ),
-    "text": (("balanced", 1, {}), ("equal_tokens", 1, MERGED)),
+    "classes": (("balanced", 2, {"align": 4}), ("equal_tokens", 2, MERGED)),
+    "text": (("balanced", 1, {}), ("dual_constraint", 2, {}), ("equal_tokens", 1, MERGED)),
 }
+needs_devices = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices")
+
+
+def write_data(folder, model=CLASSES, count=11):
+    def sample(rng, n):
+        size = SIZES[rng.integers(len(SIZES))]
+        if model.text:
+            return size, normal(rng, rng.integers(0, 5), 6), {}
+        return size, rng.integers(0, 10, n % 2 + 1).astype(np.int32), {}
+
+    return write_samples(folder, count, sample)
 
 
 @pytest.mark.parametrize("kind", ["classes", pytest.param("text", marks=pytest.mark.slow)])
 def test_every_layout_gives_the_loss_and_gradient_of_one_by_one(kind, tmp_path):
     model = TEXT if kind == "text" else CLASSES
     manifest = write_data(tmp_path / "data", model)
-    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
-    alone = mean_gradient(model, mesh, batches_of(manifest, model, "fixed"))
+    alone = mean_gradient(model, mesh_of(), batches_of(manifest, model, "fixed"))
     for policy, ranks, options in LAYOUTS[kind]:
         batches = batches_of(manifest, model, policy, ranks, **options)
-        assert_same(mean_gradient(model, mesh, batches), alone)
+        assert_same(mean_gradient(model, mesh_of(), batches), alone)
 
 
 @pytest.mark.slow
 def test_repetitions_and_several_texts_are_the_same_in_every_layout(tmp_path):
-    rng = np.random.default_rng(0)
-    with StoreWriter(tmp_path / "data", vae_stride=(1, 1, 1)) as writer:
-        for n in range(11):
-            size = SIZES[n % 2]
-            latents = rng.normal(size=(*size, 2)).astype(np.float32)
-            labels = [rng.integers(0, 10, length).astype(np.int32) for length in (2, 1, 3)]
-            others = [(one, None) for one in labels[1:]]
-            writer.add(latents, labels[0], size, alternatives=others)
-    manifest = read_manifest(tmp_path / "data")
+    def sample(rng, n):
+        labels = [rng.integers(0, 10, length).astype(np.int32) for length in (2, 1, 3)]
+        return SIZES[n % 2], labels[0], {"alternatives": [(one, None) for one in labels[1:]]}
+
+    manifest = write_samples(tmp_path / "data", 11, sample)
     weight = np.where(np.arange(11) < 5, 2.5, 0.7)
-    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     singles = batches_of(manifest, CLASSES, "fixed", weight=weight)
     times = [(int(batch.sample[0]), int(batch.epoch[0])) for batch in singles]
     assert len(set(times)) == len(times) > 13
     sigmas = [noised(batch, jax.random.key(0), OBJECTIVE, CLASSES).sigma[0] for batch in singles]
     assert len(set(map(float, sigmas))) == len(times)
-    alone = mean_gradient(CLASSES, mesh, singles)
+    alone = mean_gradient(CLASSES, mesh_of(), singles)
     for policy, ranks, options in LAYOUTS["classes"]:
         batches = batches_of(manifest, CLASSES, policy, ranks, weight=weight, **options)
-        assert_same(mean_gradient(CLASSES, mesh, batches), alone)
+        assert_same(mean_gradient(CLASSES, mesh_of(), batches), alone)
 
 
 @pytest.mark.slow
+@needs_devices
 def test_rows_over_eight_devices_give_the_same(tmp_path):
-    if len(jax.devices()) < 8:
-        pytest.skip("needs 8 devices")
-    manifest = write_data(tmp_path / "data", CLASSES, count=20)
-    one, eight = make_mesh(MeshConfig(), jax.devices()[:1]), make_mesh(MeshConfig(fsdp=4))
+    manifest = write_data(tmp_path / "data", count=20)
     batches = batches_of(manifest, CLASSES, "balanced", ranks=8)
-    assert_same(mean_gradient(CLASSES, eight, batches), mean_gradient(CLASSES, one, batches))
-    key, weights = trained_weights(CLASSES, eight)
-    sums = zero_accumulator(spec_of(CLASSES), eight, weights, batches[0])
-    placed = jax.device_put(batches[0], batch_sharding(eight))
-    lowered = accumulate_of(CLASSES, eight).lower(weights, sums, placed, key)
-    text = lowered.compile().as_text()
-    tokens = batches[0].tokens.shape[1]
-    gathered = [line for line in text.splitlines() if "all-gather(" in line]
-    assert gathered  # of parameters: fsdp
-    assert not any(f",{tokens}," in line.split("all-gather(")[0] for line in gathered)
+    found, programs = gradient_and_programs(CLASSES, mesh_of(8, fsdp=4), batches)
+    assert_same(found, mean_gradient(CLASSES, mesh_of(), batches))
+    assert any("all-gather(" in program for program in programs)  # of parameters: fsdp
+    assert_gathers_no_activations(programs, batches[0].tokens.shape[1])
 
 
 @pytest.mark.slow
 def test_the_same_sample_gets_the_same_noise_in_either_layout(tmp_path):
-    manifest = write_data(tmp_path / "data", CLASSES)
+    manifest = write_data(tmp_path / "data")
     key = jax.random.key(5)
     (rows, *_) = batches_of(manifest, CLASSES, "balanced")
     tokens, target, sigma, condition, _ = noised_rows(rows, key, OBJECTIVE, CLASSES)
     alone = {int(batch.sample[0]): batch for batch in batches_of(manifest, CLASSES, "fixed")}
-    from alload_jax.models.common.parts import patchify
-
     for slot in np.flatnonzero(rows.weight[0]):
         segments = rows.metadata.tokens
         begin, length = segments.offset[0, slot], segments.length[0, slot]
@@ -213,42 +117,23 @@ def test_the_same_sample_gets_the_same_noise_in_either_layout(tmp_path):
 
 
 def test_a_nan_in_one_sample_reaches_no_other_and_neighbours_change_no_bit(tmp_path):
-    manifest = write_data(tmp_path / "data", CLASSES)
-    (rows, *_) = batches_of(manifest, CLASSES, "balanced")
-    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
-    _, weights = trained_weights(CLASSES, mesh)
-
-    @jax.jit
-    def predict(tokens):
-        model = nnx.merge(abstract_model(CLASSES).graph, weights.merged())
-        time = jnp.full(rows.sample.shape, 300.0)
-        found = model.forward_packed(tokens, rows.position, rows.metadata, time, rows.condition)
-        return found.velocity
-
-    clean = np.asarray(predict(rows.tokens))
-    ids = rows.metadata.tokens.ids[0]
-    for value in (np.nan, 7.0):
-        tokens = rows.tokens.copy()
-        tokens[0, ids == 0] = value
-        found = np.asarray(predict(tokens))
-        assert (found[0, ids != 0] == clean[0, ids != 0]).all()
-        assert (found[0, ids == 0] != clean[0, ids == 0]).any()
+    (rows, *_) = batches_of(write_data(tmp_path / "data"), CLASSES, "balanced")
+    assert_reaches_no_other(CLASSES, rows)
 
 
 COMPILATION = "/jax/core/compile/backend_compile_duration"
 
 
 def test_an_epoch_of_packed_steps_compiles_one_gradient(tmp_path):
-    manifest = write_data(tmp_path / "data", CLASSES, count=30)
-    plan, collation = plan_with(manifest, CLASSES, "balanced")
+    manifest = write_data(tmp_path / "data", count=30)
+    plan, collation = plan_of(manifest, CLASSES, "balanced")
     assert plan.steps_per_epoch > 2
     collate = Collator(StoreReader(manifest), frozenset({0}), collation)
-    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
-    spec = spec_of(CLASSES)
+    spec, mesh = spec_of(CLASSES), mesh_of()
     trainer = Trainer(spec, mesh, init_state(spec, mesh, 0))
     assert len(list(trainer.compile(collation.shapes(plan)))) == 1
     steps = [collate(plan.step(number)) for number in range(plan.steps_per_epoch + 2)]
-    placed: list[PlacedStep] = list(place_ahead(iter(steps), mesh))
+    placed = list(place_ahead(iter(steps), mesh))
     trainer.step(placed[0])  # scalars such as the epoch have tiny programs of their own
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(
@@ -260,6 +145,78 @@ def test_an_epoch_of_packed_steps_compiles_one_gradient(tmp_path):
     jax.jit(lambda x: x + len(losses))(1.0)
     assert compiled  # the listener hears
     assert np.isfinite(losses).all()
+
+
+# ---------------------------------------------------------------- split over context groups
+
+
+SPLIT = dataclasses.replace(CLASSES, num_heads=4)
+
+
+@pytest.fixture(scope="module")
+def manifest(tmp_path_factory):
+    """Samples of 1, 12 and 45 tokens."""
+    sizes = {(1, 2, 2): 18, (3, 4, 4): 9, (5, 6, 6): 3}
+    return write_sizes(tmp_path_factory.mktemp("long") / "data", sizes, lambda n: n % 2 + 1)
+
+
+@pytest.mark.slow
+@needs_devices
+@pytest.mark.parametrize(
+    ("axes", "m_mem"),
+    [({"context": 4, "fsdp": 2}, 40), ({"context": 2, "fsdp": 2, "tensor": 2}, 64)],
+)
+def test_split_samples_give_the_loss_and_gradient_of_whole_ones(axes, m_mem, manifest):
+    mesh, options = mesh_of(8, **axes), {"context": axes["context"], "m_mem": m_mem}
+    batches = batches_of(manifest, SPLIT, "balanced", ranks_of(mesh), **options)
+    assert {odd for b in batches for odd in b.metadata.split.split.length.ravel().tolist()} >= {45}
+    assert sum(float(b.weight.sum()) for b in batches) == pytest.approx(len(manifest), rel=1e-6)
+    found, programs = gradient_and_programs(SPLIT, mesh, batches)
+    assert_same(found, mean_gradient(SPLIT, mesh_of(), batches_of(manifest, SPLIT, "fixed")))
+    assert len(programs) == 1
+    assert "all-to-all(" in programs[0]
+    assert_gathers_no_activations(programs, m_mem)
+
+
+def test_each_split_size_needs_one_program(manifest):
+    plan, collation = plan_of(manifest, SPLIT, "balanced", 8, context=2, m_mem=32)
+    splits = [batch.metadata.split for batch in collation.shapes(plan)]
+    regions = {split.split_tokens if split else 0 for split in splits}
+    assert regions == set(plan.epoch(0).packing.split_sizes)
+    assert 1 < len(regions) <= 5
+
+
+def config_with(planning=None, **axes):
+    planning = PlanningConfig(**{"m_mem": 32, "policy": "balanced"} | (planning or {}))
+    mesh = MeshConfig(**axes)
+    return Config(RunConfig("run"), DataConfig("data"), planning, SPLIT, mesh=mesh)
+
+
+def test_unsupported_splits_are_refused_in_one_line():
+    with pytest.raises(InputError, match=r"mesh\.context·mesh\.tensor is 3, which does not divide"):
+        config_with(context=3)
+    with pytest.raises(InputError, match=r"mesh\.context·mesh\.tensor is 8, .*num_heads 4"):
+        config_with(context=4, tensor=2)
+    with pytest.raises(InputError, match=r"planning\.context is 2, but mesh\.context is 4"):
+        config_with(planning={"context": 2}, context=4)
+
+
+def test_the_mesh_decides_over_how_many_ranks_samples_are_split():
+    assert with_context(config_with(context=2)).planning.context == 2
+    bucketed = config_with(planning={"policy": "dual_constraint"}, context=2)
+    assert with_context(bucketed).planning.context == 1
+
+
+@needs_devices
+def test_fewer_devices_cannot_stand_for_context_groups():
+    mesh = mesh_of(4, context=2)
+    assert local_plan_ranks(mesh, 4, context=2) == frozenset(range(4))
+    assert local_plan_ranks(mesh, 8) == frozenset(range(8))  # of a plan that splits nothing
+    with pytest.raises(InputError, match=r"planning\.ranks is 8, but with .* mesh\.context 2"):
+        local_plan_ranks(mesh, 8, context=2)
+
+
+# ---------------------------------------------------------------- on a GPU
 
 
 @pytest.mark.gpu
@@ -278,14 +235,14 @@ def test_in_bfloat16_packing_changes_no_more_than_bfloat16_does(axes, options, t
     wide = dataclasses.replace(CLASSES, dim=128, ffn_dim=256, num_layers=2, attention="auto")
     exact = dataclasses.replace(wide, attention="xla")
     low = dataclasses.replace(wide, dtype="bfloat16")
-    manifest = write_data(tmp_path / "data", CLASSES, count=20)
-    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    manifest = write_data(tmp_path / "data", count=20)
     with jax.default_matmul_precision("highest"):
-        expected = mean_gradient(exact, mesh, batches_of(manifest, exact, "fixed"))
-    bucketed = mean_gradient(low, mesh, batches_of(manifest, low, "dual_constraint"))
-    mesh = make_mesh(MeshConfig(**axes), jax.devices()[: math.prod(axes.values())])
-    batches = batches_of(manifest, low, "balanced", ranks_of(mesh), **options)
-    packed = mean_gradient(low, mesh, batches)
+        expected = mean_gradient(exact, mesh_of(), batches_of(manifest, exact, "fixed"))
+    bucketed = mean_gradient(low, mesh_of(), batches_of(manifest, low, "dual_constraint"))
+    mesh = mesh_of(math.prod(axes.values()), **axes)
+    packed = mean_gradient(
+        low, mesh, batches_of(manifest, low, "balanced", ranks_of(mesh), **options)
+    )
 
     def distances(found):
         pairs = zip(*(jax.tree.leaves(each) for each in (found, expected)), strict=True)

@@ -8,18 +8,33 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from group_cases import SIZES, SPEC, OneDevice, figures, plan_for, steps_on, trainer_on, write_data
+from group_cases import (
+    SIZES,
+    SPEC,
+    OneDevice,
+    collation_of,
+    figures,
+    plan_for,
+    steps_on,
+    trainer_on,
+    write_data,
+)
+from layouts import mesh_of
 from patience import PATIENCE
 
+from alload_jax.data.batch import Batch
 from alload_jax.data.manifest import read_manifest
 from alload_jax.errors import InputError
 from alload_jax.planning.factory import make_plan
 from alload_jax.planning.policies.policy import RankTopology
 from alload_jax.planning.settings import PlanningConfig
-from alload_jax.sharding.mesh import MeshConfig, group_meshes, make_mesh, refuse_spanning
+from alload_jax.sharding.mesh import group_meshes, refuse_spanning
 from alload_jax.training.state import init_state, state_to_draw
+from alload_jax.training.step import make_accumulate, make_update, zero_accumulator
+from alload_jax.training.trainer import make_trainer
 
 ROOT = Path(__file__).parents[2]
 STEPS = 5  # of two in an epoch
@@ -43,15 +58,9 @@ def one_device():
     return OneDevice()
 
 
-def mesh_of(devices, **axes):
-    return make_mesh(MeshConfig(**axes), jax.devices()[:devices])
-
-
 MESHES = {
     "4 groups": ({}, 1),
     "2 groups of fsdp 2, each for two of the plan": ({"fsdp": 2}, 2),
-}
-MORE_MESHES = {
     "2 groups of context 2": ({"context": 2}, 2),
     "2 groups of tensor 2": ({"tensor": 2}, 1),
 }
@@ -63,10 +72,6 @@ MORE_MESHES = {
 def trained(request, manifest):
     """A trainer of a plan of four groups, with its inputs and results."""
     axes, ranks_per_group = MESHES[request.param]
-    return train_on(manifest, axes, ranks_per_group)
-
-
-def train_on(manifest, axes, ranks_per_group):
     mesh = mesh_of(4, **axes)
     plan = plan_for(manifest, 4, ranks_per_group)
     trainer = trainer_on(manifest, plan, mesh)
@@ -125,15 +130,6 @@ def test_groups_train_as_one_device_that_takes_all_their_micro_batches(
     assert int(trainer.state.step) == STEPS
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MORE_MESHES)
-def test_groups_of_every_kind_train_as_one_device(name, manifest, one_device):
-    plan, _, trainer, _, found, _ = train_on(manifest, *MORE_MESHES[name])
-    state, expected = one_device.train(manifest, plan, STEPS)
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
-    assert_close(trainer.state.params, state.params)
-
-
 def test_a_step_holds_different_shapes_and_an_uneven_end(trained):
     plan, _, _, placed, _, _ = trained
     assert plan.steps_per_epoch == 2
@@ -163,7 +159,7 @@ def test_each_group_compiles_each_shape_once_for_its_own_devices(trained):
 def test_the_state_is_split_over_all_devices_and_groups_share_its_buffers(trained):
     _, mesh, trainer, _, _, _ = trained
     kernel = trainer.state.opt_state[1][0].mu["blocks"]["feed_forward"]["hidden"]["kernel"]
-    assert kernel.addressable_shards[0].data.shape == (1, 16, 24 // mesh.size)
+    assert kernel.addressable_shards[0].data.size == kernel.size // mesh.size
     whole = trainer.state.params["blocks"]["feed_forward"]["hidden"]["kernel"]
     pointers = {s.device: s.data.unsafe_buffer_pointer() for s in whole.addressable_shards}
     for group in trainer._local.values():
@@ -193,30 +189,25 @@ def test_mismatches_are_refused_in_one_line(manifest):
         RankTopology(4, "independent", ranks_per_group=3)
 
 
-def free_port():
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        return found.getsockname()[1]
-
-
 def run_two_processes(manifest, folder):
     """Results of two processes with one device each."""
-    address = f"localhost:{free_port()}"
+    with socket.create_server(("localhost", 0)) as free:
+        address = f"localhost:{free.getsockname()[1]}"
     environment = os.environ | {
         "XLA_FLAGS": os.environ["XLA_FLAGS"].replace("count=8", "count=1"),
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
         "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}",
     }
-    outs = [folder / f"{process}.json" for process in range(2)]
     script = Path(__file__).with_name("two_processes.py")
-    data = manifest.path.parent
-    commands = [
-        [sys.executable, script, address, str(process), data, out]
-        for process, out in enumerate(outs)
-    ]
+    outs = [folder / f"{process}.json" for process in range(2)]
     processes = [
-        subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-        for command in commands
+        subprocess.Popen(
+            [sys.executable, script, address, str(process), manifest.path.parent, out],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for process, out in enumerate(outs)
     ]
     for process in processes:
         _, errors = process.communicate(timeout=PATIENCE)
@@ -235,3 +226,69 @@ def test_two_processes_with_a_group_each_train_as_one_device(manifest, one_devic
     # Five micro-batches: in the third step of an epoch the second process has none.
     assert first["groups"][2] == [0]
     assert second["groups"][2] == []
+
+
+# ---------------------------------------------------------------- sums of gradients
+
+
+HALF = SPEC._replace(accumulate_dtype="bfloat16")
+ROUNDING = 2.0**-8  # of bfloat16, relative to the value
+COUNT = 4
+
+
+def batch_of(number):
+    rng = np.random.default_rng(number)
+    latents = jnp.asarray(rng.normal(size=(2, *SIZES[0], 1)), jnp.float32)
+    labels = jnp.asarray(rng.integers(0, 10, (2, 2)), jnp.int32)
+    samples = jnp.arange(2, dtype=jnp.int32) + 2 * number
+    return Batch(latents, labels, samples, jnp.zeros(2, jnp.int32), jnp.ones(2, jnp.float32))
+
+
+def sums_of(spec, mesh, state, count):
+    accumulate = make_accumulate(spec, mesh)
+    sums, after = zero_accumulator(spec, mesh, state.weights, batch_of(0)), []
+    for number in range(count):
+        sums = accumulate(state.weights, sums, batch_of(number), state.key)
+        after.append(jax.tree.map(lambda g: np.asarray(g, np.float64), sums.grads))
+    return sums, after
+
+
+@pytest.mark.slow
+def test_a_sum_in_bfloat16_is_rounded_once_for_each_micro_batch():
+    mesh = mesh_of()
+    state = init_state(SPEC, mesh, seed=0)
+    half, rounded = sums_of(HALF, mesh, state, COUNT)
+    full, exact = sums_of(SPEC, mesh, state, COUNT)
+    assert {leaf.dtype for leaf in jax.tree.leaves(half.grads)} == {jnp.dtype("bfloat16")}
+    assert {leaf.dtype for leaf in jax.tree.leaves(full.grads)} == {jnp.dtype("float32")}
+    assert (half.loss, half.weight) == (full.loss, full.weight)
+    for number, (ours, theirs) in enumerate(zip(rounded, exact, strict=True), 1):
+        sizes = [jax.tree.map(np.abs, one) for one in exact[:number]]
+        allowed = jax.tree.map(lambda *parts: 1.1 * ROUNDING * sum(parts), *sizes)
+        jax.tree.map(
+            lambda a, b, bound: np.testing.assert_array_less(np.abs(a - b), bound + 1e-12),
+            ours,
+            theirs,
+            allowed,
+        )
+    update = make_update(HALF, mesh)
+    after, zeroed, metrics = update(state, half)
+    assert {leaf.dtype for leaf in jax.tree.leaves(zeroed.grads)} == {jnp.dtype("bfloat16")}
+    assert {leaf.dtype for leaf in jax.tree.leaves(after.params)} == {jnp.dtype("float32")}
+    norm = np.sqrt(sum((g**2).sum() for g in jax.tree.leaves(exact[-1]))) / float(full.weight)
+    np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=0.01)
+
+
+@pytest.mark.slow
+def test_groups_sum_in_bfloat16_too(manifest):
+    mesh = mesh_of(4)
+    plan = plan_for(manifest, 4)
+    placed = steps_on(manifest, plan, mesh, 3)
+    found = []
+    for spec in (SPEC, HALF):
+        trainer = make_trainer(spec, mesh, init_state(spec, mesh, 0), group_meshes(mesh, plan))
+        list(trainer.compile(collation_of(manifest, plan).shapes(plan)))
+        found.append([float(trainer.step(step)["grad_norm"]) for step in placed])
+    assert SPEC.model.dtype == "float32"
+    np.testing.assert_allclose(found[0], found[1], rtol=0.02)
+    assert found[0] != found[1]

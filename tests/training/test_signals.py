@@ -39,8 +39,9 @@ def test_a_signal_is_noted_and_the_next_one_is_left_to_the_handler_before(handle
             signal.raise_signal(number)
 
 
-@pytest.mark.parametrize("phase", ["read_data", "train"])
-@pytest.mark.parametrize(("flags", "status"), [((), 143), (("75",), 75)])
+@pytest.mark.parametrize(
+    ("phase", "flags", "status"), [("read_data", (), 143), ("train", ("75",), 75)]
+)
 def test_sigterm_where_nothing_is_to_save_gives_the_status(
     handlers, monkeypatch, tmp_path, capsys, phase, flags, status
 ):
@@ -119,10 +120,12 @@ sys.exit(run_command(main, [place]))
 """
 
 
-@pytest.mark.parametrize("place", ["callback", "destructor"])
 @pytest.mark.parametrize(
-    ("number", "status", "said"),
-    [(signal.SIGINT, 130, "interrupted\n"), (signal.SIGTERM, -signal.SIGTERM, "")],
+    ("place", "number", "status", "said"),
+    [
+        ("callback", signal.SIGINT, 130, "interrupted\n"),
+        ("destructor", signal.SIGTERM, -signal.SIGTERM, ""),
+    ],
 )
 def test_a_signal_ends_a_command_where_python_drops_it(place, number, status, said):
     command = [sys.executable, "-c", DROPPED, place, str(int(number))]

@@ -35,32 +35,27 @@ def runs(tmp_path):
     return runs
 
 
-def losses(runs, name):
-    return [row["loss"] for row in runs.metrics(name)]
-
-
 @pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_on_others_files_is_that_on_the_same_samples_in_a_store(runs, kind):
     write, source = KINDS[kind]
     write(runs.folder / "data", SAMPLES)
-    expected = runs.run("--run.folder", "stored")
-    assert expected.returncode == 0, expected.stderr
+    runs.finish("--run.folder", "stored")
     if source:
         config = yaml.safe_load(runs.config.read_text())
-        refused = runs.run("--run.folder", "refused", "--data.folder", "data")
+        refused = runs.here("--run.folder", "refused", "--data.folder", "data")
         assert refused.returncode == 2
         assert "data.source.normalize" in refused.stderr
         config["data"]["source"] = source
         runs.config.write_text(yaml.safe_dump(config))
     place = ("--run.folder", "run", "--data.folder", "data")
-    found = runs.run(*place, "--data.loader.processes", "1")
-    assert found.returncode == 0, found.stderr
-    assert losses(runs, "run") == losses(runs, "stored")
+    runs.finish(*place, "--data.loader.processes", "1")
+    losses = [[row["loss"] for row in runs.metrics(name)] for name in ("run", "stored")]
+    assert losses[0] == losses[1]
     # Other content of the same sizes is another run's.
     changed = SAMPLES[-1]._replace(latents=-SAMPLES[-1].latents)
     write(runs.folder / "data", [*SAMPLES[:-1], changed])
-    refused = runs.run(*place, "--run.steps", "5")
+    refused = runs.here(*place, "--run.steps", "5")
     assert refused.returncode == 2
     assert "data.folder now has as many of other content" in refused.stderr

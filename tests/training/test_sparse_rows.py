@@ -7,29 +7,44 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from test_packed_step import (
+from flax.traverse_util import flatten_dict
+from layouts import (
     CLASSES,
     assert_same,
     batches_of,
-    disturbed,
-    plan_with,
+    mean_gradient,
+    mesh_of,
+    plan_of,
     spec_of,
+    weights_of,
     write_sizes,
 )
+from test_joint_attention_step import CLASSES as JOINT_CLASSES
+from test_joint_attention_step import ROUNDING
 
 from alload_jax.data.batch import signature
 from alload_jax.models.common.sparse_attention import SparseAttentionConfig, config
-from alload_jax.sharding.mesh import MeshConfig, batch_sharding, make_mesh, ranks_of
+from alload_jax.sharding.mesh import ranks_of
 from alload_jax.training.state import Weights, init_state
-from alload_jax.training.step import make_accumulate, zero_accumulator
 
 SIZES = {(1, 4, 4): 5, (5, 20, 22): 4, (3, 26, 30): 3}
 """(frames, height, width) of latents and how many: 4, 550 and 585 tokens."""
 SPARSE = SparseAttentionConfig(selector="pooled", forced=(0.3, 1.0), min_tokens=64)
 MODEL = dataclasses.replace(CLASSES, num_heads=4, num_layers=2, sparse_attention=SPARSE)
-PREDICTOR = dataclasses.replace(SPARSE, selector="predictor", rank=4, profile_blocks=64)
+PREDICTOR = dataclasses.replace(
+    MODEL,
+    sparse_attention=dataclasses.replace(SPARSE, selector="predictor", rank=4, profile_blocks=64),
+)
+JOINT = dataclasses.replace(
+    JOINT_CLASSES, sparse_attention=dataclasses.replace(SPARSE, forced=(0.4, 1.0))
+)
 
 needs_devices = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices")
+
+
+def with_sparse(model, **changes):
+    sparse = dataclasses.replace(model.sparse_attention, **changes)
+    return dataclasses.replace(model, sparse_attention=sparse)
 
 
 @pytest.fixture(scope="module")
@@ -40,37 +55,38 @@ def manifest(tmp_path_factory):
 def sums_of(model, mesh, batches):
     """Mean loss, gradients and auxiliary values; the heads have different densities."""
     state = init_state(spec_of(model), mesh, seed=0)
-    variables = state.variables
-    switch = variables["blocks"]["sparse_attention"]["switch"]
-    switch["density"] = switch["density"] * jnp.array([1.0, 0.4, 0.7, 0.2])
-    params = disturbed(state.params)
+    params, variables = dict(state.params), state.variables
+    if model.sparse_attention:
+        switch = variables["blocks"]["sparse_attention"]["switch"]
+        heads = (1.0, 0.4, 0.7, 0.2) if model.num_heads == 4 else (1.0, 0.5)
+        switch["density"] = switch["density"] * jnp.array(heads)
     # Attention that is not nearly even, so that it matters which blocks are attended to.
-    norm = params["blocks"]["self_attention"]["query_norm"]
-    norm["scale"] = 4 * norm["scale"]
+    if model.joint_attention:
+        params |= weights_of(dataclasses.replace(model, sparse_attention=None))
+        params["blocks"] = state.params["blocks"] | params["blocks"]
+        video = params["blocks"]["video"]
+        norm = {"scale": 4 + 4 * video["query_norm"]["scale"]}
+        params["blocks"] = params["blocks"] | {"video": video | {"query_norm": norm}}
+    else:
+        params = weights_of(model)
+        attention = params["blocks"]["self_attention"]
+        norm = {"scale": 4 * attention["query_norm"]["scale"]}
+        blocks = params["blocks"] | {"self_attention": attention | {"query_norm": norm}}
+        params = params | {"blocks": blocks}
     weights = Weights(params, {}, variables)
-    accumulate = make_accumulate(spec_of(model), mesh)
-    sums = zero_accumulator(spec_of(model), mesh, weights, batches[0])
-    for batch in batches:
-        sums = accumulate(weights, sums, jax.device_put(batch, batch_sharding(mesh)), state.key)
-    total = sums.weight
-    return jax.tree.map(lambda x: x / total, (sums.loss, sums.grads, sums.auxiliary))
-
-
-def one_device():
-    return make_mesh(MeshConfig(), jax.devices()[:1])
+    return mean_gradient(model, mesh, batches, weights=weights, auxiliary=True)
 
 
 @pytest.fixture(scope="module")
 def expected(manifest):
     """Of every sample by itself, on one device."""
-    return sums_of(MODEL, one_device(), batches_of(manifest, MODEL, "fixed", m_mem=600))
+    return sums_of(MODEL, mesh_of(), batches_of(manifest, MODEL, "fixed", m_mem=600))
 
 
 @pytest.mark.slow
 def test_sparse_attention_differs_from_dense(manifest, expected):
-    dense = dataclasses.replace(SPARSE, selector="all")
-    model = dataclasses.replace(MODEL, sparse_attention=dense)
-    found = sums_of(model, one_device(), batches_of(manifest, model, "fixed", m_mem=600))
+    model = with_sparse(MODEL, selector="all")
+    found = sums_of(model, mesh_of(), batches_of(manifest, model, "fixed", m_mem=600))
     # A thousand times what is allowed between layouts.
     ours, theirs = (each[1]["blocks"]["self_attention"] for each in (found, expected))
     apart = optax.tree.norm(jax.tree.map(jnp.subtract, ours, theirs))
@@ -84,7 +100,7 @@ def test_packed_samples_attend_to_the_blocks_they_attend_to_by_themselves(manife
     layout = batches[0].metadata.row_tiles
     assert not layout.covers_all
     assert layout.longest == 10
-    assert_same(sums_of(MODEL, one_device(), batches)[:2], expected[:2])
+    assert_same(sums_of(MODEL, mesh_of(), batches)[:2], expected[:2])
 
 
 @needs_devices
@@ -92,9 +108,7 @@ def test_packed_samples_attend_to_the_blocks_they_attend_to_by_themselves(manife
 @pytest.mark.parametrize("balance", [True, False])
 def test_split_samples_attend_to_the_blocks_of_whole_ones(balance, manifest, expected):
     axes = {"context": 2, "fsdp": 2, "tensor": 2} if balance else {"context": 4, "fsdp": 2}
-    mesh = make_mesh(MeshConfig(**axes))
-    sparse = dataclasses.replace(SPARSE, balance_heads=balance)
-    model = dataclasses.replace(MODEL, sparse_attention=sparse)
+    mesh, model = mesh_of(8, **axes), with_sparse(MODEL, balance_heads=balance)
     options = {"context": axes["context"], "m_mem": 700, "split_above": 0.3}
     batches = batches_of(manifest, model, "balanced", ranks_of(mesh), **options)
     longest = [int(batch.metadata.split.split.length.max()) for batch in batches]
@@ -105,21 +119,17 @@ def test_split_samples_attend_to_the_blocks_of_whole_ones(balance, manifest, exp
 @pytest.fixture(scope="module")
 def measured(manifest):
     """Profiles of every sample by itself, on one device."""
-    model = dataclasses.replace(MODEL, sparse_attention=PREDICTOR)
-    return sums_of(model, one_device(), batches_of(manifest, model, "fixed", m_mem=600))
+    return sums_of(PREDICTOR, mesh_of(), batches_of(manifest, PREDICTOR, "fixed", m_mem=600))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("axes", [{}, pytest.param({"context": 2}, marks=needs_devices)])
 def test_the_profile_of_rows_is_about_that_of_their_samples(axes, manifest, measured):
     """Other blocks of queries are sampled, or some more often."""
-    model = dataclasses.replace(MODEL, sparse_attention=PREDICTOR)
-    mesh = make_mesh(MeshConfig(**axes), jax.devices()[: axes.get("context", 1)])
-    options = {"context": axes.get("context", 1), "m_mem": 700 if axes else 1300}
-    if axes:
-        options["split_above"] = 0.3
-    batches = batches_of(manifest, model, "balanced", ranks_of(mesh), **options)
-    loss, grads, found = sums_of(model, mesh, batches)
+    mesh = mesh_of(axes.get("context", 1), **axes)
+    options = axes | ({"m_mem": 700, "split_above": 0.3} if axes else {"m_mem": 1300})
+    batches = batches_of(manifest, PREDICTOR, "balanced", ranks_of(mesh), **options)
+    loss, grads, found = sums_of(PREDICTOR, mesh, batches)
     np.testing.assert_allclose(loss, measured[0], rtol=1e-5)
     np.testing.assert_allclose(found[config.PROFILED], 7 / 12, rtol=1e-5)
     for name in (config.SPARSITY, config.RECALL, config.PREDICTOR_LOSS):
@@ -133,14 +143,61 @@ def test_the_profile_of_rows_is_about_that_of_their_samples(axes, manifest, meas
 
 
 def test_rows_without_a_long_sample_have_no_tiles(manifest):
-    sparse = dataclasses.replace(SPARSE, min_tokens=4096)
-    model = dataclasses.replace(MODEL, sparse_attention=sparse)
+    model = with_sparse(MODEL, min_tokens=4096)
     (first, *_) = batches_of(manifest, model, "balanced", 1, m_mem=1300)
     assert first.metadata.row_tiles is None
 
 
 def test_the_programs_of_a_plan_have_the_tiles_of_its_batches(manifest):
-    plan, collation = plan_with(manifest, MODEL, "balanced", 2, context=2, m_mem=700)
+    plan, collation = plan_of(manifest, MODEL, "balanced", 2, context=2, m_mem=700)
     known = {signature(shape) for shape in collation.shapes(plan)}
     found = batches_of(manifest, MODEL, "balanced", 2, context=2, m_mem=700)
     assert {signature(batch) for batch in found} <= known
+
+
+def test_weights_without_predictors_get_new_ones():
+    dense = dataclasses.replace(PREDICTOR, sparse_attention=None)
+    released = init_state(spec_of(dense), mesh_of(), 1).params
+    expected = {name: np.asarray(x) for name, x in flatten_dict(released, sep="/").items()}
+    state = init_state(spec_of(PREDICTOR), mesh_of(), 2, released)
+    found = flatten_dict(state.params, sep="/")
+    for name, value in expected.items():
+        np.testing.assert_array_equal(found.pop(name), value)
+    sides = [f"blocks/sparse_attention/selector/{side}/kernel" for side in ("key", "query")]
+    assert sorted(found) == sides
+    assert all(np.asarray(value).any() for value in found.values())
+
+
+# ---------------------------------------------------------------- joint attention
+
+
+@pytest.fixture(scope="module")
+def joint_manifest(tmp_path_factory):
+    """Samples of 4 and 240 tokens of latents."""
+    sizes = {(1, 4, 4): 3, (3, 16, 20): 3}
+    return write_sizes(tmp_path_factory.mktemp("joint") / "data", sizes, lambda n: n + 1)
+
+
+@needs_devices
+@pytest.mark.slow
+def test_joint_samples_attend_to_the_blocks_they_attend_to_by_themselves(joint_manifest):
+    options = {"context": 2, "m_mem": 300, "split_above": 0.5}
+    batches = batches_of(joint_manifest, JOINT, "balanced", 2, **options)
+    split = [batch.metadata.split for batch in batches if batch.metadata.split]
+    assert max(int(each.split.length.max()) for each in split) == 240
+    plan, collation = plan_of(joint_manifest, JOINT, "balanced", 2, **options)
+    known = {signature(shape) for shape in collation.shapes(plan)}
+    assert {signature(batch) for batch in batches} <= known
+    alone = batches_of(joint_manifest, JOINT, "fixed", m_mem=300)
+    found = sums_of(JOINT, mesh_of(2, context=2), batches)
+    assert_same(found, sums_of(JOINT, mesh_of(), alone), ROUNDING)
+
+
+@pytest.mark.slow
+def test_all_blocks_are_dense_attention(joint_manifest):
+    control = with_sparse(dataclasses.replace(JOINT, num_layers=1), selector="all", forced=(0.4,))
+    found = []
+    for model in (control, dataclasses.replace(control, sparse_attention=None)):
+        batches = batches_of(joint_manifest, model, "balanced", m_mem=600)
+        found.append(sums_of(model, mesh_of(), batches))
+    assert_same(*found, ROUNDING)

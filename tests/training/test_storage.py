@@ -5,14 +5,9 @@ import subprocess
 
 import pytest
 from patience import PATIENCE, wait_until
-from training_runs import Runs, errors
+from training_runs import errors
 
 NO_PICTURES = ("--sampling.grids", "[]")
-
-
-@pytest.fixture
-def runs(tmp_path, digits_folder):
-    return Runs(tmp_path, digits_folder)
 
 
 @pytest.fixture
@@ -66,8 +61,7 @@ def test_a_second_ctrl_c_ends_at_once_and_quietly(runs, default_signals):
     _, err = run.communicate(timeout=PATIENCE)
     # A run that was saved before the second signal arrived ends as after one.
     assert (run.returncode, errors(err)) in [(130, ["interrupted"]), (0, [])]
-    begun = [int(path.name) for path in (runs.folder / "run" / "checkpoints").glob("[0-9]*")
-             if path.name.isdigit()]  # fmt: skip
-    steps = str(max(begun) + 5)
+    names = [path.name for path in (runs.folder / "run" / "checkpoints").iterdir()]
+    steps = str(max(int(name) for name in names if name.isdigit()) + 5)
     continued = runs.run("--run.steps", steps, "--checkpoint.every", "100", *NO_PICTURES)
     assert continued.returncode == 0, continued.stderr

@@ -1,5 +1,7 @@
-"""Trackers of others' services: what they are told, and that they cannot fail or hang a run."""
+"""Trackers: what each is told, and that services of others cannot fail or hang a run."""
 
+import io
+import struct
 import sys
 import threading
 from dataclasses import dataclass
@@ -9,10 +11,12 @@ from typing import ClassVar
 import numpy as np
 import pytest
 from PIL import Image
+from tensorboardX.proto.event_pb2 import Event
 
 from alload_jax.config import read_config
 from alload_jax.errors import InputError
-from alload_jax.training.trackers import TRACKERS, TrackerContext, Trackers, services
+from alload_jax.sampling.pictures import write_clip
+from alload_jax.training.trackers import TRACKERS, TensorBoard, TrackerContext, Trackers, services
 from alload_jax.training.trackers.services import (
     InBackground,
     MlflowConfig,
@@ -61,51 +65,8 @@ def test_a_missing_package_is_one_line_with_the_command(config, monkeypatch):
         config.check()
 
 
-class ListTracker:
-    """A tracker that keeps what it is told in a list."""
-
-    def __init__(self, logged):
-        self._logged = logged
-
-    def log(self, step, values):
-        self._logged.append((step, values))
-
-    def show(self, step, name, path):
-        pass
-
-    def close(self):
-        pass
-
-
-@dataclass(frozen=True)
-class ListConfig:
-    logged: ClassVar[list] = []
-
-    name: str = "list"
-
-    def check(self):
-        pass
-
-    def make(self, context):
-        return ListTracker(self.logged)
-
-
-def test_a_tracker_from_outside_is_registered_and_not_imported_by_its_place(tmp_path, monkeypatch):
-    with pytest.raises(InputError, match=r"'elsewhere:Config' is unknown; choose one of"):
-        read_config([*FLAGS, "--trackers", "[{name: 'elsewhere:Config'}]"])
-    monkeypatch.setattr(TRACKERS, "_loaded", {})
-    TRACKERS.register("list", ListConfig)
-    (config,) = read_config([*FLAGS, "--trackers", "[{name: list}]"]).trackers
-    tracker = Trackers([config], TrackerContext(tmp_path, 0, VALUES))
-    tracker.log(3, {"loss": 1.0})
-    assert ListConfig.logged == [(3, {"loss": 1.0})]
-
-
-# ---------------------------------------------------------------- the thread
-
-
 class Recorder:
-    """A service that remembers its calls; `obstacle` runs before each."""
+    """A tracker that remembers its calls; `obstacle` runs before each."""
 
     def __init__(self, obstacle=lambda: None):
         self.calls, self.threads, self.obstacle = [], set(), obstacle
@@ -125,6 +86,33 @@ class Recorder:
         self.threads.add(threading.current_thread())
 
 
+@dataclass(frozen=True)
+class OutsideConfig:
+    made: ClassVar[Recorder] = Recorder()
+
+    name: str = "outside"
+
+    def check(self):
+        pass
+
+    def make(self, context):
+        return self.made
+
+
+def test_a_tracker_from_outside_is_registered_and_not_imported_by_its_place(tmp_path, monkeypatch):
+    with pytest.raises(InputError, match=r"'elsewhere:Config' is unknown; choose one of"):
+        read_config([*FLAGS, "--trackers", "[{name: 'elsewhere:Config'}]"])
+    monkeypatch.setattr(TRACKERS, "_loaded", {})
+    TRACKERS.register("outside", OutsideConfig)
+    (config,) = read_config([*FLAGS, "--trackers", "[{name: outside}]"]).trackers
+    tracker = Trackers([config], TrackerContext(tmp_path, 0, VALUES))
+    tracker.log(3, {"loss": 1.0})
+    assert OutsideConfig.made.calls == [("log", 3, {"loss": 1.0})]
+
+
+# ---------------------------------------------------------------- the thread
+
+
 def test_calls_reach_the_service_in_order_and_in_another_thread(tmp_path):
     recorder = Recorder()
     tracker = InBackground("it", recorder)
@@ -142,36 +130,28 @@ def test_calls_reach_the_service_in_order_and_in_another_thread(tmp_path):
     assert threading.current_thread() not in recorder.threads
 
 
-def fail():
-    raise OSError(28, "No space left\non device")
-
-
-def test_failures_are_told_once_in_a_line_and_then_the_service_is_left_alone(capsys):
-    attempts = []
+@pytest.mark.parametrize(
+    ("fails", "taken", "attempts"),
+    [({1}, [0, *range(2, 20)], 21), (range(20), [], 3)],
+    ids=["one loses one call", "after some the service is left alone"],
+)
+def test_failures_are_told_once_in_a_line(fails, taken, attempts, capsys):
+    tried = []
 
     def obstacle():
-        attempts.append(1)
-        fail()
+        tried.append(1)
+        if len(tried) - 1 in fails:
+            raise OSError(28, "No space left\non device")
 
-    tracker = InBackground("it", Recorder(obstacle))
+    recorder = Recorder(obstacle)
+    tracker = InBackground("it", recorder)
     for step in range(20):
         tracker.log(step, {"loss": 1.0})
     tracker.close()
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1
-    assert err.startswith("warning: trackers: it: No space left on device")
-    assert len(attempts) == 3
-
-
-def test_one_failure_loses_one_call(capsys):
-    turns = iter([None, fail, None, None, None])
-    recorder = Recorder(lambda: (next(turns) or (lambda: None))())
-    tracker = InBackground("it", recorder)
-    for step in range(4):
-        tracker.log(step, {})
-    tracker.close()
-    assert [call[1] for call in recorder.calls if call[0] == "log"] == [0, 2, 3]
-    assert capsys.readouterr().err.count("\n") == 1
+    assert [call[1] for call in recorder.calls if call[0] == "log"] == taken
+    assert len(tried) == attempts
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: trackers: it: No space left on device")
 
 
 def test_a_service_that_hangs_holds_nothing_up(capsys, monkeypatch):
@@ -223,12 +203,6 @@ def test_resumed_runs_continue_and_new_ones_begin(tmp_path):
 # ---------------------------------------------------------------- what each service is told
 
 
-def picture(folder):
-    path = folder / "1x8x8.png"
-    Image.fromarray(np.zeros((4, 4, 3), np.uint8)).save(path)
-    return path
-
-
 def follow(config, folder, clip):
     """A run that is killed after step 3 with a checkpoint of step 2, and continued to step 4."""
     first = config.make(TrackerContext(folder, 0, VALUES))
@@ -238,7 +212,9 @@ def follow(config, folder, clip):
     again = config.make(TrackerContext(folder, 2, VALUES))
     for step in (3, 4):
         again.log(step, {"loss": 1.0 / step})
-    again.show(4, "samples/1x8x8", picture(folder))
+    picture = folder / "1x8x8.png"
+    Image.fromarray(np.zeros((4, 4, 3), np.uint8)).save(picture)
+    again.show(4, "samples/1x8x8", picture)
     again.show(4, "samples/clip", clip)
     again.close()
 
@@ -290,54 +266,58 @@ class FakeWandb:
         return self.runs[-1]
 
 
-@pytest.mark.parametrize("config", [WandbConfig(project="p"), TrackioConfig(project="p")])
-def test_a_continued_run_is_the_same_with_every_step_once(config, tmp_path, monkeypatch):
+@pytest.fixture
+def fake_wandb(monkeypatch):
+    """In place of wandb and Trackio, with a login."""
     fake = FakeWandb()
-    monkeypatch.setitem(sys.modules, config.name, fake)
+    for name in ("wandb", "trackio"):
+        monkeypatch.setitem(sys.modules, name, fake)
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    return fake
+
+
+@pytest.mark.parametrize("config", [WandbConfig(project="p"), TrackioConfig(project="p")])
+def test_a_continued_run_is_the_same_with_every_step_once(config, tmp_path, fake_wandb):
     follow(config, tmp_path, tmp_path / "clip.mp4")
-    first, again = fake.inits
+    first, again = fake_wandb.inits
     same = "id" if config.name == "wandb" else "name"
     assert first[same] == again[same]
     assert (dict(first["config"]), again["config"]) == (VALUES, None)
     assert again["resume"] == "allow"
-    logged = [entry for run in fake.runs for entry in run.logged]
+    logged = [entry for run in fake_wandb.runs for entry in run.logged]
     assert [(step, v["loss"]) for step, v in logged if "loss" in v] == EXPECTED
     media = [name for _, values in logged for name in values if name.startswith("samples/")]
     assert media == ["samples/1x8x8", "samples/clip"]
-    assert all(run.finished for run in fake.runs)
+    assert all(run.finished for run in fake_wandb.runs)
 
 
-def test_without_a_login_wandb_is_offline_and_asks_nothing(tmp_path, monkeypatch, capsys):
-    fake = FakeWandb()
-    monkeypatch.setitem(sys.modules, "wandb", fake)
+def test_without_a_login_wandb_is_offline_and_asks_nothing(
+    tmp_path, fake_wandb, monkeypatch, capsys
+):
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE", "NETRC"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     tracker = WandbConfig().make(TrackerContext(tmp_path, 0, VALUES))
     tracker.log(1, {"loss": 1.0})
     tracker.close()
-    assert fake.inits[0]["mode"] == "offline"
+    assert fake_wandb.inits[0]["mode"] == "offline"
     assert "wandb: there is no login" in capsys.readouterr().err
     (tmp_path / ".netrc").write_text("machine api.wandb.ai\nlogin user\npassword 123\n")
     tracker.log(2, {"loss": 1.0})
     tracker.close()
-    assert fake.inits[1]["mode"] == "online"
+    assert fake_wandb.inits[1]["mode"] == "online"
 
 
-def test_without_a_connection_wandb_is_offline(tmp_path, monkeypatch, capsys):
-    fake = FakeWandb()
-    fake.online = False
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+def test_without_a_connection_wandb_is_offline(tmp_path, fake_wandb, capsys):
+    fake_wandb.online = False
     tracker = WandbConfig(mode="online").make(TrackerContext(tmp_path, 0, VALUES))
     for step in (1, 2):
         tracker.log(step, {"loss": 1.0})
         tracker.close()
-    assert [each["mode"] for each in fake.inits] == ["online", "offline", "offline"]
-    assert len({each["id"] for each in fake.inits}) == 1
-    assert fake.torn_down == 1  # the id of the failed attempt is free again
-    assert [step for run in fake.runs for step, _ in run.logged] == [1, 2]
+    assert [each["mode"] for each in fake_wandb.inits] == ["online", "offline", "offline"]
+    assert len({each["id"] for each in fake_wandb.inits}) == 1
+    assert fake_wandb.torn_down == 1  # the id of the failed attempt is free again
+    assert [step for run in fake_wandb.runs for step, _ in run.logged] == [1, 2]
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert "no route to host, so the run is written to wandb/ in the run folder" in err
@@ -398,3 +378,69 @@ def test_mlflow_gets_every_step_once_and_the_config_once(tmp_path, monkeypatch):
         ("samples.1x8x8", 4, (4, 4)),
         ("clip.gif", "samples/00000004"),
     ]
+
+
+# ---------------------------------------------------------------- TensorBoard
+
+
+def events(folder):
+    """The events of a folder's files, in the order of their times."""
+    found = []
+    for path in folder.glob("events*"):
+        content = path.read_bytes()
+        while content:
+            (length,) = struct.unpack("<Q", content[:8])
+            found.append(Event.FromString(content[12 : 12 + length]))
+            content = content[16 + length :]
+    return sorted(found, key=lambda event: event.wall_time)
+
+
+def shown_in(folder):
+    return [(event.step, value) for event in events(folder) for value in event.summary.value]
+
+
+def test_figures_are_shown_also_after_closing(tmp_path):
+    tracker = TensorBoard(tmp_path, resumed_at=4)
+    tracker.log(5, {"loss": 0.5})
+    tracker.close()
+    tracker.log(6, {"loss": 0.25})
+    tracker.close()
+    tracker.close()
+    found = [(step, value.tag, value.simple_value) for step, value in shown_in(tmp_path)]
+    assert found == [(5, "loss", 0.5), (6, "loss", 0.25)]
+    starts = [event.step for event in events(tmp_path) if event.HasField("session_log")]
+    assert starts == [5]  # once: TensorBoard drops what was written from this step on
+
+
+@pytest.mark.parametrize("name", ["clip.gif", "clip.mp4", "still.png"])
+def test_pictures_and_clips_are_shown_as_a_browser_shows_them(tmp_path, name):
+    if name.endswith("mp4"):
+        pytest.importorskip("av")
+    frames = 1 if name.endswith("png") else 5
+    ramp = np.linspace(-1, 1, frames * 32 * 48).reshape(frames, 32, 48, 1)
+    clip = np.broadcast_to(ramp, (frames, 32, 48, 3)).astype(np.float32)
+    path = tmp_path / name
+    write_clip(path, clip, {}, fps=5)
+    tracker = TensorBoard(tmp_path / "tensorboard", resumed_at=0)
+    tracker.show(7, "samples/one", path)
+    tracker.close()
+    ((step, value),) = shown_in(tmp_path / "tensorboard")
+    assert (step, value.tag, value.image.height, value.image.width) == (7, "samples/one", 32, 48)
+    shown = Image.open(io.BytesIO(value.image.encoded_image_string))
+    assert shown.format == ("PNG" if frames == 1 else "GIF")
+    assert getattr(shown, "n_frames", 1) == frames
+    if frames > 1:
+        assert shown.info["duration"] == 200
+    for number in range(frames):
+        shown.seek(number)
+        pixels = np.asarray(shown.convert("RGB"), np.float32)
+        assert np.abs(pixels - (clip[number] + 1) * 127.5).max() < 12
+
+
+def test_latents_are_not_shown(tmp_path):
+    path = tmp_path / "latents.safetensors"
+    write_clip(path, np.zeros((1, 4, 4, 16), np.float32), {})
+    tracker = TensorBoard(tmp_path / "tensorboard", resumed_at=0)
+    tracker.show(7, "samples/one", path)
+    tracker.close()
+    assert not shown_in(tmp_path / "tensorboard")

@@ -1,74 +1,56 @@
 """Whole runs that are validated, in this process."""
 
 import json
-import os
-from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
-import yaml
 from patience import PATIENCE
+from training_runs import Runs, computed, metrics_of
 
 from alload_jax.config import read_config
 from alload_jax.data.datasets.digits import Digits
 from alload_jax.data.manifest import read_manifest
 from alload_jax.data.selection import is_held_out
-from alload_jax.errors import InputError
-from alload_jax.sharding.mesh import make_mesh
 from alload_jax.training.callbacks.validating import Validating
 from alload_jax.training.restore import find_step
 
 SHARE = ("--validation.share", "0.4")
 EVERY = ("--validation.every", "2", "--checkpoint.every", "4")
-MODEL = {
-    "dim": 16,
-    "ffn_dim": 16,
-    "num_heads": 2,
-    "num_layers": 1,
-    "freq_dim": 8,
-    "patch_size": [1, 4, 4],
-    "dtype": "float32",
-}
-STATIC = ("loss", "grad_norm", "epoch", "samples", "tokens")
+
+
+class ValidatedRuns(Runs):
+    def tiny(self):
+        config = super().tiny()
+        config["run"]["steps"] = 8
+        config["planning"] = {"policy": "equal_tokens", "m_mem": 24, "ranks": 2}
+        config["model"]["dtype"] = "float32"
+        config["optimizer"]["ema_decay"] = 0.5
+        del config["sampling"], config["checkpoint"]
+        return config
 
 
 @pytest.fixture
-def train(tmp_path, digits_folder, monkeypatch):
-    """Runs train.py in this process on a tiny model."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
-    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
-    import alload_jax.run as program
-    from alload_jax.run import training
+def runs(tmp_path, digits_folder):
+    return ValidatedRuns(tmp_path, digits_folder)
+
+
+@pytest.fixture
+def train(runs):
+    """Runs train.py in this process; returns the run's folder."""
 
     def run(*flags, folder="run", devices=1):
-        some = jax.devices()[:devices]
-        monkeypatch.setattr(training, "make_mesh", lambda config: make_mesh(config, some))
-        config = {
-            "run": {"folder": str(tmp_path / folder), "steps": 8},
-            "data": {"folder": str(digits_folder)},
-            "planning": {"policy": "equal_tokens", "m_mem": 24, "ranks": 2},
-            "model": MODEL,
-            "optimizer": {"learning_rate": 0.01, "warmup_steps": 2, "ema_decay": 0.5},
-        }
-        path = tmp_path / "config.yaml"
-        path.write_text(yaml.safe_dump(config))
-        assert program.main(["--config", str(path), *flags]) == 0
-        return tmp_path / folder
+        runs.told = runs.finish("--run.folder", folder, *flags, devices=devices).stdout
+        return runs.folder / folder
 
     return run
 
 
-def rows_of(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def steps_of(folder):
-    return [[row[name] for name in STATIC] for row in rows_of(folder) if "loss" in row]
+    return computed(folder, ("loss", "grad_norm", "epoch", "samples", "tokens"))
 
 
 def validations(folder):
-    return [row for row in rows_of(folder) if "validation/loss" in row]
+    return [row for row in metrics_of(folder) if "validation/loss" in row]
 
 
 def assert_close(some, others):
@@ -105,13 +87,12 @@ def crash_at(step, monkeypatch, logged):
     ("step", "logged", "saved"), [(4, False, 4), (6, True, 6), (6, False, 4), (8, False, 8)]
 )
 def test_a_crashed_run_continues_with_equal_validations_and_best_checkpoints(
-    train, monkeypatch, capsys, step, logged, saved
+    runs, train, monkeypatch, step, logged, saved
 ):
     flags = (*SHARE, *EVERY, "--checkpoint.keep_best", "2", "--checkpoint.keep", "1")
     whole = train(*flags, folder="whole")
-    told = capsys.readouterr().out
-    assert "\nvalidation: " in told
-    assert "validation at step 2: loss " in told
+    assert "\nvalidation: " in runs.told
+    assert "validation at step 2: loss " in runs.told
     repair = crash_at(step, monkeypatch, logged)
     with pytest.raises(RuntimeError, match="power is out"):
         train(*flags)
@@ -135,7 +116,9 @@ def test_a_crashed_run_continues_with_equal_validations_and_best_checkpoints(
     assert b"validation/loss/5x8x8" in events
 
 
-def test_held_out_samples_are_not_trained_on_and_another_share_is_refused(train, digits_folder):
+def test_held_out_samples_are_not_trained_on_and_another_share_is_refused(
+    runs, train, digits_folder
+):
     folder = train(*SHARE, "--run.epochs", "1", "--run.steps", "null", "--validation.every", "null")
     held_out = int(is_held_out(read_manifest(digits_folder), 0.4).sum())
     assert sum(row[3] for row in steps_of(folder)) == 21 - held_out
@@ -145,32 +128,30 @@ def test_held_out_samples_are_not_trained_on_and_another_share_is_refused(train,
     config = read_config(["--config", str(folder / "config.yaml")])
     assert config.run.epochs == 1
     longer = ("--run.epochs", "2", "--run.steps", "null")
-    with pytest.raises(InputError, match=r"of another validation: share was 0\.4 and is now 0\.3"):
-        train("--validation.share", "0.3", *longer)
-    with pytest.raises(InputError, match=r"of another validation: share was 0\.4 and is now None"):
-        train(*longer)
+    for share, now in ((("--validation.share", "0.3"), "0.3"), ((), "None")):
+        refused = runs.here(*share, *longer)
+        assert f"of another validation: share was 0.4 and is now {now}" in refused.stderr
 
 
 @pytest.mark.slow
-def test_validation_on_other_data_changes_no_step(train, tmp_path, capsys):
+def test_validation_on_other_data_changes_no_step(runs, train, tmp_path):
     Digits(mix=((1, 8, 8, 4), (5, 8, 8, 2)), seed=9, frames_per_latent=1).write(tmp_path / "held")
     plain = train(folder="plain")
-    assert "\nvalidation: " not in capsys.readouterr().out
+    assert "\nvalidation: " not in runs.told
     assert not (plain / "best.json").exists()
     with_folder = train("--validation.folder", str(tmp_path / "held"), *EVERY)
     assert steps_of(with_folder) == steps_of(plain)
     assert {row["validation/samples"] for row in validations(with_folder)} == {6}
 
 
-def test_a_destroyed_shard_of_the_validation_is_named_before_anything_is_compiled(
-    train, tmp_path, capsys
-):
+def test_a_destroyed_shard_of_the_validation_is_named_before_anything_is_compiled(runs, tmp_path):
     Digits(mix=((1, 8, 8, 4),), frames_per_latent=1).write(tmp_path / "held")
     (shard,) = (tmp_path / "held").glob("*.arrayrecord")
     shard.write_bytes(bytes(shard.stat().st_size))
-    with pytest.raises(InputError, match=r"held/shard.*arrayrecord: this shard is destroyed"):
-        train("--validation.folder", str(tmp_path / "held"))
-    assert "compiling" not in capsys.readouterr().out
+    refused = runs.here("--validation.folder", str(tmp_path / "held"))
+    assert refused.returncode == 2
+    assert f"{shard}: this shard is destroyed" in refused.stderr
+    assert "compiling" not in refused.stdout
 
 
 @pytest.mark.slow
@@ -198,38 +179,34 @@ def test_packed_rows_are_validated_by_the_same_errors(train):
 
 
 @pytest.mark.slow
-def test_two_processes_measure_what_one_does(runs):
-    flags = (*SHARE, *EVERY, "--run.steps", "8", "--checkpoint.keep_best", "1")
-    flags = (*flags, "--planning.ranks", "2", "--checkpoint.minutes", "0.001")
+def test_two_processes_measure_what_one_does(runs, train):
+    flags = (*SHARE, *EVERY, "--checkpoint.keep_best", "1", "--checkpoint.minutes", "0.001")
     together = [process.communicate(timeout=PATIENCE) for process in runs.start_together(2, *flags)]
     folder = runs.folder / "run"
     assert [row["step"] for row in validations(folder)] == [2, 4, 6, 8], together
     assert all(not err or "warning" in err for _, err in together)
-    alone = runs.run(*flags, "--run.folder", "alone")
-    assert alone.returncode == 0, alone.stderr
-    assert_close(validations(folder), validations(runs.folder / "alone"))
+    assert_close(validations(folder), validations(train(*flags, folder="alone")))
     assert len(best_of(folder)) == 1
 
 
 @pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", ["equal_tokens", "balanced"])
-def test_more_epochs_continue_a_run(train, policy, capsys):
+def test_more_epochs_continue_a_run(runs, train, policy):
     flags = ("--planning.policy", policy, "--run.steps", "null", "--optimizer.final_fraction", "1")
     whole = train(*flags, "--run.epochs", "3", folder="whole")
-    capsys.readouterr()
     train(*flags, "--run.epochs", "2")
     folder = train(*flags, "--run.epochs", "3")
-    told = capsys.readouterr().out
+    told = runs.told
     assert "changed since the last start: run.epochs 2 → 3" in told
     assert steps_of(folder) == steps_of(whole)
-    epochs = [row["epoch"] for row in rows_of(folder)]
+    epochs = [row["epoch"] for row in metrics_of(folder)]
     assert (epochs[0], epochs[-1], epochs) == (0, 2, sorted(epochs))
     assert f"the run {len(epochs):,} (" in told
 
 
 @pytest.mark.slow
-def test_samples_to_leave_out_are_numbered_as_in_the_folder(train, tmp_path, digits_folder):
+def test_samples_to_leave_out_are_numbered_as_in_the_folder(runs, train, tmp_path, digits_folder):
     held_out = np.flatnonzero(is_held_out(read_manifest(digits_folder), 0.4)).tolist()
     trained = next(number for number in range(21) if number not in held_out)
     listed = tmp_path / "exclude.txt"
@@ -239,8 +216,8 @@ def test_samples_to_leave_out_are_numbered_as_in_the_folder(train, tmp_path, dig
     assert sum(row[3] for row in steps_of(folder)) == 21 - len(held_out) - 1
     assert validations(folder)[0]["validation/samples"] == len(held_out) - 1
     listed.write_text("\n".join(map(str, held_out)))
-    with pytest.raises(InputError, match=r"leaves no sample to validate on with validation\.share"):
-        train(*SHARE, *epoch, "--data.exclude", str(listed), folder="none")
+    refused = runs.here(*SHARE, *epoch, "--data.exclude", str(listed), "--run.folder", "none")
+    assert "leaves no sample to validate on with validation.share" in refused.stderr
 
 
 @pytest.mark.parametrize(
@@ -263,8 +240,8 @@ def test_samples_to_leave_out_are_numbered_as_in_the_folder(train, tmp_path, dig
         (("--validation.source.name", "store"), "validation.source is given without"),
     ],
 )
-def test_wrong_settings_are_one_line(train, flags, words):
-    with pytest.raises(InputError) as error:
-        train(*flags)
-    assert words in str(error.value)
-    assert "\n" not in str(error.value)
+def test_wrong_settings_are_one_line(runs, flags, words):
+    refused = runs.here(*flags)
+    assert refused.returncode == 2
+    assert words in refused.stderr
+    assert refused.stderr.count("\n") == 1

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from layouts import batches_of, mesh_of
 from test_image_to_video import MODEL as GIVEN_MODEL
-from test_image_to_video import write
-from test_packed_step import batches_of
+from test_image_to_video import model_of, write
+from training_runs import CLASS_MODEL
 
 from alload_jax.data.condition import conditions_for
 from alload_jax.data.datasets.digits import Digits
@@ -18,24 +19,16 @@ from alload_jax.data.sources import Subset
 from alload_jax.data.store import StoreReader, StoreWriter
 from alload_jax.diffusion.timesteps import TimestepConfig
 from alload_jax.errors import InputError
-from alload_jax.models.families import abstract_model, build_model, split_model
+from alload_jax.models.families import abstract_model
 from alload_jax.models.wan.transformer import WanConfig
 from alload_jax.objectives.flow_matching import FlowMatching
-from alload_jax.sharding.mesh import MeshConfig, batch_sharding, make_mesh
+from alload_jax.sharding.mesh import batch_sharding
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.state import TrainingSpec, init_state
 from alload_jax.training.validation import ValidationConfig
 from alload_jax.training.validation.validator import HeldOut, Validator
 
-MODEL = WanConfig(
-    dim=16,
-    ffn_dim=16,
-    num_heads=2,
-    num_layers=1,
-    freq_dim=8,
-    patch_size=(1, 4, 4),
-    dtype="float32",
-)
+MODEL = WanConfig(**CLASS_MODEL | {"patch_size": (1, 4, 4), "dtype": "float32"})
 # Dropout and the distribution of noise levels are those of training, and must not matter.
 OBJECTIVE = FlowMatching(timesteps=TimestepConfig(shift=3.0), condition_dropout=0.9)
 CONFIG = ValidationConfig(share=0.5, noise_levels=(0.2, 0.75), max_samples=None, seed=3)
@@ -44,10 +37,6 @@ MIX = ((1, 8, 8, 7), (5, 8, 8, 3))
 
 def spec_of(objective=OBJECTIVE):
     return TrainingSpec(MODEL, objective, make_optimizer(OptimizerConfig(), 10), 0.9)
-
-
-def mesh_of(devices, **axes):
-    return make_mesh(MeshConfig(**axes), jax.devices()[:devices])
 
 
 @pytest.fixture(scope="module")
@@ -71,24 +60,12 @@ def disturbed(state):
 
 @pytest.fixture(scope="module")
 def state():
-    return jax.jit(disturbed)(init_state(spec_of(), mesh_of(1), seed=0))
-
-
-def disturbed_model(config):
-    parts = split_model(build_model(config, nnx.Rngs(0)))
-    moved = jax.tree.map(
-        lambda leaf: leaf + 0.1 * jax.random.normal(jax.random.key(leaf.size), leaf.shape),
-        parts.params,
-    )
-    return nnx.merge(parts.graph, moved)
-
-
-def held(source):
-    return HeldOut(source, conditions_for(MODEL, source.manifest))
+    return jax.jit(disturbed)(init_state(spec_of(), mesh_of(), seed=0))
 
 
 def validator_of(source, mesh, config=CONFIG, tokens=None, objective=OBJECTIVE):
-    return Validator(config, spec_of(objective), mesh, held(source), tokens)
+    held_out = HeldOut(source, conditions_for(MODEL, source.manifest))
+    return Validator(config, spec_of(objective), mesh, held_out, tokens)
 
 
 def errors_by_mark(validator, state):
@@ -105,7 +82,7 @@ def errors_by_mark(validator, state):
 
 @pytest.fixture(scope="module")
 def reference(source, state):
-    return errors_by_mark(validator_of(source, mesh_of(1)), state)
+    return errors_by_mark(validator_of(source, mesh_of()), state)
 
 
 def noise_of(seed, level, mark, grid):
@@ -147,7 +124,6 @@ def test_errors_are_those_of_each_sample_alone_by_the_definition(source, state, 
 @pytest.mark.parametrize(
     ("devices", "axes", "tokens"),
     [
-        (1, {}, 64),
         (2, {"fsdp": 2}, None),
         pytest.param(8, {"fsdp": 2, "context": 2}, 12, marks=pytest.mark.slow),
     ],
@@ -166,31 +142,31 @@ def test_other_samples_and_levels_change_nothing(source, state, reference):
     """Of the same batch shape, to the bit."""
     fewer = Subset(source, np.array([8, 3, 0]))
     config = replace(CONFIG, noise_levels=(0.75, 0.5))
-    found = errors_by_mark(validator_of(fewer, mesh_of(1), config), state)
+    found = errors_by_mark(validator_of(fewer, mesh_of(), config), state)
     assert len(found) == 6
     for (mark, level), error in found.items():
         assert level == 0.5 or error == reference[mark, level]
-    other = errors_by_mark(validator_of(fewer, mesh_of(1), replace(config, seed=4)), state)
+    other = errors_by_mark(validator_of(fewer, mesh_of(), replace(config, seed=4)), state)
     assert all(other[each] != error for each, error in found.items())
 
 
 def test_the_average_is_measured_if_there_is_one(source, state, reference):
-    raw = errors_by_mark(validator_of(source, mesh_of(1), replace(CONFIG, weights="raw")), state)
+    raw = errors_by_mark(validator_of(source, mesh_of(), replace(CONFIG, weights="raw")), state)
     assert all(raw[each] != error for each, error in reference.items())
     bare = state._replace(ema={})
-    assert errors_by_mark(validator_of(source, mesh_of(1)), bare) == raw
+    assert errors_by_mark(validator_of(source, mesh_of()), bare) == raw
 
 
 def test_a_damaged_sample_is_left_out_with_a_warning(source, state, reference, capsys, monkeypatch):
+    """And whether it shares a batch changes nothing for the others."""
     monkeypatch.setattr("alload_jax.data.loader.time.sleep", lambda seconds: None)
     sums = source.manifest.checksum.copy()
     sums[3] ^= 1
     damaged = StoreReader(replace(source.manifest, checksum=sums))
-    validator = validator_of(damaged, mesh_of(1), tokens=64)
+    validator, mark = validator_of(damaged, mesh_of(), tokens=64), source.manifest.checksum[3]
+    whole = {each: error for each, error in reference.items() if each[0] != int(mark)}
     for _ in range(2):
-        found = errors_by_mark(validator, state)
-        mark = int(source.manifest.checksum[3])
-        assert found.keys() == {each for each in reference if each[0] != mark}
+        assert errors_by_mark(validator, state) == pytest.approx(whole, rel=2e-5)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("warning: validation leaves out: ")
     assert "(sample 3) has checksum" in line
@@ -198,7 +174,7 @@ def test_a_damaged_sample_is_left_out_with_a_warning(source, state, reference, c
 
 def test_what_is_measured_has_a_name(source):
     def name(config, source=source):
-        return validator_of(source, mesh_of(1), config).measured_set
+        return validator_of(source, mesh_of(), config).measured_set
 
     same = replace(CONFIG, every=7)
     assert name(CONFIG) == name(same)
@@ -218,8 +194,8 @@ def test_errors_are_the_loss_of_training_at_a_level(tmp_path):
     close = TimestepConfig("uniform", lowest=level - 5e-7, highest=level + 5e-7)
     trained = FlowMatching(timesteps=close, condition_dropout=0.0, given_first_frame=0.6)
     validated = replace(trained, timesteps=TimestepConfig(), condition_dropout=0.9)
-    manifest, key, mesh = write(tmp_path / "data"), jax.random.key(5), mesh_of(1)
-    model = disturbed_model(GIVEN_MODEL)
+    manifest, key, mesh = write(tmp_path / "data"), jax.random.key(5), mesh_of()
+    model = model_of(GIVEN_MODEL)
     sharding = batch_sharding(mesh)
 
     @nnx.jit
@@ -262,14 +238,14 @@ def test_an_objective_without_fixed_levels_is_refused(source):
             raise NotImplementedError
 
     with pytest.raises(InputError, match=r"objective\.name is plain, which defines no errors at"):
-        validator_of(source, mesh_of(1), objective=Plain())
+        validator_of(source, mesh_of(), objective=Plain())
 
 
 def test_it_says_what_is_measured(source):
     config = replace(CONFIG, max_samples=4, max_shapes=1, every=1000)
-    assert validator_of(source, mesh_of(1), config).told() == (
+    assert validator_of(source, mesh_of(), config).told() == (
         "4 of 10 held-out samples, 1 of 2 sizes, at 2 noise levels, every 1,000 steps and at "
         "the end"
     )
-    told = validator_of(source, mesh_of(1), replace(config, every=None)).told()
+    told = validator_of(source, mesh_of(), replace(config, every=None)).told()
     assert told.endswith("noise levels, at the end")

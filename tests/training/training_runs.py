@@ -1,3 +1,5 @@
+import contextlib
+import io
 import json
 import os
 import shutil
@@ -5,13 +7,72 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
+import jax
 import pyarrow as pa
 import pyarrow.parquet
 import yaml
-from patience import PATIENCE
+from patience import PATIENCE, wait_until
+
+from alload_jax.errors import run_command
+from alload_jax.run import main, training
+from alload_jax.sharding.mesh import make_mesh
 
 ROOT = Path(__file__).parents[2]
+WEIGHTS = ROOT / "tests" / "golden" / "wan" / "t2v" / "transformer"
+CLASS_MODEL = {
+    "dim": 16,
+    "ffn_dim": 16,
+    "num_heads": 2,
+    "num_layers": 1,
+    "freq_dim": 8,
+    "patch_size": [1, 4, 4],
+}
+TEXT_MODEL = {
+    "dim": 24,
+    "ffn_dim": 40,
+    "num_heads": 2,
+    "num_layers": 2,
+    "in_channels": 4,
+    "freq_dim": 16,
+    "text": {"dim": 10, "length": 7},
+}
+"""That of WEIGHTS."""
+
+
+def run_here(*argv, devices=1):
+    """train.py in this process, with its errors as one line; as a process that has ended."""
+    some = jax.devices()[:devices]
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        mock.patch.object(training, "make_mesh", lambda config: make_mesh(config, some)),
+        mock.patch.object(training, "use_compilation_cache"),  # tests have one of their own
+        mock.patch.dict(os.environ),  # the program adds to XLA_FLAGS
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        status = run_command(main, list(argv))
+    return subprocess.CompletedProcess(argv, status, out.getvalue(), err.getvalue())
+
+
+def metrics_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+COMPUTED = ("step", "epoch", "loss", "grad_norm", "learning_rate", "samples", "skipped")
+COMPUTED += ("tokens", "imbalance", "padding")
+
+
+def computed(folder, names=COMPUTED):
+    """What a run has computed in each step of training."""
+    return [[row[name] for name in names] for row in metrics_of(folder) if "loss" in row]
+
+
+def forget_last(folder, step):
+    """As if a run had been lost before its last checkpoint, that of `step`, was written."""
+    shutil.rmtree(folder / "checkpoints" / str(step))
+    (folder / "summary.json").unlink()
 
 
 class Runs:
@@ -36,14 +97,7 @@ class Runs:
             },
             "data": {"folder": str(self.data)},
             "planning": {"m_mem": 40, "micro_batches_per_step": 2},
-            "model": {
-                "dim": 16,
-                "ffn_dim": 16,
-                "num_heads": 2,
-                "num_layers": 1,
-                "freq_dim": 8,
-                "patch_size": [1, 4, 4],
-            },
+            "model": dict(CLASS_MODEL),
             "optimizer": {"learning_rate": 0.01, "warmup_steps": 2},
             "checkpoint": {"every": 5},
             "sampling": {"steps": 2, "grids": [{"frames": 1, "height": 8, "width": 8, "rows": 1}]},
@@ -91,6 +145,24 @@ class Runs:
         out, err = process.communicate(timeout=PATIENCE)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
+    def here(self, *flags, devices=1):
+        """The same in this process, in the folder; much cheaper."""
+        with contextlib.chdir(self.folder):
+            return run_here("--config", str(self.config), *flags, devices=devices)
+
+    def finish(self, *flags, **options):
+        """Runs in this process to an end without errors."""
+        finished = self.here(*flags, **options)
+        assert finished.returncode == 0, finished.stderr
+        return finished
+
+    def kill_after(self, step, *flags, devices=1):
+        """Starts a process and kills it as soon as the checkpoint of a step is written."""
+        process = self.start(*flags, devices=devices)
+        wait_until((self.folder / "run" / "checkpoints" / str(step)).exists, process)
+        process.kill()
+        process.communicate()
+
     def spoil(self, sample):
         """A copy of the data in which one sample's manifest row has another checksum."""
         shutil.copytree(self.data, self.folder / "spoilt")
@@ -104,8 +176,7 @@ class Runs:
         return str(self.folder / "spoilt")
 
     def metrics(self, name="run"):
-        lines = (self.folder / name / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
+        return metrics_of(self.folder / name)
 
 
 def lines_of(path):

@@ -1,0 +1,211 @@
+"""The same samples in packed, bucketed and single rows: their micro-batches and gradients."""
+
+import dataclasses
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from alload_jax.data.batch import signature
+from alload_jax.data.collate import Collator, collation_for
+from alload_jax.data.condition import conditions_for, samples_for
+from alload_jax.data.manifest import read_manifest
+from alload_jax.data.store import StoreReader, StoreWriter
+from alload_jax.diffusion.timesteps import TimestepConfig
+from alload_jax.models.families import abstract_model
+from alload_jax.models.wan.transformer import WanConfig
+from alload_jax.objectives.flow_matching import FlowMatching
+from alload_jax.planning.factory import make_plan
+from alload_jax.planning.settings import PlanningConfig
+from alload_jax.sharding.mesh import MeshConfig, batch_sharding, make_mesh
+from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
+from alload_jax.training.state import TrainingSpec, Weights, init_state, weights_shardings
+from alload_jax.training.step import make_accumulate, zero_accumulator
+
+CLASSES = WanConfig(
+    dim=16,
+    ffn_dim=24,
+    num_heads=2,
+    num_layers=1,
+    freq_dim=8,
+    in_channels=2,
+    patch_size=(1, 2, 2),
+    dtype="float32",
+)
+OBJECTIVE = FlowMatching(timesteps=TimestepConfig(shift_power=0.5), condition_dropout=0.3)
+JOINT_OBJECTIVE = FlowMatching(condition_dropout=0.3)
+SIZES = [(1, 4, 4), (3, 4, 6)]
+MERGED = {"max_programs": 1}
+"""Shapes share a bucket, whose rows are padded."""
+
+
+def mesh_of(devices=1, **axes):
+    return make_mesh(MeshConfig(**axes), jax.devices()[:devices])
+
+
+def normal(rng, *shape):
+    return rng.normal(size=shape).astype(np.float32)
+
+
+def write_samples(folder, count, sample, seed=0, **options):
+    """A data folder; `sample(rng, n)` returns the n-th one's size, condition and more."""
+    rng = np.random.default_rng(seed)
+    with StoreWriter(folder, **{"vae_stride": (1, 1, 1)} | options) as writer:
+        for n in range(count):
+            size, condition, more = sample(rng, n)
+            writer.add(normal(rng, *size, 2), condition, size, **more)
+    return read_manifest(folder)
+
+
+def write_sizes(folder, sizes, labels):
+    """Samples of each size (latent frames, height, width) → how many; `labels` of the n-th."""
+    each = [(size, n) for size, count in sizes.items() for n in range(count)]
+
+    def sample(rng, number):
+        size, n = each[number]
+        return size, rng.integers(0, 10, labels(n)).astype(np.int32), {}
+
+    return write_samples(folder, len(each), sample)
+
+
+def plan_of(manifest, model, policy, ranks=1, weight=None, **options):
+    """A plan, and what collates its steps."""
+    usual = {"m_mem": 108 if model.joint_attention else 80}
+    usual |= {"rows": 1} if policy == "fixed" else {}
+    config = PlanningConfig(policy=policy, **usual | options)
+    conditions = conditions_for(model, manifest)
+    samples = samples_for(model, manifest, conditions, config.traits.packed)
+    plan = make_plan(config, dataclasses.replace(samples, weight=weight), ranks, seed=1)
+    return plan, collation_for(plan, manifest, model, conditions)
+
+
+def batches_of(manifest, model, policy, ranks=1, **options):
+    """Every micro-batch of the first epoch, in host memory."""
+    plan, collation = plan_of(manifest, model, policy, ranks, **options)
+    collate = Collator(StoreReader(manifest), frozenset(range(ranks)), collation)
+    steps = (collate(plan.step(number)) for number in range(plan.steps_per_epoch))
+    return [batch for step in steps for batch in step.batches]
+
+
+@jax.jit
+def disturbed(params):
+    """Gates and head of a new model are zero; those of a trained one are not."""
+    return jax.tree.map(
+        lambda leaf: leaf + 0.1 * jax.random.normal(jax.random.key(leaf.size), leaf.shape), params
+    )
+
+
+@cache
+def spec_of(model, objective=None):
+    config = OptimizerConfig(warmup_steps=0)
+    objective = objective or (JOINT_OBJECTIVE if model.joint_attention else OBJECTIVE)
+    return TrainingSpec(model, objective, make_optimizer(config, 100), config.ema_decay)
+
+
+@cache
+def accumulate_of(model, mesh, objective=None):
+    return make_accumulate(spec_of(model, objective), mesh)
+
+
+@cache
+def weights_of(model):
+    """Those of a trained model; drawn in NumPy where gates and refiners want larger ones."""
+    if not model.joint_attention:
+        params = init_state(spec_of(model), mesh_of(), seed=0).params
+        return jax.tree.map(np.asarray, disturbed(params))
+    leaves, tree = jax.tree.flatten(abstract_model(model).params)
+    rng = np.random.default_rng(0)
+    return jax.tree.unflatten(tree, [0.3 * normal(rng, *leaf.shape) for leaf in leaves])
+
+
+def mean_gradient(model, mesh, batches, objective=None, weights=None, auxiliary=False):
+    """The mean loss and gradients of micro-batches; and auxiliary values, if wanted."""
+    return gradient_and_programs(model, mesh, batches, objective, weights)[0][: 2 + auxiliary]
+
+
+def gradient_and_programs(model, mesh, batches, objective=None, weights=None):
+    """Also the texts of the programs that compute it, one for each signature."""
+    accumulate = accumulate_of(model, mesh, objective)
+    weights = weights or Weights(weights_of(model), {}, {})
+    weights = jax.device_put(weights, weights_shardings(weights, mesh, spec_of(model).rules))
+    key = jax.random.key_data(jax.random.key(0))
+    sums = zero_accumulator(spec_of(model), mesh, weights, batches[0])
+    programs = {}
+    for batch in jax.device_put(batches, batch_sharding(mesh)):
+        kind = signature(batch)
+        if kind not in programs:
+            programs[kind] = accumulate.lower(weights, sums, batch, key).compile()
+        sums = programs[kind](weights, sums, batch, key)
+    total = sums.weight
+    found = jax.tree.map(lambda each: each / total, (sums.loss, sums.grads, sums.auxiliary))
+    return found, [program.as_text() for program in programs.values()]
+
+
+def assert_same(found, expected, least=0.0):
+    """Gradients without any but rounding are compared at `least` of the largest one."""
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
+    leaves = [jax.tree.leaves(each[1]) for each in (found, expected)]
+    sizes = [np.linalg.norm(np.asarray(leaf, np.float64)) for leaf in leaves[1]]
+    assert min(sizes) > 0 or least
+    for ours, theirs, size in zip(*leaves, sizes, strict=True):
+        away = np.linalg.norm(np.asarray(ours, np.float64) - theirs)
+        assert away <= 1e-5 * max(size, least * max(sizes))
+
+
+def assert_gathers_no_activations(programs, tokens):
+    """Of activations no rank gets those of another but by the exchange of heads."""
+    for line in "\n".join(programs).splitlines():
+        if "all-gather(" in line:
+            assert not any(f"{sep}{tokens}," in line.split("all-gather(")[0] for sep in ",[")
+
+
+def velocities(model, batch, context=1):
+    """The velocity of every sample of packed rows, by its number; parts of split ones together."""
+    sharding = batch_sharding(mesh_of(context, context=context))
+    graph, params = abstract_model(model).graph, weights_of(model)
+
+    @jax.jit
+    def run(batch):
+        module = nnx.merge(graph, params)
+        timestep = jnp.where(batch.sample >= 0, 100.0 + batch.sample, 0.0)
+        tokens = batch.tokens
+        if batch.given is not None:
+            parts = (x.reshape(*x.shape[:2], 4, -1) for x in (tokens, batch.given))
+            tokens = jnp.concatenate(list(parts), axis=-1).reshape(*tokens.shape[:2], -1)
+        inputs = (tokens, batch.position, batch.metadata, timestep, batch.condition)
+        return module.forward_packed(*inputs, sharding=sharding).velocity
+
+    found = np.asarray(run(jax.device_put(batch, sharding)))
+    offset, length, _ = batch.metadata.tokens
+    parts = {}
+    for row, slot in zip(*np.nonzero(length), strict=True):
+        here = slice(offset[row, slot], offset[row, slot] + length[row, slot])
+        first = int(batch.first[row, slot]) if context > 1 else 0
+        parts.setdefault(int(batch.sample[row, slot]), []).append((first, found[row, here]))
+    return {
+        sample: np.concatenate([part for _, part in sorted(each, key=lambda part: part[0])])
+        for sample, each in parts.items()
+    }
+
+
+def assert_reaches_no_other(model, batch, context=1):
+    """A sample's values, finite or not, change no bit of its neighbours in packed rows."""
+    before = velocities(model, batch, context)
+    assert len(before) > 1
+    spoilt = int(np.bincount(batch.sample[batch.sample >= 0]).argmax())
+    for value in (7.0, np.nan):
+        changed = jax.tree.map(np.copy, batch)
+        for row, slot in zip(*np.nonzero(batch.sample == spoilt), strict=True):
+            changed.tokens[row, batch.metadata.tokens.ids[row] == slot] = value
+            if model.text:
+                for tokens in changed.condition.values():
+                    tokens.values[row, tokens.segments.ids[row] == slot] = value
+        after = velocities(model, changed, context)
+        for sample, expected in before.items():
+            if sample == spoilt:
+                assert np.isnan(after[sample]).all() == np.isnan(value)
+                assert not np.array_equal(after[sample], expected)
+            else:
+                np.testing.assert_array_equal(after[sample], expected)

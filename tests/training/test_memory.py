@@ -1,0 +1,272 @@
+"""The memory that a run is predicted to need, and what it is told where that does not fit."""
+
+import dataclasses
+import re
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict
+from layouts import mesh_of
+from training_runs import errors
+
+from alload_jax.errors import InputError
+from alload_jax.models.common.config import TextConfig
+from alload_jax.models.common.lora import LoraConfig
+from alload_jax.models.families import abstract_model, gradient_dtypes
+from alload_jax.models.wan.transformer import WanConfig
+from alload_jax.objectives.flow_matching import FlowMatching
+from alload_jax.planning.analytic import ALL_TRAINED, GRADIENT_BYTES, state_bytes
+from alload_jax.sharding.mesh import MeshConfig
+from alload_jax.training.device_memory import (
+    STATE_REMEDY,
+    RunMemory,
+    in_words,
+    memory_named,
+    run_memory,
+)
+from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
+from alload_jax.training.parameters import ParametersConfig
+from alload_jax.training.remat_choice import require_fit, trained_of
+from alload_jax.training.state import TrainingSpec, TrainState, abstract_state
+
+# ---------------------------------------------------------------- of a state
+
+PLAIN = WanConfig(dim=128, ffn_dim=256, num_heads=2, num_layers=2, freq_dim=8, dtype="float32")
+LORA = WanConfig(**{**vars(PLAIN), "lora": LoraConfig(rank=8)})
+ADAPTERS = ParametersConfig().with_lora()
+
+
+@pytest.mark.parametrize(
+    ("model", "parameters", "optimizer"),
+    [
+        (PLAIN, ParametersConfig(), {}),
+        (LORA, ADAPTERS, {}),
+        (PLAIN, ParametersConfig(), {"ema_decay": None}),
+        (LORA, ADAPTERS, {"name": "adamw8bit", "ema_decay": None}),
+        (PLAIN, ParametersConfig(), {"name": "adamw8bit"}),
+        (PLAIN, ParametersConfig(), {"name": "adafactor", "accumulate_dtype": "bfloat16"}),
+        (LORA, ADAPTERS, {"name": "adafactor"}),
+        (PLAIN, ParametersConfig(), {"name": "lion", "mu_dtype": "bfloat16"}),
+        (PLAIN, ParametersConfig(), {"name": "muon"}),
+        (LORA, ADAPTERS, {"name": "muon"}),
+    ],
+    ids=str,
+)
+def test_it_is_that_of_the_state_that_is_made(model, parameters, optimizer):
+    config = OptimizerConfig(**optimizer)
+    params = abstract_model(model).params
+    trained = trained_of(params, parameters, config)
+    assert (trained == ALL_TRAINED) == (config == OptimizerConfig() and model is PLAIN)
+    optimizer = make_optimizer(config, 10)
+    spec = TrainingSpec(model, FlowMatching(), optimizer, config.ema_decay, parameters)
+    state = abstract_state(spec, mesh_of(), 0)
+    made = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    sums = {"float32": 4, "bfloat16": 2}[config.accumulate_dtype]
+    total = sum(leaf.size for leaf in jax.tree.leaves(params))
+    predicted = state_bytes(total, trained) - count * (GRADIENT_BYTES + sums)
+    assert abs(predicted - made) < 200  # the step, the key and counters of the optimizer
+
+
+def test_gradients_that_stay_in_16_bits_take_half_of_their_bytes():
+    model = dataclasses.replace(PLAIN, dtype="bfloat16")
+    params, optimizer = abstract_model(model).params, OptimizerConfig()
+    narrow = gradient_dtypes(model)
+    wide, less = (
+        trained_of(params, ParametersConfig(), optimizer, accumulates=False, narrow=each)
+        for each in ({}, narrow)
+    )
+    flat = flatten_dict(params, sep="/")
+    count = sum(leaf.size for leaf in flat.values())
+    halved = sum(flat[name].size for name in narrow)
+    assert 0 < halved < count
+    assert (wide.bytes_each - less.bytes_each) * count == pytest.approx(2 * halved)
+
+
+# ---------------------------------------------------------------- what fits
+
+
+WAN_14B = WanConfig(
+    dim=5120, ffn_dim=13824, num_heads=40, num_layers=40, in_channels=16, remat="full"
+)
+H100 = 63.5e9
+"""Of 80 GB, what JAX uses unless it is told otherwise."""
+
+
+def refusal(model=WAN_14B, tokens=32_760, budget=H100, fsdp=4, replicas=1, **optimizer):
+    """What is said of a step; empty if it may fit."""
+    try:
+        require_fit(
+            *(model, tokens, budget, ParametersConfig(), OptimizerConfig(**optimizer)),
+            MeshConfig(fsdp=fsdp),
+            replicas=replicas,
+        )
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def test_a_state_that_cannot_fit_is_told_with_what_would():
+    said = refusal()
+    assert re.search(
+        r"predicted to need \d+\.\d GB of a device, [67]\d\.\d GB of them before", said
+    )
+    assert "it has 63.5 GB" in said
+    assert "\n" not in said
+    assert "what fits: mesh.fsdp 16, or model.remat offload with mesh.fsdp 8" in said
+    assert refusal(fsdp=16) == refusal(fsdp=32) == ""
+
+
+@pytest.mark.parametrize(
+    ("budget", "fsdp", "remat"),
+    [(H100, 4, "full"), (H100, 8, "full"), (H100, 4, "attention"), (105e9, 4, "full")],
+)
+def test_all_that_is_named_fits(budget, fsdp, remat):
+    model = dataclasses.replace(WAN_14B, remat=remat)
+    said = refusal(model, budget=budget, fsdp=fsdp)
+    for each in said.partition("what fits: ")[2].split(", or ") if said else ():
+        words = each.replace("with ", "").split()
+        named = dict(zip(words[::2], words[1::2], strict=True))
+        taken = {"model": dataclasses.replace(model, remat=named.get("model.remat", remat))}
+        taken |= {"fsdp": int(named.get("mesh.fsdp", fsdp)), "budget": budget}
+        taken |= {"tokens": int(named.get("planning.m_mem", 32_760))}
+        if "optimizer.name" in named:
+            taken["name"] = named["optimizer.name"]
+        assert refusal(**taken) == "", each
+
+
+def test_fewer_tokens_or_less_that_is_kept_are_named_where_activations_are_too_many():
+    model = dataclasses.replace(WAN_14B, remat="none")
+    said = refusal(model, fsdp=16)
+    named = dict(each.rsplit(" ", 1) for each in said.partition("what fits: ")[2].split(", or "))
+    assert refusal(dataclasses.replace(model, remat=named["model.remat"]), fsdp=16) == ""
+    assert refusal(model, int(named["planning.m_mem"]), fsdp=16) == ""
+    assert refusal(model, 2 * int(named["planning.m_mem"]), fsdp=16)
+
+
+def test_replicas_share_the_state_but_not_the_weights():
+    """1.3B on 24 GB: 5.7 GB of weights, and 28 GB of state that eight replicas split."""
+    small = WanConfig(dim=1536, ffn_dim=8960, num_heads=12, num_layers=30, in_channels=16)
+    small = dataclasses.replace(small, remat="full", text=TextConfig(dim=4096, length=512))
+    assert refusal(small, 8_000, 22.7e9, fsdp=1)
+    assert refusal(small, 8_000, 22.7e9, fsdp=1, replicas=8) == ""
+    assert refusal(small, 8_000, 6e9, fsdp=1, replicas=10_000)
+
+
+def test_a_run_is_refused_before_it_compiles(runs):
+    refused = runs.here("--model.memory_budget", "0.1")
+    assert refused.returncode == 2
+    (line,) = errors(refused.stderr)
+    assert "before any token, and it has 0.1 GB" in line
+    assert "compiling" not in refused.stdout
+
+
+# ---------------------------------------------------------------- of a device
+
+
+def state_of(size):
+    params = {"w": jnp.zeros((size, size))}
+    return TrainState(
+        step=jnp.zeros((), jnp.int32),
+        key=jnp.zeros(2, jnp.uint32),
+        params=params,
+        ema={"w": jnp.zeros((size, size))},
+        opt_state=(jnp.zeros((size, size)),),
+        frozen={},
+        variables={},
+    )
+
+
+def test_it_is_what_the_arrays_and_the_program_take():
+    size = 64
+    state = state_of(size)
+
+    def gradient(weights, accumulator, batch):
+        grads = jax.grad(lambda w: jnp.sum(jnp.tanh(batch @ w) ** 2))(weights.params["w"])
+        return accumulator + grads
+
+    accumulator, batch = jnp.zeros((size, size)), jnp.ones((8, size))
+    lowered = jax.jit(gradient, donate_argnums=1).lower(state.weights, accumulator, batch)
+    program = lowered.compile()
+    found = run_memory(state, [program])
+    assert found.state == 3 * 4 * size**2 + 4 + 8
+    least = accumulator.nbytes + batch.nbytes  # and what the program computes in between
+    temporary = program.memory_analysis().temp_size_in_bytes
+    assert least + temporary <= found.step <= least + temporary + accumulator.nbytes
+    assert run_memory(state, []) is None
+
+
+ALLOCATING = "Out of memory while trying to allocate"
+
+
+@pytest.mark.parametrize(
+    ("said", "named", "words"),
+    [
+        (
+            "19.72GiB with allocator GPU_0_bfc on device 0. [executable_name='jit_update']",
+            (),
+            [f"memory ({ALLOCATING} 19.72GiB", "lower planning.m_mem"],
+        ),
+        (
+            "19.72GiB.\n\nSuggestions:\n…",
+            (),
+            [f"memory ({ALLOCATING} 19.72GiB", "lower planning.m_mem"],
+        ),
+        ("2GiB", ("the state", STATE_REMEDY), ["the state does not fit a device's memory"]),
+        (
+            "2.00GiB with allocator xla_gpu_host_bfc on device 0.",
+            (),
+            [
+                f"a step does not fit the host's memory ({ALLOCATING} 2.00GiB); lower "
+                "planning.m_mem, set model.remat to offload or full, or raise "
+                "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+            ],
+        ),
+    ],
+)
+def test_memory_that_is_spent_is_one_line_with_a_remedy(said, named, words):
+    with pytest.raises(InputError) as error, memory_named(*named):
+        raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {ALLOCATING} {said}")
+    (line,) = str(error.value).splitlines()
+    assert all(part in line for part in words)
+    assert "executable_name" not in line
+    assert ("planning.m_mem" in line) == (not named)
+
+
+def test_it_warns_where_a_step_is_larger_than_the_host_allows():
+    found = RunMemory(10, 10, None, 3_000_000_000, 2e9)
+    assert found.line().endswith("; 3.0 GB of the host's memory")
+    assert found.warning().startswith(
+        "a step needs 3.0 GB of the host's memory and a device may use 2.0 GB of it; lower"
+    )
+    assert not found._replace(host_limit=4e9).warning()
+    assert found._replace(limit=19).warning().startswith("a step needs 0.0 MB and a device")
+
+
+def test_other_errors_of_the_runtime_stay_what_they_are():
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), memory_named():
+        raise jax.errors.JaxRuntimeError("INTERNAL: the driver is gone")
+
+
+def test_programs_that_say_nothing_are_passed_over():
+    silent = SimpleNamespace(memory_analysis=lambda: None)
+    assert run_memory(state_of(2), [silent]) is None
+
+
+def test_it_warns_where_a_step_is_larger_than_the_device():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        state, step, limit = (int(each) for each in rng.integers(1, 100e9, 3))
+        found = RunMemory(state, step, limit)
+        assert bool(found.warning()) == (state + step > limit)
+        assert f"of {in_words(limit)}" in found.line()
+    assert not RunMemory(10, 10, None).warning()
+    assert ", of" not in RunMemory(10, 10, None).line()
+
+
+def test_sizes_are_written_in_the_unit_that_suits_them():
+    sizes = (142_600_000_000, 1_000_000_000, 2e6)
+    assert [in_words(size) for size in sizes] == ["142.6 GB", "1.0 GB", "2.0 MB"]

@@ -1,0 +1,294 @@
+"""Runs that are killed, stopped or cut short, and continued: they are the run never stopped."""
+
+import json
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from patience import PATIENCE, wait_until
+from training_runs import Runs, computed, forget_last, lines_of
+
+from alload_jax.cli import main
+from alload_jax.config import read_config
+from alload_jax.data.manifest import read_manifest
+from alload_jax.data.store import StoreWriter
+from alload_jax.planning.cost import CostFile, QuadraticCost, write_cost_file
+from alload_jax.planning.factory import make_plan
+from alload_jax.planning.metrics import step_metrics
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_signal_saves_and_the_run_continues_bit_for_bit(runs, default_signals):
+    # A cosine that ends where it starts: the learning rate does not depend on the run's length.
+    constant, folder = ("--optimizer.final_fraction", "1.0"), runs.folder / "run"
+    status = ("--run.status_when_stopped", "75")
+    process = runs.start("--run.steps", "4000", *status, *constant)
+    wait_until(lambda: lines_of(folder / "metrics.jsonl") >= 3, process)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 75, err
+    assert "SIGTERM: saved step" in out
+    assert f"--config {folder}/config.yaml" in out
+    stopped = len(runs.metrics())
+    assert (folder / "checkpoints" / str(stopped)).exists()
+    steps = str(max(stopped + 4, 14))
+    finished = runs.run("--config", str(folder / "config.yaml"), "--run.steps", steps)
+    assert finished.returncode == 0, finished.stderr
+    assert [row["step"] for row in runs.metrics()] == list(range(1, int(steps) + 1))
+    runs.finish("--run.folder", "whole", "--run.steps", steps, *constant)
+    assert computed(folder) == computed(runs.folder / "whole")
+
+
+def test_a_run_killed_while_saving_continues_bit_for_bit(runs, unbroken):
+    process = runs.start("--checkpoint.every", "1", "--checkpoint.keep", "3")
+    folder = runs.folder / "run" / "checkpoints"
+
+    def saving():
+        finished = [p for p in folder.glob("*") if p.name.isdigit()]
+        return len(finished) >= 2 and any("tmp" in p.name for p in folder.glob("*"))
+
+    wait_until(saving, process)
+    process.kill()
+    process.communicate()
+    assert not (runs.folder / "run" / "summary.json").exists()
+    finished = runs.run()
+    assert finished.returncode == 0, finished.stderr
+    assert computed(runs.folder / "run") == computed(unbroken[0].folder / "run")
+    starts = json.loads((runs.folder / "run" / "environment.json").read_text())
+    assert 0 < starts[1]["step"] < 14
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("stop", [7, 4])
+def test_a_run_cut_short_and_continued_is_the_run_never_stopped(runs, unbroken, stop):
+    """Within an epoch (4) and in the next one (7), by a checkpoint of exactly that step."""
+    runs.kill_after(stop, "--checkpoint.every", str(stop), "--checkpoint.keep", "9")
+    for path in (runs.folder / "run" / "checkpoints").iterdir():
+        assert path.name == str(stop) or not path.name.isdigit() or int(path.name) > stop
+    finished = runs.run()
+    assert finished.returncode == 0, finished.stderr
+    assert computed(runs.folder / "run") == computed(unbroken[0].folder / "run")
+
+
+def test_a_recalibrated_run_continues_by_the_models_of_its_checkpoint(runs):
+    costs = runs.folder / "costs.json"
+    write_cost_file(costs, CostFile(quadratic=QuadraticCost(0.01, 1e-4, 1e-6, 1e-3)))
+    flags = ["--planning.policy", "balanced", "--planning.recalibrate", "epoch"]
+    flags += ["--planning.cost_model", str(costs), "--planning.micro_batches_per_step", "1"]
+    flags += ["--run.steps", "60", "--checkpoint.every", "33", "--checkpoint.keep", "9"]
+    runs.kill_after(33, *flags)
+    other = runs.here(*flags[:2], *flags[4:])
+    assert other.returncode == 2
+    assert "another planning: recalibrate was 'epoch' and is now None" in other.stderr
+    runs.finish(*flags)
+    before, after = (models_of(runs, step) for step in (33, 60))
+    assert before
+    assert after[: len(before)] == before
+    assert len(after) > len(before)
+    saved = read_config(["--config", str(runs.folder / "run" / "config.yaml")])
+    samples = read_manifest(runs.data).samples(saved.model.patch_size)
+    plan = make_plan(saved.planning, samples, 1, saved.run.seed)
+    for epoch, fields in after:
+        plan = plan.recalibrated(epoch, QuadraticCost(**fields))
+    for row in runs.metrics():
+        expected = step_metrics(plan.step(row["step"] - 1), plan, QuadraticCost(1, 1, 1))
+        assert (row["samples"], row["tokens"]) == (expected.samples, expected.tokens)
+
+
+def models_of(runs, step):
+    place = runs.folder / "run" / "checkpoints" / str(step) / "recalibration" / "metadata"
+    return json.loads(place.read_text())["models"]
+
+
+# ---------------------------------------------------------------- optimizers
+
+WIDE = ("--model.dim", "64", "--model.ffn_dim", "64", "--model.num_heads", "4")
+"""Matrices large enough for moments in eight bits."""
+SHARDED = (*WIDE, "--mesh.fsdp", "2")
+OPTIMIZERS = {
+    "adamw8bit": ("--optimizer.name", "adamw8bit", "--optimizer.skip_above", "50"),
+    "adafactor": ("--optimizer.name", "adafactor", "--optimizer.accumulate_dtype", "bfloat16"),
+    "muon": (
+        *("--optimizer.name", "muon", "--optimizer.mu_dtype", "bfloat16"),
+        *("--optimizer.groups", "[{parameters: [head], name: adamw, learning_rate: 0.001}]"),
+        *("--optimizer.schedule", "wsd", "--optimizer.decay_steps", "5"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_killed_run_with_each_optimizer_continues_bit_for_bit(runs, name):
+    flags = (*SHARDED, *OPTIMIZERS[name], "--checkpoint.keep", "9")
+    runs.kill_after(6, *flags, "--checkpoint.every", "6", devices=2)
+    runs.finish(*flags, devices=2)
+    runs.finish(*flags, "--run.folder", "whole", devices=2)
+    assert computed(runs.folder / "run") == computed(runs.folder / "whole")
+    rows = runs.metrics()
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    other = runs.here(*SHARDED, "--run.steps", "15", devices=2)
+    assert other.returncode == 2
+    assert "another optimizer: " in other.stderr
+    assert "was None" not in other.stderr
+
+
+def test_the_curve_stays_when_a_run_with_a_schedule_of_its_own_grows(runs):
+    own = ("--optimizer.schedule_steps", "14", "--optimizer.final_fraction", "0.1")
+    for more in (("10",), ("16",), ("16", "--run.folder", "whole")):
+        runs.finish(*own, "--run.steps", *more)
+    rates = [row["learning_rate"] for row in runs.metrics()]
+    assert rates[-1] == rates[-2] == pytest.approx(0.001)
+    assert computed(runs.folder / "run") == computed(runs.folder / "whole")
+
+
+# ---------------------------------------------------------------- sources, groups, sparse layers
+
+
+@pytest.fixture
+def weighted(tmp_path):
+    """Runs on weighted sources whose samples have several texts."""
+    rng = np.random.default_rng(0)
+    sizes = ((1, 8, 8), (5, 8, 8), (1, 8, 16))
+    with StoreWriter(tmp_path / "store", vae_stride=(1, 1, 1)) as writer:
+        for number in range(24):
+            size = sizes[number % 3]
+            latents = rng.normal(size=(*size, 1)).astype(np.float32)
+            first, *others = (np.array([(number + more) % 10], np.int32) for more in range(3))
+            path = f"{'rare' if number < 8 else 'usual'}/{number}.mp4"
+            more = {"alternatives": [(one, None) for one in others], "path": path}
+            writer.add(latents, first, size, **more)
+    runs = Runs(tmp_path, tmp_path / "store")
+    config = runs.tiny()
+    config["data"]["weights"] = [{"path": "rare", "weight": 2.5}, {"path": "usual", "weight": 0.6}]
+    config["run"]["steps"] = 20
+    del config["sampling"]
+    runs.config.write_text(yaml.safe_dump(config))
+    return runs
+
+
+POLICIES = {
+    "bucketed": ("--planning.policy", "dual_constraint"),
+    "packed": ("--planning.policy", "balanced", "--planning.micro_batches_per_step", "1"),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_killed_run_of_weighted_sources_continues_bit_for_bit(weighted, policy):
+    flags = POLICIES[policy]
+    whole = weighted.finish(*flags, "--run.folder", "whole")
+    assert "24 samples, " in whole.stdout
+    assert "an epoch by data.weights" in whole.stdout
+    expected = computed(weighted.folder / "whole")
+    assert weighted.metrics("whole")[-1]["epoch"] >= 2
+    weighted.kill_after(5, *flags)
+    other = weighted.here(*flags, "--data.weights", "[{path: rare, weight: 2}]")
+    assert other.returncode == 2
+    assert "another mixture: data.weights was [{'path': 'rare', 'weight': 2.5}" in other.stderr
+    finished = weighted.run(*flags, "--data.loader.processes", "1")
+    assert finished.returncode == 0, finished.stderr
+    assert computed(weighted.folder / "run") == expected
+
+
+def test_processes_take_the_texts_and_repetitions_of_one(weighted):
+    flags = ("--planning.ranks", "2", "--run.steps", "8")
+    weighted.finish(*flags, "--run.folder", "alone")
+    processes = weighted.start_together(2, *flags)
+    ended = [process.communicate(timeout=PATIENCE) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], ended
+    alone, together = ([row["loss"] for row in weighted.metrics(n)] for n in ("alone", "run"))
+    assert len(alone) == 8
+    np.testing.assert_allclose(together, alone, rtol=1e-4)
+
+
+def test_independent_ranks_train_and_resume_bit_for_bit(runs):
+    flags = ["--planning.ranks_mode", "independent", "--mesh.fsdp", "2", "--run.steps", "5"]
+    flags += ["--planning.micro_batches_per_step", "1", "--checkpoint.every", "3"]
+    flags += ["--sampling.grids", "[]"]
+    assert "compiling 3/3" in runs.finish(*flags, devices=4).stdout
+    folder, rows = runs.folder / "run", runs.metrics()
+    expected = computed(folder)
+    epoch = [row for row in rows if row["epoch"] == 0]
+    assert len(epoch) < 5
+    assert sum(row["samples"] for row in epoch) == 21
+    assert max(row["imbalance"] for row in rows) > 0
+    forget_last(folder, 5)
+    again = runs.finish(*flags, devices=4)
+    assert "weights: checkpoint of step 3" in again.stdout
+    assert computed(folder) == expected
+
+
+SPARSE = {
+    "selector": "predictor",
+    "min_tokens": 0,
+    "profile_every": 1,
+    "profile_blocks": 1,
+    "dense_steps": 7,
+    "min_sparsity": 0.0,
+    "min_recall": 0.0,
+    "max_density": 1.0,
+    "anneal_steps": 20,
+}
+SWITCHING = [f"--model.sparse_attention.{name}={value}" for name, value in SPARSE.items()]
+
+
+def test_a_run_resumed_in_the_middle_of_a_switch_goes_on_as_if_never_stopped(runs, capsys):
+    """And the next epoch is planned for layers that have switched."""
+    flags = [*SWITCHING, "--planning.policy", "sorted", "--planning.recalibrate", "epoch"]
+    runs.finish(*flags)
+    rows, folder = runs.metrics(), runs.folder / "run"
+    layers = (folder / "layers.jsonl").read_text()
+    recorded = [json.loads(line) for line in layers.splitlines()]
+    assert [row["step"] for row in recorded] == [10, 14]
+    assert recorded[0]["sparse"] == [True]
+    assert recorded[0]["density"] == [[1.0, 1.0]]  # one block a sample: nothing is sparse
+    assert [row["attention_sparse_layers"] for row in rows] == [0.0] * 6 + [1.0] * 8
+    assert all(row["attention_predictor_loss"] >= 0 for row in rows)
+    switched = next(row["epoch"] for row in rows if row["attention_sparse_layers"])
+    [[epoch, model]] = models_of(runs, 14)
+    assert switched < epoch <= rows[-1]["epoch"]
+    assert (model["layers"]["share"], model["layers"]["density"]) == (1.0, 1.0)
+    assert [len(row["cost_terms"]) for row in rows] == [7] * 14
+    assert [row["cost_terms"][4] > 0 for row in rows] == [False] * 7 + [True] * 7
+    forget_last(folder, 14)
+    again = runs.run(*flags)
+    assert again.returncode == 0, again.stderr
+    assert "weights: checkpoint of step 10" in again.stdout
+    names = ("loss", "grad_norm", "attention_density", "attention_recall")
+    names += ("samples", "predicted_cost", "cost_terms")
+    for one, other in zip(runs.metrics(), rows, strict=True):
+        assert [one[name] for name in names] == [other[name] for name in names]
+    assert (folder / "layers.jsonl").read_text() == layers
+    assert models_of(runs, 14) == [[epoch, model]]
+    assert main(["report", "sparsity", str(folder)]) == 0
+    assert "step 14: 1 of 1 layers are sparse" in capsys.readouterr().out
+    assert (folder / "sparsity.png").stat().st_size > 10_000
+
+
+# ---------------------------------------------------------------- processes that are left
+
+
+def descendants(pid):
+    lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    children = [int(child) for found in lists for child in found.split()]
+    return children + [each for child in children for each in descendants(child)]
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_killed_run_leaves_no_process_behind(runs):
+    run = runs.start("--run.steps", "1000000", "--data.loader.processes", "2")
+    wait_until((runs.folder / "run" / "checkpoints" / "5").exists, run)
+    left = descendants(run.pid)
+    assert len(left) >= 2
+    run.kill()
+    run.communicate()
+    wait_until(lambda: not any(map(alive, left)))
