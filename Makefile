@@ -9,7 +9,7 @@ PYTEST = $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .[digits]
 	touch $@
 
 .venv/installed-test: .venv/installed

@@ -43,7 +43,7 @@ def test_alload_runs_from_a_clean_environment(wheel, tmp_path):
     venv.create(tmp_path / "env", with_pip=True)
     binaries = tmp_path / "env" / "bin"
     pip = (binaries / "python", "-m", "pip", "install", "--quiet")
-    run(*pip, "--constraint", ROOT / "constraints.txt", wheel)
+    run(*pip, "--constraint", ROOT / "constraints.txt", f"{wheel}[digits]")
     plan = ("plan", "--workload", "wan-480p", "--size", "500", "--m-mem", "66816", "--ranks", "4")
     page = tmp_path / "plan.html"
     printed = run(binaries / "alload", *plan, "--report", page, cwd=tmp_path)

@@ -230,3 +230,10 @@ def test_runs_that_begin_together_make_data_once(tmp_path):
     names = {path.name for path in (tmp_path / "alone").iterdir()}
     assert {path.name for path in (tmp_path / "data" / "digits").iterdir()} == names
     assert [path.name for path in (tmp_path / "data").iterdir()] == ["digits"]
+
+
+def test_without_scikit_learn_the_extra_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"scikit-learn; install alload-jax\[digits\]"):
+        Digits().write(tmp_path / "digits")
+    assert not list(tmp_path.iterdir())

@@ -5,6 +5,7 @@ Optical Recognition of Handwritten Digits, UCI). Clips show one or two digits th
 own part of the canvas.
 """
 
+import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -127,8 +128,19 @@ class Digits(Dataset):
                 yield clip, labels[chosen], (frames, height, width)
 
 
+def require_scikit_learn() -> None:
+    """Raises InputError unless scikit-learn is installed."""
+    if importlib.util.find_spec("sklearn") is None:
+        raise InputError("the digits need the package scikit-learn; install alload-jax[digits]")
+
+
 def load_digits() -> tuple[np.ndarray, np.ndarray]:
-    """Returns the real digits: images [1797, 8, 8] float32 in −1 to 1, labels [1797] int32."""
+    """Returns the real digits: images [1797, 8, 8] float32 in −1 to 1, labels [1797] int32.
+
+    Raises:
+      InputError: scikit-learn, whose they are, is not installed.
+    """
+    require_scikit_learn()
     from sklearn.datasets import load_digits as load  # slow to import
 
     images, labels = load(return_X_y=True)

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from typing_extensions import override
 
-from alload_jax.data.datasets.digits import DIGIT, load_digits, render_clip
+from alload_jax.data.datasets.digits import DIGIT, load_digits, render_clip, require_scikit_learn
 from alload_jax.data.manifest import Manifest
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ModelConfig
@@ -71,8 +71,9 @@ def require_digits(
     """Checks that a model generates digits in samples of a size (frames, height, width).
 
     Raises:
-      InputError: the data are others, or classes or patches do not fit.
+      InputError: the data are others, classes or patches do not fit, or scikit-learn is missing.
     """
+    require_scikit_learn()
     if "digits" not in manifest.origin:
         raise InputError(
             f"evaluators: {evaluator} needs the data set digits, but {manifest.path} holds "
