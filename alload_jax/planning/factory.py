@@ -269,7 +269,8 @@ def choose_policy(
       length: of the run.
 
     Raises:
-      InputError: no policy can place all samples; the message is that of the first.
+      InputError: no policy can place all samples, or run with the mode of ranks; the message is
+        that of the first.
     """
     found: list[tuple[float, PlanningConfig]] = []
     refusals: list[InputError] = []
@@ -294,6 +295,11 @@ def choose_policy(
             continue
         share = len(samples_of(policy)) / len(samples)
         found.append((_seconds(plan, each, costs, unit, share, length), each))
+    if not found and not refusals:
+        raise InputError(
+            f"planning.ranks_mode is {config.ranks_mode}, but one rank, or devices of one shape "
+            "group, take the same shape in each step, and packed rows don't run here; leave it out"
+        )
     if not found:
         raise refusals[0]
     least = min(seconds for seconds, _ in found)

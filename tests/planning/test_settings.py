@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from planning_cases import examples, of_lengths, refusal, refused, write_json
 
 import alload_jax.planning
+from alload_jax.errors import InputError
 from alload_jax.planning.cost import FORMAT, CostFile, PowerCost, QuadraticCost, bucketed_cost
 from alload_jax.planning.factory import RunLength, choose_policy, make_plan, make_policy
 from alload_jax.planning.metrics import programs_of
@@ -186,6 +187,15 @@ def test_no_policy_is_predicted_much_faster_than_that_of_auto(kinds, count, rank
     assert seconds[case_name(chosen)] <= 1.02 * min(seconds.values()) * (1 + 1e-9)
     assert case_name(chosen) in reason
     assert "\n" not in reason
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_mode_of_ranks_that_no_policy_can_run_is_refused(ranks):
+    samples, costs = of_lengths(100, 200, 300), CostFile()
+    given = PlanningConfig(m_mem=1000, ranks_mode="independent")
+    devices = {"packs": False, "independent": False}
+    with pytest.raises(InputError, match=r"ranks_mode is independent, but one rank.*leave it out"):
+        choose_policy(given, lambda _: samples, ranks, costs, **devices)
 
 
 def test_auto_keeps_a_given_mode_of_ranks_and_is_not_made():
