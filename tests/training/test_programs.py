@@ -37,7 +37,7 @@ def test_the_loss_of_the_digits_falls_within_300_steps(tmp_path):
 
 def test_a_run_does_not_grow_with_its_steps_and_hardly_with_its_checkpoints(tmp_path):
     result = tmp_path / "flat.json"
-    run("benchmarks/flat_memory.py", "--steps", "1000", "--result", str(result))
+    run("benchmarks/flat_memory.py", "--steps", "1000", "--out", str(result))
     found = json.loads(result.read_text())
     runs = found["runs"]
     # A line of metrics alone is about 1,500 bytes as Python's objects.
