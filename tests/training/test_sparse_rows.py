@@ -195,9 +195,10 @@ def test_joint_samples_attend_to_the_blocks_they_attend_to_by_themselves(joint_m
 
 @pytest.mark.slow
 def test_all_blocks_are_dense_attention(joint_manifest):
-    control = with_sparse(dataclasses.replace(JOINT, num_layers=1), selector="all", forced=(0.4,))
+    control = dataclasses.replace(SPARSE, selector="all", forced=(0.4,))
     found = []
-    for model in (control, dataclasses.replace(control, sparse_attention=None)):
+    for sparse in (control, None):
+        model = dataclasses.replace(JOINT, num_layers=1, sparse_attention=sparse)
         batches = batches_of(joint_manifest, model, "balanced", m_mem=600)
         found.append(sums_of(model, mesh_of(), batches))
     assert_same(*found, ROUNDING)
