@@ -3,25 +3,25 @@
     make train && .venv/bin/python benchmarks/digits_run.py runs/digits cpu
 
 Writes the summary and the origin of a run to benchmarks/results/digits_cpu.json. Give the run
-folder and the name of another device for its results.
+folder and the name of another device for its results. To run on the day and commit of the run.
 """
 
-import datetime
 import json
 import sys
 from pathlib import Path
+
+from alload_jax.bench.harness import provenance
 
 RESULTS = Path(__file__).parent / "results"
 
 
 def main(folder: str, name: str) -> None:
     """Writes the summary and provenance of a run."""
-    run = Path(folder)
+    run, now = Path(folder), provenance(())
     start = json.loads((run / "environment.json").read_text())[0]
-    finished = datetime.date.fromtimestamp((run / "metrics.jsonl").stat().st_mtime)
     content = {
         "command": start["command"],
-        "date": finished.isoformat(),
+        **{name: now[name] for name in ("date", "commit")},
         "device": start["devices"],
         "cpus": start["cpus"],
         "versions": {"python": start["python"], **start["versions"]},
