@@ -69,6 +69,14 @@ class TextModel(Encoder):
         if self.length < 1:
             raise ValueError(f"length is {length}; it must be at least 1")
         super().__init__(folder, device=device, dtype=dtype)
+        self._find_parts()
+
+    def _find_parts(self) -> None:
+        """Finds tokenizers and further encoders beside the folder.
+
+        Raises:
+          InputError: one is missing.
+        """
 
     @property
     @abstractmethod
@@ -124,15 +132,7 @@ class Umt5Text(TextModel):
     default_length = 512
 
     @override
-    def __init__(
-        self,
-        folder: str | Path,
-        length: int | None = None,
-        *,
-        device: str | None = None,
-        dtype: str | None = None,
-    ):
-        super().__init__(folder, length, device=device, dtype=dtype)
+    def _find_parts(self) -> None:
         self._tokenizer_folder = find_beside(self.folder, "tokenizer", _TOKENIZERS, "tokenizer")
 
     @property
@@ -226,15 +226,7 @@ class HunyuanVideoText(TextModel):
     default_length = 1000
 
     @override
-    def __init__(
-        self,
-        folder: str | Path,
-        length: int | None = None,
-        *,
-        device: str | None = None,
-        dtype: str | None = None,
-    ):
-        super().__init__(folder, length, device=device, dtype=dtype)
+    def _find_parts(self) -> None:
         self._glyph_folder = self.folder.parent / "text_encoder_2"
         if not (self._glyph_folder / CONFIG_NAME).is_file():
             raise InputError(
