@@ -16,6 +16,7 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2, help="runs at a time")
     options = parser.parse_args()
     known = json.loads(options.out.read_text())["runs"] if options.out.exists() else []
-    record = Record(options.out, ("jax", "jaxlib", "flax", "optax"), runs=known)
+    record = Record(options.out, ("jax", "jaxlib", "flax", "optax"), device="CPU", runs=known)
     missing = range(len(known), options.runs)
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -94,7 +95,8 @@ def trained(number: int, folder: Path) -> dict[str, Any]:
     shutil.rmtree(config["run"]["folder"], ignore_errors=True)
     lines = (done.stdout + done.stderr).splitlines()
     alarms = [line for line in lines if any(alarm in line for alarm in ALARMS)]
-    return {**settings, "alarms": alarms or (lines[-3:] if done.returncode else [])}
+    failed = lines[-3:] if done.returncode else []
+    return {**settings, "jax": version("jax"), "alarms": alarms or failed}
 
 
 if __name__ == "__main__":
