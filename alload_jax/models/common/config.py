@@ -207,6 +207,11 @@ class ModelConfig:
         return max(0, self.in_channels - self.latent_channels)
 
     @property
+    def predicts_velocity(self) -> bool:
+        """Whether zeros from the last layer are a velocity of zero."""
+        return True
+
+    @property
     def compute_dtype(self) -> jnp.dtype:
         """The dtype of activations on this process's default backend."""
         if self.dtype == "auto":

@@ -256,6 +256,8 @@ class WanFamily(TransformerFamily):
             )
         if not config.qk_norm:
             raise InputError("model.qk_norm is false: diffusers' Wan requires these norms")
+        if not config.predicts_velocity:
+            raise InputError("model.prediction is data: diffusers' Wan predicts the velocity")
         image = config.image
         return {
             "_class_name": DIFFUSERS_CLASS,

@@ -10,7 +10,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
+from typing_extensions import override
 
+from alload_jax.diffusion.timesteps import TIMESTEP_SCALE
 from alload_jax.errors import InputError
 from alload_jax.models.common.attention import attention
 from alload_jax.models.common.config import TransformerConfig
@@ -56,6 +58,9 @@ from pallas_kernels import (
     segmentation,
 )
 
+_LEAST_SIGMA = 0.05
+"""The distance to predicted data counts as the velocity over at least this noise level."""
+
 
 @dataclass(frozen=True)
 class WanConfig(TransformerConfig):
@@ -67,6 +72,9 @@ class WanConfig(TransformerConfig):
       cross_norm: whether an affine LayerNorm precedes cross-attention.
       freq_dim: width of the timestep's sinusoidal embedding.
       eps: epsilon of every norm.
+      prediction: what the last layer gives: the velocity, as in Wan; or the data x̂₀, of which the
+        velocity is (x_σ − x̂₀) / max(σ, 0.05) (arXiv 2511.13720). For patches of pixels, which have
+        about as many values as `dim`: noise fills all of them, and a picture few.
     """
 
     family: Literal["wan"] = "wan"
@@ -74,6 +82,7 @@ class WanConfig(TransformerConfig):
     cross_norm: bool = True
     freq_dim: int = 256
     eps: float = 1e-6
+    prediction: Literal["velocity", "data"] = "velocity"
 
     later_fields: ClassVar[dict[str, object]] = {
         "family": "wan",
@@ -83,14 +92,27 @@ class WanConfig(TransformerConfig):
         "qk_norm": True,
         "cross_norm": True,
         "sparse_attention": None,
+        "prediction": "velocity",
     }
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.prediction not in ("velocity", "data"):
+            raise InputError(f"model.prediction is {self.prediction!r}; choose velocity or data")
+        if self.prediction == "data" and self.given_channels:
+            raise InputError(
+                f"model.prediction is data, but {self.given_channels} of model.in_channels are "
+                "given ones; set it to velocity"
+            )
         if self.freq_dim < 2 or self.freq_dim % 2:
             raise InputError(f"model.freq_dim is {self.freq_dim}; it must be even")
         if self.image and not self.text:
             raise InputError("model.image is set without model.text; set both, or neither")
+
+    @property
+    @override
+    def predicts_velocity(self) -> bool:
+        return self.prediction == "velocity"
 
 
 class Context(NamedTuple):
@@ -428,7 +450,8 @@ class WanTransformer(StackedTransformer):
             has one timestep, or one per token.
 
         Returns:
-          velocity [B, S, output patch_dim] in the compute dtype; auxiliary values by sample.
+          velocity [B, S, output patch_dim], in the compute dtype if the model predicts it, float32
+          if it predicts the data; auxiliary values by sample.
         """
         with jax.named_scope(EMBEDDING):
             x = self.patch_embedding(tokens).astype(self.config.stream_dtype)
@@ -454,4 +477,26 @@ class WanTransformer(StackedTransformer):
         )
         axes = 1 if packed is None else 2
         x, auxiliary = apply_layers(self.blocks, x, context, self.config, axes)
-        return Output(self.head(x, time, sharding, by_segment), auxiliary)
+        predicted = self.head(x, time, sharding, by_segment)
+        if not self.config.predicts_velocity:
+            predicted = _velocity_to(predicted, tokens, timestep, modulated)
+        return Output(predicted, auxiliary)
+
+
+def _velocity_to(
+    data: jax.Array, tokens: jax.Array, timestep: jax.Array, modulated: jax.Array | None
+) -> jax.Array:
+    """The velocity that leads from noisy tokens to predicted data; see `WanTransformer.transform`.
+
+    Args:
+      data: [B, S, patch_dim], predicted.
+      tokens: [B, S, patch_dim], noisy.
+      timestep: [B] or [B, S]; [B, M] if `modulated` says which of them a token has.
+      modulated: [B, S] int32 or None.
+    """
+    sigma = timestep / TIMESTEP_SCALE
+    if modulated is not None:
+        sigma = jnp.take_along_axis(sigma, jnp.maximum(modulated, 0), axis=1)
+    sigma = sigma.reshape(*sigma.shape, *(1,) * (tokens.ndim - sigma.ndim))
+    distance = tokens.astype(jnp.float32) - data.astype(jnp.float32)
+    return distance / jnp.maximum(sigma, _LEAST_SIGMA)
