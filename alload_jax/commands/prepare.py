@@ -71,6 +71,8 @@ def add_media_arguments(parser: argparse.ArgumentParser) -> None:
     add("--vae", default="none", help="encoder of frames: none stores pixels, wan latents of Wan's "
         "VAE, hunyuan_video those of HunyuanVideo 1.5's; default none")  # fmt: skip
     add("--vae-folder", help="local folder of the VAE's weights, as diffusers saves them")
+    add("--frames-per-latent", type=int, default=1, help="frames that a latent of pixels holds in "
+        "its channels, which makes clips shorter in tokens: 1, 2 or 4; default 1")  # fmt: skip
     add("--text", default="bytes", help="encoder of captions: bytes, class where captions are "
         "classes, umt5 for Wan's, hunyuan_video for HunyuanVideo 1.5's; default bytes")  # fmt: skip
     add("--text-folder", help="local folder of the text encoder's weights and tokenizer")

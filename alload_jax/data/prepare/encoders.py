@@ -9,6 +9,7 @@ from typing import ClassVar, NamedTuple, Protocol, Self
 import numpy as np
 from typing_extensions import override
 
+from alload_jax.data.pixel_latents import fold_frames
 from alload_jax.data.prepare.sources import UnusableError
 from alload_jax.data.record import unit_interval
 from alload_jax.errors import InputError
@@ -35,11 +36,13 @@ class EncoderOptions:
       folder: local folder with the encoder's weights; None for an encoder without.
       text_length: most tokens of a condition.
       captions: captions of all files, cleaned; the same in every process.
+      frames_per_latent: frames that a latent of pixels holds.
     """
 
     folder: Path | None = None
     text_length: int = 256
     captions: Sequence[str] = ()
+    frames_per_latent: int = 1
 
 
 class VaeEncoder(Protocol):
@@ -203,16 +206,26 @@ GIVEN_ENCODERS: Registry[type[GivenEncoder]] = Registry(
 
 @dataclass(frozen=True)
 class Pixels:
-    """Stores pixels as float16 from −1 (black) to 1 (white); see `VaeEncoder`."""
+    """Stores pixels as float16 from −1 (black) to 1 (white); see `VaeEncoder`.
+
+    Attributes:
+      frames_per_latent: frames in the channels of a latent (`fold_frames`).
+    """
 
     has_weights: ClassVar[bool] = False
-    stride: Triple = (1, 1, 1)
-    patch_size: Triple = PIXEL_PATCH
+    patch_size: ClassVar[Triple] = PIXEL_PATCH
+
+    frames_per_latent: int = 1
+
+    @property
+    def stride(self) -> Triple:
+        """See `VaeEncoder.stride`."""
+        return (self.frames_per_latent, 1, 1)
 
     @classmethod
-    def make(cls, _: EncoderOptions) -> Self:
+    def make(cls, options: EncoderOptions) -> Self:
         """See `VaeEncoder.make`."""
-        return cls()
+        return cls(options.frames_per_latent)
 
     def origin(self) -> Json:
         """See `VaeEncoder.origin`."""
@@ -221,7 +234,7 @@ class Pixels:
     def encode(self, frames: np.ndarray) -> np.ndarray:
         """See `VaeEncoder.encode`."""
         levels = (np.arange(256) / 127.5 - 1).astype(np.float16)
-        return levels[frames]
+        return fold_frames(levels[frames], self.frames_per_latent)
 
 
 _LONGEST = 2**16

@@ -33,6 +33,7 @@ class MediaSettings:
     Attributes:
       vae: name of the encoder of frames.
       vae_folder: local folder of its weights.
+      frames_per_latent: frames that a latent of pixels holds in its channels: 1, 2 or 4.
       text: name of the encoder of captions.
       text_folder: local folder of its weights.
       text_length: most tokens of a caption; None for the encoder's default.
@@ -55,6 +56,7 @@ class MediaSettings:
 
     vae: str = "none"
     vae_folder: str | None = None
+    frames_per_latent: int = 1
     text: str = "bytes"
     text_folder: str | None = None
     text_length: int | None = None
@@ -83,6 +85,12 @@ class MediaSettings:
                 "min-frames",
                 1 <= self.min_frames <= self.frames,
                 f"from 1 to --frames {self.frames}",
+            ),
+            (
+                "frames-per-latent",
+                self.frames_per_latent == 1
+                or (self.frames_per_latent in (2, 4) and self.vae == "none"),
+                "1, or with --vae none 2 or 4",
             ),
             ("max-clips", self.max_clips is None or self.max_clips > 0, "at least 1"),
             ("files-per-shard", self.files_per_shard > 0, "at least 1"),
@@ -148,7 +156,7 @@ class MediaSettings:
         )
         vae, text = VAE_ENCODERS.get(self.vae), TEXT_ENCODERS.get(self.text)
         folder = _folder("--vae", self.vae, vae, self.vae_folder)
-        made = vae.make(EncoderOptions(folder))
+        made = vae.make(EncoderOptions(folder, frames_per_latent=self.frames_per_latent))
         folder = _folder("--text", self.text, text, self.text_folder)
         return made, text.make(EncoderOptions(folder, self._text_length, captions))
 
@@ -184,8 +192,9 @@ class MediaSettings:
         values |= {"area": list(self.area), "fps": str(self.rate)}
         values["text_length"] = self._text_length
         values |= {"scene_threshold": self.cut_threshold}
-        if self.captions == "one":  # folders of earlier versions lack it
-            del values["captions"]
+        for name, usual in (("captions", "one"), ("frames_per_latent", 1)):
+            if values[name] == usual:  # folders of earlier versions lack it
+                del values[name]
         return {f"--{name.replace('_', '-')}": value for name, value in values.items()}
 
     def origin(self) -> Json:
