@@ -3,7 +3,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet
+import pytest
 from hypothesis import strategies as st
 
 from alload_jax.data.condition import Conditions
@@ -49,6 +51,20 @@ def write_store(folder, samples, vae_stride=(1, 1, 1), **options):
     return folder
 
 
+def write_and_fail(folder, samples, mode="new", **options):
+    """A writer that an error ends after the samples; returns the error."""
+
+    def write():
+        with StoreWriter(folder, vae_stride=(1, 1, 1), mode=mode, **options) as writer:
+            for sample in samples[writer.written :]:
+                writer.add(*sample)
+            raise RuntimeError("the next clip")
+
+    with pytest.raises(RuntimeError, match="the next clip") as error:
+        write()
+    return error.value
+
+
 def assert_holds(arrays, sample):
     assert set(arrays) == {"latents", "labels"}
     for name in arrays:
@@ -72,6 +88,25 @@ def change_manifest(folder, change=None, metadata="keep"):
         table = change(table)
     table = table.replace_schema_metadata(kept if metadata == "keep" else metadata)
     pyarrow.parquet.write_table(table, path)
+
+
+def set_column(name, values):
+    """A change of a manifest: all values of a column, or one for all rows."""
+
+    def change(table):
+        each = values if isinstance(values, list) else [values] * len(table)
+        return table.set_column(table.column_names.index(name), name, pa.array(each))
+
+    return change
+
+
+def contents(folder):
+    """The bytes of all files in a folder, by path."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in Path(folder).rglob("*")
+        if path.is_file()
+    }
 
 
 def flip_byte(path, position):

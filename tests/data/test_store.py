@@ -1,3 +1,5 @@
+"""Samples written to a store and read again; those that are refused; records that are damaged."""
+
 import dataclasses
 import math
 import tempfile
@@ -5,9 +7,9 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet
 import pytest
 from array_record.python import array_record_module
 from data_helpers import (
@@ -17,6 +19,7 @@ from data_helpers import (
     flip_byte,
     random_sample,
     random_samples,
+    write_and_fail,
     write_store,
 )
 from hypothesis import given, settings
@@ -27,13 +30,14 @@ from alload_jax.data.manifest import MANIFEST_NAME, read_manifest, read_rows
 from alload_jax.data.store import BadRecordError, StoreReader, StoreWriter
 from alload_jax.errors import InputError
 
+PIXELS = {"vae_stride": (1, 1, 1)}
+
 
 def latent_grid(size, stride):
-    frames, height, width = size
+    frames, *sides = size
     return (
         1 + math.ceil((frames - 1) / stride[0]),
-        math.ceil(height / stride[1]),
-        math.ceil(width / stride[2]),
+        *(math.ceil(side / step) for side, step in zip(sides, stride[1:], strict=True)),
     )
 
 
@@ -60,7 +64,7 @@ def record_bytes(folder, row):
 # ---------------------------------------------------------------- writing
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12)
 @given(sample_lists(), st.integers(1, 5))
 def test_what_is_written_is_read_back_and_rows_say_where_it_is(stride_and_samples, per_shard):
     stride, samples = stride_and_samples
@@ -71,6 +75,8 @@ def test_what_is_written_is_read_back_and_rows_say_where_it_is(stride_and_sample
         reader = StoreReader(manifest)
         assert manifest.vae_stride == stride
         assert len(manifest) == len(rows) == len(samples)
+        shards = sorted({row["shard"] for row in rows})
+        assert {path.name for path in store.iterdir()} == {*shards, MANIFEST_NAME}
         for number, (row, sample) in enumerate(zip(rows, samples, strict=True)):
             assert_holds(reader.read(number), sample)
             assert (row["frames"], row["height"], row["width"]) == sample.size
@@ -79,34 +85,26 @@ def test_what_is_written_is_read_back_and_rows_say_where_it_is(stride_and_sample
             data = record_bytes(store, row)
             assert row["checksum"] == zlib.crc32(data)
             assert_holds(record.decode(data), sample)
+            assert (shards.index(row["shard"]), row["index"]) == divmod(number, per_shard)
 
 
-@pytest.mark.parametrize(("count", "samples_per_shard"), [(4, 4), (5, 4), (3, 1)])
-def test_shards_are_filled_one_after_the_other(tmp_path, count, samples_per_shard):
-    store = write_store(
-        tmp_path / "store", random_samples(count), samples_per_shard=samples_per_shard
-    )
-    rows = read_rows(store).to_pylist()
-    shards = sorted({row["shard"] for row in rows})
-    assert len(shards) == math.ceil(count / samples_per_shard)
-    assert {path.name for path in store.iterdir()} == {*shards, MANIFEST_NAME}
-    places = [(shards.index(row["shard"]), row["index"]) for row in rows]
-    assert places == [divmod(number, samples_per_shard) for number in range(count)]
+def test_full_shards_are_closed_by_their_bytes(tmp_path):
+    samples = random_samples(6)
+    store = write_store(tmp_path / "one", samples, bytes_per_shard=1)
+    assert len(read_manifest(store).shard_bytes) == 6
+    size = len(record_bytes(store, read_rows(store).to_pylist()[0]))
+    exact = write_store(tmp_path / "exact", samples[:1] * 4, bytes_per_shard=2 * size)
+    assert read_manifest(exact).index.tolist() == [0, 1, 0, 1]
 
 
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_a_failure_before_the_first_sample_leaves_nothing(tmp_path, error):
-    with pytest.raises(error), StoreWriter(tmp_path / "store", vae_stride=(1, 1, 1)):
-        raise error
+def test_the_folder_appears_at_the_end_or_not_and_what_a_killed_writer_left_is_replaced(tmp_path):
+    write_and_fail(tmp_path / "store", [])
     with pytest.raises(TypeError):  # a manifest that cannot be written
         write_store(tmp_path / "store", random_samples(3), origin={"made_by": object()})
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_folder_appears_at_the_end_and_what_a_killed_writer_left_is_replaced(tmp_path):
     (tmp_path / "store.partial").mkdir()
     (tmp_path / "store.partial" / "shard-99999.arrayrecord").write_bytes(b"half")
-    with StoreWriter(tmp_path / "store", vae_stride=(1, 1, 1)) as writer:
+    with StoreWriter(tmp_path / "store", **PIXELS) as writer:
         writer.add(*random_samples(1)[0])
         assert not (tmp_path / "store").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
@@ -128,44 +126,146 @@ def make_used_folder(path):
 )
 def test_what_is_in_the_way_is_refused_and_left_alone(tmp_path, make, name, said):
     make(tmp_path / name)
+    before = sorted(tmp_path.rglob("*"))
     with pytest.raises(InputError) as error:
-        StoreWriter(tmp_path / "store", vae_stride=(1, 1, 1))
+        StoreWriter(tmp_path / "store", **PIXELS)
     assert_says(error, tmp_path / name, *said)
-    assert [path.name for path in tmp_path.iterdir()] == [name]
-    if make is make_used_folder:
-        assert (tmp_path / name / "notes.txt").read_text() == "mine"
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+# ---------------------------------------------------------------- refused samples
+
+
+def zeros(*shape, dtype=np.float32, at=None, value=np.nan):
+    array = np.zeros(shape, dtype)
+    if at is not None:
+        array[at] = value
+    return array
+
+
+LATENTS = zeros(1, 4, 4, 3)
+CLASSES = {"condition": np.array([2**31 - 1])}
+TEXT = {"condition": zeros(2, 6)}
+IMAGES = {"given": zeros(1, 4, 4, 3) + 1, "image": zeros(5, 7)}
+PARTS = {"glyphs": zeros(2, 5), "audio": zeros(1, 3)}
+
+
+def parts(**changes):
+    return TEXT | {"parts": PARTS}, {"parts": PARTS | changes}
+
+
+def another(*text):
+    return TEXT | {"parts": PARTS}, {"alternatives": [text]}
+
+
+REFUSED = [
+    # Latents.
+    (TEXT, {"latents": zeros(1, 4, 2, 3)}, "latents have shape (1, 4, 2, 3); size (1, 4, 4)"),
+    (TEXT, {"latents": zeros(1, 4, 4)}, "latents have shape"),
+    (TEXT, {"latents": zeros(1, 1, 4, 4, 3)}, "latents have shape"),
+    (TEXT, {"latents": np.float32(1)}, "latents have shape"),
+    (TEXT, {"latents": LATENTS.astype(np.uint8)}, "latents are uint8; give floats, such as x / 1"),
+    (TEXT, {"latents": LATENTS.astype(bool)}, "latents are bool"),
+    *(
+        (TEXT, {"latents": zeros(1, 4, 4, 3, dtype=dtype, at=(0, 1, 0, 2), value=value)}, words)
+        for dtype, value, words in (
+            (np.float16, np.nan, "latents hold nan at [0, 1, 0, 2] and 1 values"),
+            (ml_dtypes.bfloat16, -np.inf, "latents hold -inf at"),
+        )
+    ),
+    # Classes, texts, captions, paths.
+    (CLASSES, {"condition": np.array([3, 2**40])}, f"a label is {2**40}"),
+    (CLASSES, {"condition": np.array([2**31])}, f"a label is {2**31}"),
+    (CLASSES, {"condition": np.array([0, -1])}, "a label is -1"),
+    (CLASSES, {"condition": zeros(1)}, "labels are float32"),
+    (CLASSES, TEXT, "condition is text of width 6; the previous samples have classes"),
+    (TEXT, CLASSES, "previous samples have text of width 6"),
+    (TEXT, {"condition": zeros(3, 7)}, "previous samples have text of width 6"),
+    (TEXT, {"condition": zeros(3, 6, dtype=int)}, "text is int64"),
+    (TEXT, {"condition": zeros(1, 3, 6)}, "condition has shape (1, 3, 6)"),
+    (TEXT, {"condition": zeros(2, 6, at=(1, 2), value=np.inf)}, "text hold inf at [1, 2]"),
+    (TEXT, {"caption": float("nan")}, "caption is nan; give text"),
+    (TEXT, {"caption": 3}, "caption is 3; give text"),
+    (TEXT, {"path": 3}, "path is 3"),
+    # Given frames and images.
+    (TEXT | IMAGES, {"given": zeros(1, 2, 4, 3)}, "given has shape (1, 2, 4, 3)"),
+    (TEXT | IMAGES, {"given": zeros(1, 4, 4)}, "given has shape (1, 4, 4)"),
+    (TEXT | IMAGES, {"given": zeros(1, 4, 4, 3, dtype=int)}, "given is int64; give floats"),
+    (TEXT | IMAGES, {"given": LATENTS * np.nan}, "given hold nan"),
+    (TEXT | IMAGES, {"given": None}, "given is none; the previous samples have 3 channels"),
+    (TEXT | IMAGES, {"image": zeros(7)}, "image has shape (7,)"),
+    (TEXT | IMAGES, {"image": zeros(4, 7)}, "image is 4 embeddings of width 7; the previous"),
+    # Tokens of further kinds, and further texts.
+    (*parts(glyphs=zeros(2, 4)), "parts is"),
+    (TEXT | {"parts": PARTS}, {"parts": {"glyphs": zeros(2, 5)}}, "parts is"),
+    (*parts(glyphs=zeros(5)), "glyphs has shape (5,)"),
+    (*parts(glyphs=zeros(2, 5, dtype=int)), "of int64; it must be [tokens, width] of floats"),
+    (*parts(glyphs=zeros(1, 5, at=0)), "glyphs hold nan"),
+    (*parts(latents=zeros(1, 3)), "'latents' cannot name condition tokens"),
+    (*parts(**{"a.1": zeros(1, 3)}), "'a.1' cannot name"),
+    (*another(zeros(1, 3), None), "one of its texts has shape (1, 3), the first has (2, 6)"),
+    (*another(np.array([1]), None), "one of its texts has shape"),
+    (*another(zeros(2, 6, at=0), None), "text.1 hold nan"),
+    (*another(zeros(2, 6), 7), "caption is 7"),
+    (*another(zeros(1, 6), "b", {"glyphs": zeros(2, 4)}), "a width of 4, the first has a width of"),
+    (*another(zeros(1, 6), "b", {"other": zeros(2, 4)}), "the first has none"),
+    (*another(zeros(1, 6), "b", {"glyphs": zeros(2, 5, at=0)}), "glyphs.1 hold nan"),
+]
+
+
+@pytest.mark.parametrize(("first", "changes", "words"), REFUSED)
+def test_a_sample_that_cannot_be_stored_is_refused_and_spoils_no_others(
+    tmp_path, first, changes, words
+):
+    good = {"latents": LATENTS, "size": (1, 4, 4)} | first
+    with StoreWriter(tmp_path / "store", samples_per_shard=2, **PIXELS) as writer:
+        writer.add(**good)
+        with pytest.raises(ValueError, match=r"path is|sample 1: ") as error:
+            writer.add(**good | changes)
+        writer.add(**good)
+    assert words in str(error.value)
+    reader = StoreReader(read_manifest(tmp_path / "store"))
+    assert len(reader.manifest) == 2
+    for number in range(2):
+        arrays = reader.read(number)
+        np.testing.assert_array_equal(arrays["latents"], LATENTS)
+        if first is CLASSES:
+            assert arrays["labels"].dtype == np.int32
+            assert arrays["labels"].tolist() == [2**31 - 1]
+
+
+@pytest.mark.parametrize("shape", [(5, 8, 8, 16), (1, 8, 8, 16), (2, 8, 9, 16)])
+def test_latents_of_another_size_than_the_stride_gives_are_refused(tmp_path, shape):
+    with (
+        StoreWriter(tmp_path / "store", vae_stride=(4, 8, 8)) as writer,
+        pytest.raises(ValueError, match="latents have shape") as error,
+    ):
+        writer.add(zeros(*shape), np.zeros(1, np.int32), (5, 64, 64))
+    assert_says(error, shape, (5, 64, 64), (4, 8, 8))
 
 
 @pytest.mark.parametrize(
-    ("shape", "size", "stride"),
+    ("channels", "axis", "order", "after"),
     [
-        ((1, 8, 8, 1), (1, 8, 4), (1, 1, 1)),
-        ((1, 8, 8), (1, 8, 8), (1, 1, 1)),
-        ((1, 1, 8, 8, 1), (1, 8, 8), (1, 1, 1)),
-        ((5, 8, 8, 16), (5, 64, 64), (4, 8, 8)),
-        ((1, 8, 8, 16), (5, 64, 64), (4, 8, 8)),
-        ((2, 8, 9, 16), (5, 64, 64), (4, 8, 8)),
+        (3, 0, "[channels, frames", 0),
+        (16, 1, "[frames, channels", 1),
+        (48, 0, "[channels", 0),
+        (49, 0, "[channels", 1),
+        (49, 0, None, 0),
     ],
 )
-def test_latents_of_a_wrong_shape_are_refused(tmp_path, shape, size, stride):
-    with (
-        StoreWriter(tmp_path / "store", vae_stride=stride) as writer,
-        pytest.raises(ValueError, match="latents have shape") as error,
-    ):
-        writer.add(np.zeros(shape, np.float16), np.zeros(1, np.int32), size)
-    assert_says(error, shape, size, stride)
-
-
-def test_a_refused_sample_does_not_spoil_the_others(tmp_path):
-    samples = random_samples(4)
-    with StoreWriter(tmp_path / "store", vae_stride=(1, 1, 1), samples_per_shard=2) as writer:
-        for sample in samples:
-            with pytest.raises(ValueError, match="latents have shape"):
-                writer.add(sample.latents[0], sample.labels, sample.size)
-            writer.add(*sample)
-    reader = StoreReader(read_manifest(tmp_path / "store"))
-    for number, sample in enumerate(samples):
-        assert_holds(reader.read(number), sample)
+def test_channels_that_do_not_stand_last_are_recognised(tmp_path, channels, axis, order, after):
+    latents = zeros(5, 8, 9, channels)
+    labels, size = np.zeros(1, np.int32), (5, 8, 9)
+    with StoreWriter(tmp_path / "store", **PIXELS) as writer:
+        for _ in range(after):
+            writer.add(latents, labels, size)
+        with pytest.raises(ValueError, match="latents have shape") as error:
+            writer.add(np.moveaxis(latents, -1, axis), labels, size)
+    if order:
+        assert_says(error, "channels last", order, f"np.moveaxis(latents, {axis}, -1)")
+    else:
+        assert "channels last" not in str(error.value)
 
 
 # ---------------------------------------------------------------- reading
@@ -181,7 +281,7 @@ def test_many_threads_share_a_reader_that_is_closed_meanwhile(store, samples):
         return reader.read(number % len(samples))
 
     with ThreadPoolExecutor(8) as pool:
-        for number, arrays in enumerate(pool.map(read, range(300))):
+        for number, arrays in enumerate(pool.map(read, range(200))):
             assert_holds(arrays, samples[number % len(samples)])
 
 
@@ -205,17 +305,13 @@ def read_or_name_the_record(reader, samples):
     return whole
 
 
-def flipped_positions(shard, count):
-    written = np.flatnonzero(np.frombuffer(shard.read_bytes(), np.uint8))
-    return np.random.default_rng(0).choice(written, count, replace=False).tolist()
-
-
 def test_a_flipped_byte_is_never_read_as_data(store, samples):
     manifest = read_manifest(store)
     shard = store / manifest.shard[0]
     elsewhere = {n for n in range(len(samples)) if manifest.shard[n] != shard.name}
+    written = np.flatnonzero(np.frombuffer(shard.read_bytes(), np.uint8))
     lost = set()
-    for position in flipped_positions(shard, 40):
+    for position in np.random.default_rng(0).choice(written, 30, replace=False).tolist():
         flip_byte(shard, position)
         reader = StoreReader(manifest)
         whole = read_or_name_the_record(reader, samples)
@@ -227,7 +323,7 @@ def test_a_flipped_byte_is_never_read_as_data(store, samples):
     assert lost == set(range(len(samples))) - elsewhere
 
 
-@pytest.mark.parametrize("length", [None, 0, 1, 70_000])
+@pytest.mark.parametrize("length", [None, 0, 70_000])
 def test_a_shard_removed_or_truncated_under_the_reader_is_a_bad_record(store, samples, length):
     manifest = read_manifest(store)
     shard = store / manifest.shard[0]
@@ -239,31 +335,24 @@ def test_a_shard_removed_or_truncated_under_the_reader_is_a_bad_record(store, sa
     assert whole == [n for n in range(len(samples)) if manifest.shard[n] != shard.name]
 
 
-def replace_first(table, name, value):
-    column = table.column_names.index(name)
-    values = [value, *table[name].to_pylist()[1:]]
-    return table.set_column(column, name, pa.array(values, table.schema.field(name).type))
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("height", 8),
-        ("frames", 2),
-        ("text_length", 5),
-        ("checksum", 1),
-        ("index", 2),
-        ("index", 2**40),
-        ("shard", "shard-00001.arrayrecord"),
+        *(("height", 8), ("frames", 2), ("text_length", 5), ("checksum", 1)),
+        *(("index", 2), ("index", 2**40), ("shard", "shard-00001.arrayrecord")),
     ],
 )
 def test_a_row_that_disagrees_with_its_record_is_a_bad_record(store, samples, name, value):
-    change_manifest(store, lambda table: replace_first(table, name, value))
-    manifest = read_manifest(store)
-    reader = StoreReader(manifest)
+    def replace_first(table):
+        column = table.column_names.index(name)
+        values = [value, *table[name].to_pylist()[1:]]
+        return table.set_column(column, name, pa.array(values, table.schema.field(name).type))
+
+    change_manifest(store, replace_first)
+    reader = StoreReader(read_manifest(store))
     with pytest.raises(BadRecordError) as error:
         reader.read(0)
-    assert_says(error, *place_of(manifest, 0))
+    assert_says(error, *place_of(reader.manifest, 0))
     assert_holds(reader.read(1), samples[1])
 
 
@@ -280,41 +369,14 @@ def test_a_record_in_another_format_is_a_bad_record(store):
     assert_says(error, *place_of(manifest, 0))
 
 
-@pytest.mark.parametrize("value", [np.nan, -np.inf])
-def test_values_that_are_not_finite_are_damage(tmp_path, monkeypatch, value):
+def test_values_that_are_not_finite_are_damage(tmp_path, monkeypatch):
     monkeypatch.setattr("alload_jax.data.store.shard._require_finite", lambda *_: None)
-    latents = np.zeros((1, 4, 4, 3), np.float32)
-    with StoreWriter(tmp_path, vae_stride=(1, 1, 1)) as writer:
-        writer.add(latents, np.zeros(1, np.int32), (1, 4, 4))
-        latents[0, 2, 1, 0] = value
-        writer.add(latents, np.zeros(1, np.int32), (1, 4, 4))
+    with StoreWriter(tmp_path, **PIXELS) as writer:
+        for value in (0, np.nan, -np.inf):
+            latents = zeros(1, 4, 4, 3, at=(0, 2, 1, 0), value=value)
+            writer.add(latents, np.zeros(1, np.int32), (1, 4, 4))
     reader = StoreReader(read_manifest(tmp_path))
     reader.read(0)
-    with pytest.raises(BadRecordError, match="holds latents with NaN or infinite values"):
-        reader.read(1)
-
-
-@pytest.mark.parametrize(
-    ("condition", "caption", "words"),
-    [
-        ([3, 2**40], None, f"a label is {2**40}"),
-        ([2**31], None, f"a label is {2**31}"),
-        ([0, -1], None, "a label is -1"),
-        ([0], float("nan"), "caption is nan; give text"),
-        ([0], 3, "caption is 3; give text"),
-    ],
-)
-def test_labels_and_captions_of_other_kinds_are_refused_when_they_are_added(
-    tmp_path, condition, caption, words
-):
-    latents = np.zeros((1, 4, 4, 3), np.float32)
-    with StoreWriter(tmp_path / "store", vae_stride=(1, 1, 1)) as writer:
-        writer.add(latents, np.array([2**31 - 1]), (1, 4, 4), "one")
-        with pytest.raises(ValueError, match="sample 1: ") as error:
-            writer.add(latents, np.array(condition), (1, 4, 4), caption)
-        writer.add(latents, np.array([5], np.uint8), (1, 4, 4))
-    assert words in str(error.value)
-    reader = StoreReader(read_manifest(tmp_path / "store"))
-    labels = [reader.read(n)["labels"] for n in range(2)]
-    assert [each.tolist() for each in labels] == [[2**31 - 1], [5]]
-    assert {each.dtype for each in labels} == {np.dtype(np.int32)}
+    for number in (1, 2):
+        with pytest.raises(BadRecordError, match="holds latents with NaN or infinite values"):
+            reader.read(number)
