@@ -1,18 +1,13 @@
 """Writes tiny images and videos, and reads what was prepared from them."""
 
-import os
 import struct
-import time
 from fractions import Fraction
-from pathlib import Path
 
 import av
 import numpy as np
 import pyarrow.parquet
-from patience import wait_until
 
 from alload_jax.data.manifest import read_manifest
-from alload_jax.data.prepare.encoders import Pixels
 from alload_jax.data.prepare.inputs import find_items
 from alload_jax.data.prepare.pipeline import prepare_media
 from alload_jax.data.prepare.settings import MediaSettings
@@ -20,22 +15,6 @@ from alload_jax.data.store import StoreReader
 
 SMALL = {"area": ("32x32",), "frames": 9, "files_per_shard": 3}
 """Settings for tiny clips."""
-
-
-class ToldPixels(Pixels):
-    """Pixels of one file, until which it waits for the progress of all files before.
-
-    The variable TOLD names a file that has a byte for each. Processes that are spawned find the
-    class in this module.
-    """
-
-    encoded = 0
-
-    def encode(self, frames):
-        wait_until(lambda: Path(os.environ["TOLD"]).stat().st_size >= self.encoded)
-        self.encoded += 1
-        time.sleep(0.3)  # notes of progress are at least 0.2 s apart
-        return super().encode(frames)
 
 
 def grey_frames(levels, height=32, width=32):
@@ -95,9 +74,10 @@ def set_display_matrix(path, matrix):
 def prepare(source, out, workers=1, report=None, engine=None, on_files=None, **changes):
     """Prepares a folder of tiny clips; returns what became of the files."""
     settings = MediaSettings(**SMALL | changes)
+    items = find_items(source, every_caption=settings.captions == "all")
     options = {"workers": workers, "report": report, "engine": engine}
     options |= {} if on_files is None else {"on_files": on_files}
-    return prepare_media(find_items(source), out, settings, **options)
+    return prepare_media(items, out, settings, **options)
 
 
 def stored(out):
@@ -122,12 +102,3 @@ def rows(path):
 def skipped(out):
     """The reason for each skipped file."""
     return {row["path"]: row["reason"] for row in rows(out / "skipped.parquet")}
-
-
-def contents(folder):
-    """The bytes of all files in a folder, by path."""
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }

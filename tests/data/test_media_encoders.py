@@ -1,25 +1,34 @@
-"""Encoders with weights: their folders, and the processes that encode for all workers."""
+"""Encoders of captions and frames, and the processes that encode for all workers."""
 
+import json
 import os
+from collections import Counter
+from multiprocessing import get_context
 
+import numpy as np
 import pytest
-from media_helpers import contents, moving_frames, prepare, skipped, write_video
+import toy_encoders
+from data_helpers import contents
+from media_helpers import moving_frames, prepare, skipped, write_video
 from PIL import Image
-from weighed_encoders import WeighedBytes
 
-from alload_jax import cli
 from alload_jax.data.manifest import read_manifest
 from alload_jax.data.prepare import unit
-from alload_jax.errors import InputError, run_command
+from alload_jax.data.prepare.encoders import ByteText, ClassText, EncoderOptions, uniform_vectors
+from alload_jax.data.record import with_text_of_epoch
+from alload_jax.data.store import StoreReader, damaged_records
+from alload_jax.errors import InputError
 
 
 @pytest.fixture(scope="module")
 def media(tmp_path_factory):
     folder = tmp_path_factory.mktemp("media")
-    for number in range(3):
-        write_video(folder / f"clip{number}.mkv", moving_frames(9 + number))
-        (folder / f"clip{number}.txt").write_text(f"clip number {number}")
-    Image.new("RGB", (40, 40), (90, 0, 0)).save(folder / "image.png")
+    captions = [["stop!", "go!!! now then"], ["quiet"], ["a huge thing"], [""]]
+    for number, texts in enumerate(captions):
+        Image.new("RGB", (40, 40), (90 + number, 90, 90)).save(folder / f"{number}.png")
+        (folder / f"{number}.json").write_text(json.dumps({"caption": texts}))
+    Image.new("RGB", (40, 40), (255, 255, 255)).save(folder / "white.png")
+    write_video(folder / "clip.mkv", moving_frames(9))
     return folder
 
 
@@ -31,10 +40,51 @@ def weights(tmp_path):
     return folder
 
 
-def weighed(media, out, weights, **changes):
-    flags = {"vae": "weighed", "vae_folder": str(weights)}
-    flags |= {"text": "weighed", "text_folder": str(weights)}
-    return prepare(media, out, **flags | {"files_per_shard": 1} | changes)
+def encoded(media, out, weights, **changes):
+    flags = {"vae": "weighed", "vae_folder": str(weights), "files_per_shard": 1}
+    flags |= {"text": "spoken", "text_folder": str(weights), "captions": "all"}
+    prepare(media, out, **flags | changes)
+    return out
+
+
+# ---------------------------------------------------------------- what is stored
+
+
+def test_all_kinds_of_tokens_of_each_caption_and_given_frames_are_stored(media, weights, tmp_path):
+    out = encoded(media, tmp_path / "out", weights, image_to_video="ends")
+    manifest = read_manifest(out)
+    reader = StoreReader(manifest)
+    assert list(damaged_records(reader)) == []
+    assert manifest.form.parts == (("shouts", 3),)
+    assert manifest.text_length.tolist() == [9, 5, 0, 0, 0]  # at most the encoder's own length
+    assert manifest.part_lengths.tolist() == [[3], [0], [0], [0], [0]]
+    assert skipped(out) == {"2.png": "the text encoder gives values that are not finite"}
+    arrays = reader.read(0)
+    assert arrays["text"].dtype == arrays["shouts"].dtype == np.float16
+    np.testing.assert_array_equal(arrays["text"][:, 0], [ord(letter) for letter in "stop!"])
+    np.testing.assert_array_equal(arrays["shouts"], [[1, 1, 1]])
+    drawn = Counter()
+    for epoch in range(40):
+        taken = with_text_of_epoch(arrays, seed=1, epoch=epoch, sample=0)
+        drawn[len(taken["text"]), len(taken["shouts"])] += 1
+    assert drawn.keys() == {(5, 1), (9, 3)}
+    assert manifest.origin["vae"] == {"name": "weighed", "weights": "half"}
+    assert manifest.origin["image_to_video"] == {"given": "ends"}
+    (clip,) = np.flatnonzero(manifest.shape[:, 0] > 1)
+    given = reader.read(clip)["given"]
+    assert given.shape == (9, 32, 32, 2)
+    assert (given[..., 1] > given[..., 0]).all()  # of its last frame, more is white
+    one = read_manifest(encoded(media, tmp_path / "one", weights, captions="one", text_length=7))
+    assert one.text_length.tolist() == [5, 5, 0, 0, 0]
+
+
+def test_latents_that_are_not_finite_are_listed(media, weights, tmp_path):
+    (weights / "weights").write_text("nan")
+    with pytest.raises(InputError, match="no file can be used"):
+        encoded(media, tmp_path / "out", weights, report=tmp_path / "list")
+
+
+# ---------------------------------------------------------------- processes
 
 
 def processes(weights):
@@ -42,26 +92,23 @@ def processes(weights):
     return {int(p.name.split("-")[1]): p.read_text() for p in weights.glob("process-*")}
 
 
-# ---------------------------------------------------------------- processes
-
-
-def test_one_process_encodes_for_all_workers_on_each_gpu(media, weights, tmp_path, monkeypatch):
-    weighed(media, tmp_path / "one", weights)
+def test_a_process_on_each_gpu_encodes_for_all_workers(media, weights, tmp_path, monkeypatch):
+    (weights / "weights").write_text("picky")
+    one = encoded(media, tmp_path / "one", weights, image_to_video="ends")
     assert processes(weights).keys() == {os.getpid()}
-    lengths = read_manifest(tmp_path / "one").text_length.tolist()
-    assert lengths == [len("clip number 0")] * 3 + [0]
-    weighed(media, tmp_path / "two", weights, workers=2)
-    assert len(processes(weights)) == 2
     monkeypatch.setattr(unit, "device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,3,1")
-    weighed(media, tmp_path / "gpus", weights, workers=2)
-    assert sorted(processes(weights).values())[-2:] == ["3", "5"]
-    assert contents(tmp_path / "one") == contents(tmp_path / "two") == contents(tmp_path / "gpus")
+    two = encoded(media, tmp_path / "two", weights, image_to_video="ends", workers=2)
+    seen = processes(weights)
+    del seen[os.getpid()]
+    assert sorted(seen.values()) == ["3", "5"]
+    assert contents(one) == contents(two)
+    assert skipped(two)["white.png"] == "white"
 
 
 @pytest.mark.parametrize(
     ("count", "visible", "expected"),
-    [(0, None, [None]), (1, "3", [None]), (2, None, ["0", "1"]), (2, "5,3", ["5", "3"])],
+    [(0, None, [None]), (1, "3", [None]), (2, None, ["0", "1"]), (2, "5,3,1", ["5", "3"])],
 )
 def test_processes_see_one_gpu_each(monkeypatch, count, visible, expected):
     monkeypatch.setattr(unit, "device_count", lambda: count)
@@ -71,71 +118,80 @@ def test_processes_see_one_gpu_each(monkeypatch, count, visible, expected):
     assert unit._devices() == expected
 
 
-def test_what_the_encoder_raises_reaches_the_report_and_the_user(media, weights, tmp_path):
-    (weights / "weights").write_text("picky")
-    weighed(media, tmp_path / "picky", weights, workers=2)
-    assert skipped(tmp_path / "picky") == {"image.png": "one frame"}
-
-
-@pytest.mark.parametrize(
-    ("fault", "said"),
-    [("refuses", "the weights are damaged"), ("ends", "the process that encodes ended")],
-)
-def test_an_encoding_process_that_fails_or_ends_gives_one_line(
-    media, weights, tmp_path, fault, said
-):
-    (weights / "weights").write_text(fault)
-    with pytest.raises(InputError, match=said) as error:
-        weighed(media, tmp_path / "out", weights, workers=2)
-    assert "\n" not in str(error.value)
-
-
-# ---------------------------------------------------------------- folders
-
-
-def interrupted(media, out, weights, monkeypatch):
-    def stop(*_, **__):
-        raise RuntimeError("stopped")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("alload_jax.data.prepare.pipeline.finish_store", stop)
-        with pytest.raises(RuntimeError, match="stopped"):
-            weighed(media, out, weights)
+def test_an_encoding_process_that_fails_or_ends_is_an_error_of_one_line(weights):
+    vae, spawn = toy_encoders.WeighedPixels.make(EncoderOptions(weights)), get_context("spawn")
+    with unit.encoding_processes(vae, ByteText(), None, spawn) as (remote,):
+        for fault, said in (
+            ("refuses", "the weights are damaged"),
+            ("ends", "the process that encodes ended"),
+        ):
+            (weights / "weights").write_text(fault)
+            with pytest.raises(InputError, match=said):
+                remote.encode("vae", np.zeros((1, 8, 8, 3), np.uint8))
 
 
 def test_a_run_goes_on_with_equal_weights_alone(media, weights, tmp_path, monkeypatch):
-    weighed(media, tmp_path / "whole", weights)
-    interrupted(media, tmp_path / "out", weights, monkeypatch)
+    def stop(*_, **__):
+        raise RuntimeError("stopped")
+
+    whole, out = encoded(media, tmp_path / "whole", weights), tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr("alload_jax.data.prepare.pipeline.finish_store", stop)
+        with pytest.raises(RuntimeError, match="stopped"):
+            encoded(media, out, weights)
     (weights / "weights").write_text("other")
     with pytest.raises(InputError, match="was begun with vae"):
-        weighed(media, tmp_path / "out", weights)
+        encoded(media, out, weights)
     (weights / "weights").write_text("half")
-    weighed(media, tmp_path / "out", weights.rename(tmp_path / "moved"))
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    encoded(media, out, weights.rename(tmp_path / "moved"))
+    assert contents(out) == contents(whole)
+
+
+# ---------------------------------------------------------------- without weights
+
+
+def test_byte_embeddings_never_change():
+    published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4]  # SplitMix64's first from seed 0
+    expected = [(2 * value / 2**64 - 1) * 3**0.5 for value in published]
+    assert uniform_vectors(0, 1, 2)[0] == pytest.approx(expected, abs=1e-12)
+    found = ByteText().encode("ab")
+    assert found.dtype == np.float16
+    assert found.tobytes() == ByteText().encode("abc")[:2].tobytes()
+    long = ByteText(length=4000).encode("x" * 4000)
+    assert abs(long.astype(float).std() - 1) < 0.05
+    assert not np.array_equal(long[0], long[1])
+    assert len(ByteText(length=4).encode("猫猫")) == 3  # no half characters
+    assert ByteText().encode(None).shape == (0, 64)
+    for length in (1, 2**16):
+        assert ByteText.make(EncoderOptions(text_length=length)).length == length
+    with pytest.raises(InputError, match="--text-length is 65537"):
+        ByteText.make(EncoderOptions(text_length=2**16 + 1))
 
 
 @pytest.mark.parametrize(
-    ("flags", "named"),
+    ("texts", "expected", "classes"),
     [
-        (["--vae", "wan"], ["--vae wan", "--vae-folder"]),
-        (["--text", "umt5"], ["--text umt5", "--text-folder"]),
-        (["--vae-folder", "x"], ["--vae none", "--vae-folder x"]),
-        (["--text-folder", "x"], ["--text bytes", "--text-folder x"]),
-        (["--vae", "wan", "--vae-folder", "missing"], ["missing: no such folder"]),
-        (["--text", "umt5", "--text-folder", "missing"], ["missing: no such folder"]),
+        (["dog", "cat", "dog"], [1, 0, 1], ["cat", "dog"]),
+        (["3", "0", "03"], [3, 0, 3], ["0", "1", "2", "3"]),
     ],
 )
-def test_folders_that_do_not_fit_are_refused(media, tmp_path, capsys, flags, named):
-    argv = ["prepare", "media", media, "--out", tmp_path / "out", "--area", "32x32", *flags]
-    assert run_command(cli.main, [str(part) for part in argv]) == 2
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1
-    for part in named:
-        assert part in err
-    assert list(tmp_path.iterdir()) == []
+def test_captions_can_be_classes(tmp_path, texts, expected, classes):
+    media = tmp_path / "media"
+    media.mkdir()
+    for number, text in enumerate([*texts, None]):
+        Image.new("RGB", (32, 32)).save(media / f"{number}.png")
+        if text is not None:
+            (media / f"{number}.txt").write_text(text + "\n")
+    prepare(media, tmp_path / "out", text="class")
+    manifest = read_manifest(tmp_path / "out")
+    reader = StoreReader(manifest)
+    assert [reader.read(n)["labels"].tolist() for n in range(3)] == [[n] for n in expected]
+    assert manifest.origin["text"]["classes"] == classes
+    assert "no caption" in skipped(tmp_path / "out")["3.png"]
 
 
-def test_the_default_length_is_the_encoders_own(media, weights, tmp_path, monkeypatch):
-    monkeypatch.setattr(WeighedBytes, "default_length", 3)
-    weighed(media, tmp_path / "out", weights)
-    assert read_manifest(tmp_path / "out").text_length.max() == 3
+def test_there_are_classes_and_not_too_many():
+    assert len(ClassText.make(EncoderOptions(captions=["9999"])).classes) == 10_000
+    for captions, words in ((["10000"], "10,001 classes, more than 10,000"), ([""], "no file has")):
+        with pytest.raises(InputError, match=words):
+            ClassText.make(EncoderOptions(captions=captions))

@@ -1,0 +1,111 @@
+"""Encoders of frames and captions for tests; processes that are spawned find them here."""
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from patience import wait_until
+
+from alload_jax.data.prepare.encoders import (
+    GIVEN_ENCODERS,
+    TEXT_ENCODERS,
+    VAE_ENCODERS,
+    Given,
+    Pixels,
+)
+from alload_jax.data.prepare.model_encoders import TextEmbeddings
+from alload_jax.data.prepare.sources import UnusableError
+from alload_jax.errors import InputError
+
+
+class ToldPixels(Pixels):
+    """Pixels of one file, until which it waits for the progress of all files before.
+
+    The variable TOLD names a file that has a byte for each.
+    """
+
+    encoded = 0
+
+    def encode(self, frames):
+        wait_until(lambda: Path(os.environ["TOLD"]).stat().st_size >= self.encoded)
+        self.encoded += 1
+        time.sleep(0.3)  # notes of progress are at least 0.2 s apart
+        return super().encode(frames)
+
+
+class WeighedPixels(Pixels):
+    """Half of the pixels; notes in its folder where it encodes, and does what `weights` says."""
+
+    has_weights = True
+    folder: Path
+
+    @classmethod
+    def make(cls, options):
+        made = cls()
+        object.__setattr__(made, "folder", options.folder)
+        return made
+
+    def origin(self):
+        return {"name": "weighed", "weights": (self.folder / "weights").read_text()}
+
+    def encode(self, frames):
+        device = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        (self.folder / f"process-{os.getpid()}").write_text(device)
+        weights = (self.folder / "weights").read_text()
+        if weights == "ends":
+            os._exit(9)
+        if weights == "refuses":
+            raise InputError("the weights are damaged")
+        if weights == "picky" and frames.max() == 255:
+            raise UnusableError("white")
+        return super().encode(frames) * np.float16(np.nan if weights == "nan" else 0.5)
+
+
+class GivenEnds:
+    """The first and the last grey level of a clip."""
+
+    @classmethod
+    def make(cls, kind, vae_folder, image_folder):
+        return cls()
+
+    def origin(self):
+        return {"given": "ends"}
+
+    def encode(self, first, last, frames):
+        levels = np.array([first.mean(), last.mean()], np.float16)
+        return Given(np.broadcast_to(levels, (frames, *first.shape[:2], 2)), None)
+
+
+class SpokenModel:
+    """A token for each letter, and one of another kind for each exclamation mark."""
+
+    def __init__(self, folder, length):
+        self.folder, self.length = folder, length
+
+    def origin(self):
+        return {"name": "spoken", "length": self.length}
+
+    def tokens(self, text):
+        letters = np.array([[ord(letter), 1] for letter in text[: self.length]], np.float32)
+        shouts = np.full((text.count("!"), 3), text.count("!") or 1, np.float32)
+        return {"text": letters.reshape(-1, 2) * (1e9 if "huge" in text else 1), "shouts": shouts}
+
+
+@dataclass(frozen=True)
+class Spoken(TextEmbeddings):
+    name = "spoken"
+    needs_torch = False
+    default_length = 9
+    text_class = SpokenModel
+
+
+for registry, name, kind in (
+    (VAE_ENCODERS, "told", ToldPixels),
+    (VAE_ENCODERS, "weighed", WeighedPixels),
+    (GIVEN_ENCODERS, "weighed", GivenEnds),
+    (TEXT_ENCODERS, "spoken", Spoken),
+):
+    if name not in registry.names():
+        registry.register(name, kind)
