@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import itertools
 import tarfile
 import unicodedata
 from collections import Counter
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 from alload_jax.data.prepare.captions import CaptionFiles
 from alload_jax.data.prepare.inputs import find_items
 from alload_jax.data.prepare.sources import UnusableError
-from alload_jax.errors import InputError
 
 COMPOSED, DECOMPOSED = "é", "e\u0301"
 STEMS = st.sampled_from(
@@ -43,9 +41,9 @@ def paired(names, **options):
     return found
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.lists(NAMES, max_size=8), st.booleans())
-def test_a_caption_lands_on_no_other_sample(names, in_archive):
+@settings(max_examples=150)
+@given(st.lists(NAMES, max_size=8), st.booleans(), st.randoms())
+def test_a_caption_lands_on_no_other_sample_whatever_the_order(names, in_archive, chance):
     names = names if in_archive else list(dict.fromkeys(names))
     texts = [name for name in names if name.lower().endswith(".txt")]
     media = [name for name in names if name not in texts]
@@ -65,24 +63,8 @@ def test_a_caption_lands_on_no_other_sample(names, in_archive):
             assert in_archive or unicodedata.normalize("NFC", base(text)) in (
                 *(unicodedata.normalize("NFC", one) for one in (base(name), name)),
             )
-
-
-@given(st.lists(NAMES, max_size=7), st.randoms())
-def test_the_order_of_names_changes_nothing(names, chance):
-    other = list(names)
-    chance.shuffle(other)
-    for by_first_dot in (False, True):
-        assert paired(names, by_first_dot=by_first_dot) == paired(other, by_first_dot=by_first_dot)
-
-
-VERSIONS = ["a.v1.0", "a.v1.1", "a.v1.2"]
-
-
-def test_each_version_has_its_own_caption_in_any_order():
-    expected = {f"{stem}.mp4": f"{stem}.txt" for stem in VERSIONS}
-    for order in itertools.permutations(range(3)):
-        names = [f"{VERSIONS[n]}.mp4" for n in order] + [f"{stem}.txt" for stem in VERSIONS]
-        assert paired(names) == paired(names, by_first_dot=True) == expected
+    chance.shuffle(names)
+    assert paired(names, by_first_dot=in_archive) == found
 
 
 @pytest.mark.parametrize(
@@ -110,15 +92,14 @@ def test_members_of_archives(names, expected):
 
 
 def test_a_name_from_macos_finds_its_caption():
-    assert paired([f"{DECOMPOSED}.mp4", f"{COMPOSED}.txt"]) == {
-        f"{DECOMPOSED}.mp4": f"{COMPOSED}.txt"
-    }
+    names = [f"{DECOMPOSED}.mp4", f"{COMPOSED}.txt"]
+    assert paired(names) == {names[0]: names[1]}
     # A caption that fits one name letter by letter is not that of the other.
-    names = [f"{DECOMPOSED}.mp4", f"{COMPOSED}.mp4", f"{COMPOSED}.txt"]
+    names.append(f"{COMPOSED}.mp4")
     assert paired(names) == {f"{DECOMPOSED}.mp4": None, f"{COMPOSED}.mp4": f"{COMPOSED}.txt"}
 
 
-# ---------------------------------------------------------------- whole inputs
+VERSIONS = ["a.v1.0", "a.v1.1", "a.v1.2"]
 
 
 def test_a_tar_of_versions_and_duplicates(tmp_path):
@@ -136,32 +117,13 @@ def test_a_tar_of_versions_and_duplicates(tmp_path):
 
 
 def test_a_folder_of_versions_and_capitals(tmp_path):
-    for stem in (*VERSIONS, "UPPER"):
-        (tmp_path / f"{stem}.mp4").write_bytes(b"x")
-        (tmp_path / f"{stem}{'.TXT' if stem == 'UPPER' else '.txt'}").write_text(f"of {stem}")
-    (tmp_path / "twice.mp4").write_bytes(b"x")
-    (tmp_path / "twice.txt").write_text("one")
-    (tmp_path / "twice.TXT").write_text("other")
+    texts = {f"{stem}.txt": f"of {stem}" for stem in VERSIONS} | {"UPPER.TXT": "of UPPER"}
+    for name, text in (texts | {"twice.txt": "one", "twice.TXT": "other"}).items():
+        (tmp_path / f"{base(name)}.mp4").write_bytes(b"x")
+        (tmp_path / name).write_text(text)
     items = {item.name: item for item in find_items(tmp_path)}
     for stem in (*VERSIONS, "UPPER"):
         assert items[f"{stem}.mp4"].caption == f"of {stem}"
     reason = items["twice.mp4"].reason
     either = ("twice.TXT", "twice.txt"), ("twice.txt", "twice.TXT")
     assert reason in ["several captions, {} and {}; keep one".format(*names) for names in either]
-
-
-@pytest.mark.parametrize(
-    "table",
-    [
-        ("metadata.csv", "file_name,caption,caption\na.png,one,two\n"),
-        ("metadata.csv", "file_name,Caption,caption \na.png,one,two\n"),
-        ("metadata.jsonl", '{"path": "a.png", "text": "one"}\n{"path": "a.png", "Text": "two"}\n'),
-        ("metadata.jsonl", '{"path": "a.png", "Path": "b.png", "text": "two"}\n'),
-    ],
-)
-def test_a_table_whose_column_is_there_twice_is_refused(tmp_path, table):
-    name, content = table
-    (tmp_path / name).write_text(content)
-    with pytest.raises(InputError, match=r"has the columns .* rename or remove one") as error:
-        find_items(tmp_path)
-    assert "\n" not in str(error.value)

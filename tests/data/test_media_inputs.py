@@ -10,15 +10,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from media_helpers import SMALL, contents, moving_frames, prepare, rows, skipped, write_video
+from data_helpers import contents
+from media_helpers import moving_frames, prepare, rows, write_video
 from PIL import Image
 
 from alload_jax.data.manifest import caption_counts, read_manifest, read_paths
 from alload_jax.data.prepare.captions import clean
-from alload_jax.data.prepare.encoders import ByteText, uniform_vectors
+from alload_jax.data.prepare.encoders import ByteText
 from alload_jax.data.prepare.inputs import count_ignored, find_items
-from alload_jax.data.prepare.pipeline import prepare_media
-from alload_jax.data.prepare.settings import MediaSettings
 from alload_jax.data.record import texts_of
 from alload_jax.data.store import StoreReader, is_finished
 from alload_jax.errors import InputError
@@ -63,50 +62,76 @@ def test_captions_lie_beside_their_files(media):
     (media / "sub/a.json").write_text('{"caption": ["first", "second"]}')
     (media / ".hidden.png").write_text("")
     items = find_items(media)
-    assert captions(items) == {
-        "a b.png": "a cat\n",
-        "b.png": "a dog",
-        "c.png": "a cow",
-        "d.png": "a hen",
-        "sub/a.png": "first",
-        "B.png": None,
-        "ä.png": None,
-        "a/z.png": None,
-    }
+    found = {name: text for name, text in captions(items).items() if text is not None}
+    beside = {"a b.png": "a cat\n", "b.png": "a dog", "c.png": "a cow", "d.png": "a hen"}
+    assert found == beside | {"sub/a.png": "first"}
     names = [item.name for item in items]
+    assert len(names) == 8
     assert names == sorted(names, key=str.encode)
     assert captions(find_items(media, caption_column="mine"))["b.png"] == "7"
 
 
+def test_each_line_and_each_entry_of_a_list_is_a_caption(media):
+    for name, suffix, content in (
+        ("a", "txt", "a cat\n\n  a small   cat \na cat\r\na pet"),
+        ("b", "json", '{"captions": ["a dog", null, "a hound"], "width": 3}'),
+        ("c", "json", '["one", "two"]'),
+        ("d", "txt", " \n"),
+        ("e", "json", '{"caption_2": "second", "caption_10": "tenth", "caption": "x"}'),
+        ("f", "caption", ""),
+        ("g", "other", ""),
+    ):
+        picture(media / f"{name}.png")
+        (media / f"{name}.{suffix}").write_text(content)
+    (media / "g.other").unlink()
+    assert all_captions(media) == {
+        "a.png": ["a cat", "  a small   cat ", "a pet"],
+        "b.png": ["a dog", "a hound"],
+        "c.png": ["one", "two"],
+        "d.png": [" "],
+        "e.png": ["x", "second", "tenth"],
+        "f.png": [""],
+        "g.png": [None],
+    }
+    assert not any(item.alternatives for item in find_items(media))
+
+
 @pytest.mark.parametrize(
-    ("name", "content", "reason"),
+    ("content", "expected"),
     [
-        ("a.txt", "café".encode("latin-1"), "its caption is not UTF-8; save it as UTF-8"),
-        ("a.json", b"{", "not valid JSON"),
+        ("ein Hund läuft".encode("utf-8-sig"), "ein Hund läuft"),
+        ("ein Hund läuft".encode("utf-16"), "ein Hund läuft"),
+        ("€".encode() * 2**20, "€" * (2**20 // 3)),  # cut between characters
+        ("café".encode("latin-1"), "its caption is not UTF-8; save it as UTF-8"),
+        (b"{", "not valid JSON"),
     ],
+    ids=["mark", "utf-16", "long", "latin-1", "json"],
 )
-def test_a_caption_that_cannot_be_read_is_a_reason(media, name, content, reason):
+def test_captions_are_unicode_as_windows_and_others_write_it(media, content, expected):
     picture(media / "a.png")
-    (media / name).write_bytes(content)
+    (media / ("a.json" if content == b"{" else "a.txt")).write_bytes(content)
     os.mkfifo(media / "b.mp4")
-    found = reasons(find_items(media))
-    assert reason in found["a.png"]
-    assert found["b.mp4"] == "not a regular file"
+    (item, pipe) = find_items(media)
+    assert item.caption == expected or expected in item.reason
+    assert pipe.reason == "not a regular file"
 
 
-@pytest.mark.parametrize(
-    ("text", "encoding", "expected"),
-    [
-        ("ein Hund läuft", "utf-8-sig", "ein Hund läuft"),
-        ("ein Hund läuft", "utf-16", "ein Hund läuft"),
-        ("€" * 2**20, "utf-8", "€" * (2**20 // 3)),  # cut between characters
-    ],
-    ids=["utf-8-sig", "utf-16", "long"],
-)
-def test_captions_are_unicode_as_windows_and_others_write_it(media, text, encoding, expected):
-    picture(media / "a.png")
-    (media / "a.txt").write_text(text, encoding=encoding)
-    assert captions(find_items(media)) == {"a.png": expected}
+def test_captions_are_cleaned_and_cut(media, tmp_path):
+    assert clean("a\x00 cat\x07\r\n on\ta\u2028 mat\x1b[0m") == "a cat on a mat[0m"
+    assert clean("  é 猫 🐈‍⬛ ") == "é 猫 🐈‍⬛"
+    assert clean("\ud800x") == "x"
+    for name, content in (
+        ("a.txt", "猫".encode() * 40_000),
+        ("b.txt", b"\x00\x07ok"),
+        ("c.json", json.dumps({"text": "猫\x00\n" * 30_000}).encode()),
+    ):
+        picture(media / f"{name[0]}.png")
+        (media / name).write_bytes(content)
+    prepare(media, tmp_path / "out", text_length=100)
+    manifest = read_manifest(tmp_path / "out")
+    assert manifest.text_length.tolist() == [99, 2, 100]
+    texts = [StoreReader(manifest).read(n)["text"].shape for n in range(3)]
+    assert texts == [(99, 64), (2, 64), (100, 64)]
 
 
 def test_media_that_a_table_or_tar_files_leave_out_are_counted(media):
@@ -122,28 +147,18 @@ def test_media_that_a_table_or_tar_files_leave_out_are_counted(media):
     assert count_ignored(media, find_items(media)) == 3
 
 
-def test_a_comma_that_is_not_quoted_cuts_no_caption(media):
-    picture(media / "a.png")
-    table = media / "metadata.csv"
-    table.write_text("file_name,caption\na.png,a red flower, close up\n")
-    with pytest.raises(InputError, match=r"line 2 has more fields than the header; put"):
-        find_items(media)
-    table.write_text('file_name,caption\na.png,"a red flower, close up"\n')
-    assert captions(find_items(media)) == {"a.png": "a red flower, close up"}
-
-
 def test_links_out_of_the_folder_are_refused(media, tmp_path):
     picture(tmp_path / "secret.png")
     (tmp_path / "secret.txt").write_text("secret")
     (tmp_path / "more").mkdir()
     picture(media / "in.png")
     picture(media / "caption.png")
-    (media / "link.png").symlink_to("in.png")
-    (media / "out.png").symlink_to(tmp_path / "secret.png")
-    (media / "relative.png").symlink_to("../secret.png")
-    (media / "caption.txt").symlink_to("../secret.txt")
-    (media / "circle.png").symlink_to("circle.png")
-    (media / "folder").symlink_to(tmp_path / "more")
+    for name, target in (
+        *(("link.png", "in.png"), ("out.png", tmp_path / "secret.png")),
+        *(("relative.png", "../secret.png"), ("caption.txt", "../secret.txt")),
+        *(("circle.png", "circle.png"), ("folder", tmp_path / "more")),
+    ):
+        (media / name).symlink_to(target)
     found = reasons(find_items(media))
     assert found.keys() == {"out.png", "relative.png", "caption.png", "circle.png", "folder"}
     assert found["out.png"] == found["relative.png"] == "link out of the folder"
@@ -168,7 +183,7 @@ def write_table(path, names):
         pa.parquet.write_table(pa.table(columns | {"bytes": [b"x"] * len(TABLE)}), path)
     elif path.suffix == ".jsonl":
         lines = [json.dumps(dict(zip(names, row, strict=True))) for row in TABLE]
-        path.write_text("\n".join(lines) + "\n")
+        path.write_text("\n\n".join(lines) + "\n")
     else:
         lines = [",".join(f'"{value}"' for value in row) for row in (names, *TABLE)]
         path.write_text("\ufeff" + "\n".join(lines))
@@ -190,8 +205,7 @@ def test_tables_list_media(media, tmp_path, table, names, flags):
     picture(media / "sub/b.png")
     (media / "out.png").symlink_to("../secret.png")
     write_table(media / table, names)
-    place = media / table if flags else media
-    items = find_items(place, *flags)
+    items = find_items(media / table if flags else media, *flags)
     assert [item.name for item in items] == [row[0] for row in TABLE]
     assert [item.caption for item in items[:2]] == [row[1] for row in TABLE[:2]]
     found = [item.reason for item in items]
@@ -201,33 +215,74 @@ def test_tables_list_media(media, tmp_path, table, names, flags):
         assert part in reason
 
 
+TWICE = ["has the columns", "rename or remove one"]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "named"),
     [
         ("metadata.csv", b"x,y\n1,2\n", ["x, y", "--path-column"]),
         ("metadata.csv", b"\xff\xfe\n", ["CSV"]),
         ("metadata.csv", b"path,text\na,b\n", ["no column mine", "--caption-column"]),
+        (
+            "metadata.csv",
+            b"path,caption\na,a red, close\n",
+            ["line 2 has more fields than the", "p"],
+        ),
+        ("metadata.csv", b"path,caption,caption\na.png,one,two\n", TWICE),
+        ("metadata.csv", b"path,Caption,caption \na.png,one,two\n", TWICE),
+        ("metadata.jsonl", b'{"path": "a", "text": "1"}\n{"path": "a", "Text": "2"}', TWICE),
+        ("metadata.jsonl", b'{"path": "a.png", "Path": "b.png", "text": "two"}\n', TWICE),
         ("metadata.jsonl", b'{"path": "a"}\n{\n', ["line 2"]),
         ("metadata.jsonl", b"[1]\n", ["line 1", "object"]),
         ("metadata.parquet", b"PAR1", ["PARQUET"]),
         ("a.txt", b"", ["has no images or videos"]),
+        ("a.zip", b"", ["is no input"]),
+        ("none", None, ["no such file or folder"]),
     ],
 )
-def test_tables_and_folders_that_cannot_be_read_are_refused(media, name, content, named):
-    (media / name).write_bytes(content)
-    column = "mine" if b"path,text" in content else None
+def test_tables_and_places_that_cannot_be_read_are_refused(media, name, content, named):
+    if content is not None:
+        (media / name).write_bytes(content)
+    place = media if name[0] in "ma" and name != "a.zip" else media / name
     with pytest.raises(InputError) as error:
-        find_items(media, caption_column=column)
-    for part in (name if "no images" not in named[0] else media, *named):
+        find_items(place, caption_column="mine" if b"path,text" in (content or b"") else None)
+    for part in (name if name != "a.txt" else media, *named):
         assert str(part) in str(error.value)
+    assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["none", "a.zip"])
-def test_other_inputs_are_refused(media, name):
-    if name != "none":
-        (media / name).touch()
-    with pytest.raises(InputError, match=name):
-        find_items(media / name)
+def test_numbered_columns_lists_and_quoted_values_of_tables_are_captions(media):
+    several = {
+        "file_name": ["a.png", "b.png"],
+        "caption_2": ["third", None],
+        "caption_1": ["second", "other"],
+        "caption": ["first", None],
+        "captions_seen": ["no", "no"],
+    }
+    for name in "ab":
+        picture(media / f"{name}.png")
+    expected = {"a.png": ["first", "second", "third"], "b.png": ["other"]}
+    pyarrow.parquet.write_table(pa.table(several), media / "metadata.parquet")
+    assert all_captions(media) == expected
+    assert captions(find_items(media)) == {"a.png": "first", "b.png": None}
+    (media / "metadata.parquet").unlink()
+    lines = [dict(zip(several, row, strict=True)) for row in zip(*several.values(), strict=True)]
+    (media / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert all_captions(media) == expected
+    (media / "metadata.jsonl").unlink()
+    text = 'path,short\na.png,"[""red"", ""green""]"\nb.png,"[blue, red"\n'
+    (media / "metadata.csv").write_text(text)
+    found = all_captions(media, caption_column="short")
+    assert found == {"a.png": ["red", "green"], "b.png": ["[blue, red"]}
+    for columns, options in (
+        ({"captions": [["x", "y"]]}, {}),
+        ({"text1": ["x"], "text2": ["y"]}, {}),
+        ({"text1": ["x"], "text2": ["y"]}, {"caption_column": "text"}),
+    ):
+        table = pa.table({"path": ["b.png"], **columns})
+        pyarrow.parquet.write_table(table, media / "t.parquet")
+        assert all_captions(media / "t.parquet", **options) == {"b.png": ["x", "y"]}
 
 
 # ---------------------------------------------------------------- tar shards
@@ -253,24 +308,14 @@ def test_tar_members_with_one_stem_belong_together(media, tmp_path):
     write_tar(media / "x-0.tar", members)
     prepare(media, tmp_path / "out")
     found = rows(tmp_path / "out" / "manifest.parquet")
-    assert [(row["frames"], row["caption"]) for row in found] == [
-        (1, "a cat"),
-        (9, "a dog"),
-        (1, ""),
-    ]
+    expected = [(1, "a cat"), (9, "a dog"), (1, "")]
+    assert [(row["frames"], row["caption"]) for row in found] == expected
 
 
 def test_members_that_lead_out_of_a_tar_are_refused(media, tmp_path):
     image = picture(tmp_path / "a.png").read_bytes()
-    members = {
-        "good.png": image,
-        "../up.png": image,
-        "/root.png": image,
-        "link.png": "/etc/passwd",
-        "empty.png": b"",
-        "caption.png": image,
-        "caption.txt": "/etc/passwd",
-    }
+    members = dict.fromkeys(("good.png", "../up.png", "/root.png", "caption.png"), image)
+    members |= {"link.png": "/etc/passwd", "empty.png": b"", "caption.txt": "/etc/passwd"}
     write_tar(media / "x.tar", members)
     before = set(tmp_path.rglob("*"))
     found = reasons(find_items(media / "x.tar"))
@@ -311,132 +356,14 @@ def test_sizes_that_a_tar_only_claims_take_no_memory(media, kind, size):
     assert all("tar" in reason for reason in found.values())
 
 
-# ---------------------------------------------------------------- captions
-
-
-def test_captions_are_cleaned():
-    assert clean("a\x00 cat\x07\r\n on\ta\u2028 mat\x1b[0m") == "a cat on a mat[0m"
-    assert clean("  é 猫 🐈‍⬛ ") == "é 猫 🐈‍⬛"
-    assert clean("\ud800x") == "x"
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("a.txt", "猫".encode() * 40_000),
-        ("a.txt", b"\x00\x07ok"),
-        ("a.json", json.dumps({"text": "猫\x00\n" * 30_000}).encode()),
-    ],
-)
-def test_long_and_strange_captions_are_cut_and_cleaned(media, tmp_path, name, content):
-    picture(media / "a.png")
-    (media / name).write_bytes(content)
-    prepare(media, tmp_path / "out", text_length=100)
-    manifest = read_manifest(tmp_path / "out")
-    embedded = StoreReader(manifest).read(0)["text"]
-    assert embedded.shape[1] == 64
-    assert 0 < len(embedded) <= 100
-    assert (manifest.text_length == len(embedded)).all()
-
-
-def test_byte_embeddings_never_change():
-    published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4]  # SplitMix64's first from seed 0
-    expected = [(2 * value / 2**64 - 1) * 3**0.5 for value in published]
-    assert uniform_vectors(0, 1, 2)[0] == pytest.approx(expected, abs=1e-12)
-    found = ByteText().encode("ab")
-    assert found.dtype == np.float16
-    assert found.astype(float).tobytes() == ByteText().encode("abc")[:2].astype(float).tobytes()
-    assert abs(ByteText(length=4000).encode("x" * 4000).astype(float).std() - 1) < 0.05
-    assert not np.array_equal(ByteText().encode("aa")[0], ByteText().encode("aa")[1])
-    assert len(ByteText(length=4).encode("猫猫")) == 3  # no half characters
-    assert ByteText().encode(None).shape == (0, 64)
-
-
-@pytest.mark.parametrize(
-    ("texts", "expected", "classes"),
-    [
-        (["dog", "cat", "dog"], [1, 0, 1], ["cat", "dog"]),
-        (["3", "0", "3"], [3, 0, 3], ["0", "1", "2", "3"]),
-    ],
-)
-def test_captions_can_be_classes(media, tmp_path, texts, expected, classes):
-    for number, text in enumerate(texts):
-        picture(media / f"{number}.png")
-        (media / f"{number}.txt").write_text(text + "\n")
-    picture(media / "none.png")
-    prepare(media, tmp_path / "out", text="class")
-    manifest = read_manifest(tmp_path / "out")
-    reader = StoreReader(manifest)
-    assert [reader.read(n)["labels"].tolist() for n in range(3)] == [[n] for n in expected]
-    assert manifest.origin["text"]["classes"] == classes
-    assert "no caption" in skipped(tmp_path / "out")["none.png"]
-
-
-# ---------------------------------------------------------------- several captions
-
-
-def test_each_line_and_each_entry_of_a_list_is_a_caption(media):
-    for name in "abcdef":
-        picture(media / f"{name}.png")
-    (media / "a.txt").write_text("a cat\n\n  a small   cat \na cat\r\na pet")
-    (media / "b.json").write_text('{"captions": ["a dog", null, "a hound"], "width": 3}')
-    (media / "c.json").write_text('["one", "two"]')
-    (media / "d.txt").write_text(" \n")
-    (media / "e.json").write_text('{"caption_2": "second", "caption_10": "tenth", "caption": "x"}')
-    assert all_captions(media) == {
-        "a.png": ["a cat", "  a small   cat ", "a pet"],
-        "b.png": ["a dog", "a hound"],
-        "c.png": ["one", "two"],
-        "d.png": [" "],
-        "e.png": ["x", "second", "tenth"],
-        "f.png": [None],
-    }
-    (one,) = {len(item.alternatives) for item in find_items(media)}
-    assert one == 0
-
-
-SEVERAL = {
-    "file_name": ["a.png", "b.png"],
-    "caption_2": ["third", None],
-    "caption_1": ["second", "other"],
-    "caption": ["first", None],
-    "captions_seen": ["no", "no"],
-}
-
-
-def test_numbered_columns_and_lists_of_tables_are_captions(media):
-    for name in "ab":
-        picture(media / f"{name}.png")
-    expected = {"a.png": ["first", "second", "third"], "b.png": ["other"]}
-    pyarrow.parquet.write_table(pa.table(SEVERAL), media / "metadata.parquet")
-    assert all_captions(media) == expected
-    assert captions(find_items(media)) == {"a.png": "first", "b.png": None}
-    (media / "metadata.parquet").unlink()
-    rows = [dict(zip(SEVERAL, row, strict=True)) for row in zip(*SEVERAL.values(), strict=True)]
-    (media / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    assert all_captions(media) == expected
-    (media / "metadata.jsonl").unlink()
-    text = 'path,short\na.png,"[""red"", ""green""]"\nb.png,"[blue"\n'
-    (media / "metadata.csv").write_text(text)
-    found = all_captions(media, caption_column="short")
-    assert found == {"a.png": ["red", "green"], "b.png": ["[blue"]}
-    lists = pa.table({"path": ["b.png"], "captions": [["x", "y"]]})
-    pyarrow.parquet.write_table(lists, media / "t.parquet")
-    assert all_captions(media / "t.parquet") == {"b.png": ["x", "y"]}
-    numbered = pa.table({"path": ["b.png"], "text1": ["x"], "text2": ["y"]})
-    pyarrow.parquet.write_table(numbered, media / "t.parquet")
-    assert all_captions(media / "t.parquet") == {"b.png": ["x", "y"]}
-    assert all_captions(media / "t.parquet", caption_column="text") == {"b.png": ["x", "y"]}
+# ---------------------------------------------------------------- stores of them
 
 
 def test_a_store_of_several_captions_has_all_texts_and_paths(media, tmp_path):
-    for name in ("a.png", "sub/b.png"):
-        picture(media / name)
-    (media / "a.txt").write_text("a cat\na small cat")
-    (media / "sub/b.txt").write_text("a dog\na hound")
-    items = find_items(media, every_caption=True)
-    settings = MediaSettings(**SMALL, captions="all")
-    prepare_media(items, tmp_path / "out", settings)
+    for name, text in (("a", "a cat\na small cat"), ("sub/b", "a dog\na hound")):
+        picture(media / f"{name}.png")
+        (media / f"{name}.txt").write_text(text)
+    prepare(media, tmp_path / "out", captions="all")
     manifest = read_manifest(tmp_path / "out")
     assert read_paths(manifest).tolist() == ["a.png", "sub/b.png"]
     assert caption_counts(manifest).tolist() == [2, 2]
@@ -444,9 +371,9 @@ def test_a_store_of_several_captions_has_all_texts_and_paths(media, tmp_path):
     texts = texts_of(StoreReader(manifest).read(0))
     for found, words in zip(texts, ("a cat", "a small cat"), strict=True):
         np.testing.assert_array_equal(found, ByteText().encode(words))
-    prepare_media(items, tmp_path / "classes", MediaSettings(**SMALL, captions="all", text="class"))
-    manifest = read_manifest(tmp_path / "classes")
-    numbers = [[int(each[0]) for each in texts_of(StoreReader(manifest).read(n))] for n in (0, 1)]
+    prepare(media, tmp_path / "classes", captions="all", text="class")
+    reader = StoreReader(read_manifest(tmp_path / "classes"))
+    numbers = [[int(each[0]) for each in texts_of(reader.read(n))] for n in (0, 1)]
     assert numbers == [[0, 3], [1, 2]]
     prepare(media, tmp_path / "one")
     manifest = read_manifest(tmp_path / "one")
@@ -464,15 +391,10 @@ def test_a_preparation_goes_on_with_its_captions_only(media, tmp_path):
         if not before and is_finished(tmp_path / "cut", 0):
             raise KeyboardInterrupt
 
-    every = find_items(media, every_caption=True)
-    settings = MediaSettings(**SMALL, captions="all")
     with pytest.raises(KeyboardInterrupt):
-        prepare_media(every, tmp_path / "cut", settings, on_files=stop)
+        prepare(media, tmp_path / "cut", captions="all", on_files=stop)
     with pytest.raises(InputError, match="--captions all, not unset"):
-        prepare_media(find_items(media), tmp_path / "cut", MediaSettings(**SMALL))
-    prepare_media(every, tmp_path / "cut", settings)
-    prepare_media(every, tmp_path / "whole", settings, workers=2)
+        prepare(media, tmp_path / "cut")
+    prepare(media, tmp_path / "cut", captions="all")
+    prepare(media, tmp_path / "whole", captions="all")
     assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
-    prepare_media(find_items(media), tmp_path / "one", MediaSettings(**SMALL))
-    shards = [contents(tmp_path / name)["shard-00000.arrayrecord"] for name in ("one", "cut")]
-    assert shards[0] != shards[1]
