@@ -1,7 +1,9 @@
-"""Frames and pictures as `alload prepare media` decodes them."""
+"""Frames and pictures as `alload prepare media` decodes them, and files that cannot be used."""
 
 import io
+import os
 import struct
+import tarfile
 import zlib
 from fractions import Fraction
 
@@ -22,9 +24,9 @@ from media_helpers import (
 )
 from PIL import Image
 
-from alload_jax.data.manifest import read_manifest
+from alload_jax.data.manifest import read_manifest, read_paths
 from alload_jax.data.prepare.sources import Source
-from alload_jax.data.prepare.videos import frames_at, opened_video
+from alload_jax.data.prepare.videos import clip_lengths, frames_at, opened_video
 from alload_jax.errors import InputError
 
 
@@ -42,88 +44,75 @@ def one(media, out, **changes):
     return clip
 
 
-def refused(media, out):
-    """The reason why the only file of a folder cannot be used."""
-    report = out.with_name("report.parquet")
-    with pytest.raises(InputError, match="no file can be used"):
-        prepare(media, out, report=report)
-    assert not out.exists()
-    assert [path.name for path in out.parent.iterdir() if path.name.startswith(out.name)] == []
-    (row,) = rows(report)
-    return row["reason"]
+def clips_of(out):
+    """The clips of each file, by its name without suffix."""
+    found = {}
+    for path, clip in zip(read_paths(read_manifest(out)), stored(out), strict=True):
+        found.setdefault(path.partition(".")[0], []).append(clip)
+    return found
 
 
-# ---------------------------------------------------------------- time
+# ---------------------------------------------------------------- time and clips
 
 
 @pytest.mark.parametrize(
-    ("rate", "fps", "expected"),
+    ("video", "fps", "expected"),
     [
-        (16, "16", [0, 10, 20, 30, 40, 50, 60, 70, 80]),
-        (16, "8", [0, 20, 40, 60, 80]),
-        (8, "16", [0, 0, 10, 10, 20, 20, 30, 30, 40]),
-        (30, "15", [0, 20, 40, 60, 80]),  # whose time stamps are rounded to milliseconds
-        (60, "15", [10, 50, 90, 130, 170]),  # shown up to 0.3 places early
+        ({"rate": 16}, "16", [0, 10, 20, 30, 40, 50, 60, 70, 80]),
+        ({"rate": 16}, "8", [0, 20, 40, 60, 80]),
+        ({"rate": 8}, "16", [0, 0, 10, 10, 20, 20, 30, 30, 40]),
+        ({"rate": 30}, "15", [0, 20, 40, 60, 80]),  # whose time stamps are in milliseconds
+        ({"rate": 60}, "15", [10, 50, 90, 130, 170]),  # shown up to 0.3 places early
+        ({"seconds": [0, 0.125, 0.25, 1.0, 1.0625, 1.125]}, "8", [0, 10, *[20] * 6, 30]),
+        ({"seconds": [5 + number / 16 for number in range(9)]}, "16", list(range(0, 90, 10))),
     ],
 )
-def test_frames_are_resampled_by_time(media, tmp_path, rate, fps, expected):
-    write_video(media / "a.mkv", grey_frames(range(0, 200, 10)), rate)
+def test_frames_are_resampled_by_time_from_their_first(media, tmp_path, video, fps, expected):
+    count = len(video.get("seconds", range(20)))
+    write_video(media / "a.mkv", grey_frames(range(0, 10 * count, 10)), **video)
     found = levels_of(one(media, tmp_path / "out", fps=fps, max_clips=1))
     assert found[: len(expected)] == expected
 
 
-@pytest.mark.parametrize(
-    ("seconds", "fps", "expected"),
-    [
-        ([0, 0.125, 0.25, 1.0, 1.0625, 1.125], "8", [0, 10, 20, 20, 20, 20, 20, 20, 30]),
-        ([5 + number / 16 for number in range(9)], "16", list(range(0, 90, 10))),  # starts late
-    ],
-)
-def test_presentation_times_count_from_their_first(media, tmp_path, seconds, fps, expected):
-    levels = range(0, 10 * len(seconds), 10)
-    write_video(media / "a.mkv", grey_frames(levels), seconds=seconds)
-    assert levels_of(one(media, tmp_path / "out", fps=fps)) == expected
-
-
 def test_time_stamps_that_jump_end_the_video(media, tmp_path):
-    seconds = [*(number / 16 for number in range(9)), 4000, 4001]
-    write_video(media / "a.mkv", grey_frames([50] * 11), seconds=seconds)
-    prepare(media, tmp_path / "out")
-    assert len(stored(tmp_path / "out")) == 1
-    assert "jump by 4,000 s" in skipped(tmp_path / "out")["a.mkv"]
+    for name, jump in (("a", 4000), ("b", 60)):  # longer than a frame is held, or not
+        seconds = [*(number / 16 for number in range(9)), 8 / 16 + jump, 8 / 16 + jump + 1]
+        write_video(media / f"{name}.mkv", grey_frames([50] * 11), seconds=seconds)
+    prepare(media, tmp_path / "out", max_clips=2)
+    found = clips_of(tmp_path / "out")
+    assert (len(found["a"]), len(found["b"])) == (1, 2)
+    (reason,) = skipped(tmp_path / "out").values()
+    assert "jump by 4,000 s" in reason
 
 
-# ---------------------------------------------------------------- clips
-
-
-@pytest.mark.parametrize(
-    ("count", "expected"), [(1, [1]), (4, [1]), (8, [5]), (9, [9]), (17, [9]), (28, [9, 9, 9])]
-)
-def test_long_videos_are_cut_and_short_ones_shortened(media, tmp_path, count, expected):
-    write_video(media / "a.mkv", moving_frames(count))
-    prepare(media, tmp_path / "out")
-    assert [len(clip) for clip in stored(tmp_path / "out")] == expected
+def test_long_videos_are_cut_and_short_ones_shortened_or_skipped(media, tmp_path):
+    expected = {1: [1], 4: [1], 8: [5], 9: [9], 17: [9], 28: [9, 9, 9]}
+    for count in expected:
+        write_video(media / f"{count}.mkv", moving_frames(count))
+    for least in (1, 5):
+        out = tmp_path / str(least)
+        prepare(media, out, min_frames=least)
+        found = {int(n): [len(clip) for clip in clips] for n, clips in clips_of(out).items()}
+        assert found == {n: each for n, each in expected.items() if each[0] >= least}
+    assert skipped(tmp_path / "5").keys() == {"1.mkv", "4.mkv"}
+    assert "too short: 4 frames" in skipped(tmp_path / "5")["4.mkv"]
+    assert clip_lengths(81) == (81, 65, 49, 33, 17, 9, 5, 1)
+    assert [clip_lengths(n) for n in (1, 13)] == [(1,), (13, 9, 5, 1)]
 
 
 def test_strides_may_leave_gaps_or_overlap(media, tmp_path):
     levels = list(range(0, 240, 8))
     write_video(media / "a.mkv", grey_frames(levels))
-    for seconds, starts in ((1.0, [0, 16]), (0.25, [0, 4, 8, 12, 16, 20])):
-        out = tmp_path / str(seconds)
-        prepare(media, out, stride_seconds=seconds)
-        assert [levels_of(clip) for clip in stored(out)] == [
-            levels[start : start + 9] for start in starts
-        ]
-    prepare(media, tmp_path / "few", stride_seconds=0.25, max_clips=2)
-    assert len(stored(tmp_path / "few")) == 2
-
-
-def test_videos_below_the_least_length_are_skipped(media, tmp_path):
-    write_video(media / "a.mkv", moving_frames(7))
-    assert len(one(media, tmp_path / "out", min_frames=5)) == 5
-    write_video(media / "b.mkv", moving_frames(4))
-    prepare(media, tmp_path / "both", min_frames=5)
-    assert "too short: 4 frames" in skipped(tmp_path / "both")["b.mkv"]
+    for number, (flags, starts) in enumerate(
+        (
+            ({"stride_seconds": 1.0}, [0, 16]),
+            ({"stride_seconds": 0.25}, [0, 4, 8, 12, 16, 20]),
+            ({"stride_seconds": 0.25, "max_clips": 2}, [0, 4]),
+        )
+    ):
+        prepare(media, tmp_path / str(number), **flags)
+        found = [levels_of(clip) for clip in stored(tmp_path / str(number))]
+        assert found == [levels[start : start + 9] for start in starts]
 
 
 # ---------------------------------------------------------------- direction, form
@@ -143,51 +132,46 @@ def corners(picture):
     return [round(float(picture[place].mean()) / 50) * 50 for place in places]
 
 
-@pytest.mark.parametrize(
-    ("matrix", "size", "expected"),
-    [
+def test_media_are_turned_upright(media, tmp_path):
+    cases = [
         ((1, 0, 0, 1), (32, 48), [50, 100, 150, 200]),
         ((0, 1, -1, 0), (48, 32), [150, 50, 200, 100]),  # a phone held upright: 90° clockwise
         ((-1, 0, 0, -1), (32, 48), [200, 150, 100, 50]),
         ((0, -1, 1, 0), (48, 32), [100, 200, 50, 150]),
         ((-1, 0, 0, 1), (32, 48), [100, 50, 200, 150]),  # mirrored
         ("exif", (48, 32), [150, 50, 200, 100]),
-    ],
-)
-def test_media_are_turned_upright(media, tmp_path, matrix, size, expected):
-    if matrix == "exif":
-        exif = Image.Exif()
-        exif[0x0112] = 6  # the camera was turned 90° to the left
-        Image.fromarray(quadrants()).save(media / "a.png", exif=exif)
-    else:
-        write_video(media / "a.mp4", [quadrants()] * 2, codec="mpeg4", pix_fmt="yuv420p")
-        set_display_matrix(media / "a.mp4", matrix)
-    clip = one(media, tmp_path / "out")
-    assert clip.shape[1:3] == size
-    assert corners(clip[0]) == expected
-
-
-def test_interlaced_frames_are_deinterlaced(media, tmp_path):
-    frames = moving_frames(9, 48, 64)
-    for before, frame in zip([frames[0], *frames], frames, strict=False):
-        frame[1::2] = np.roll(before, 30, axis=1)[1::2]  # the second field shows another time
-    write_video(media / "a.mpg", frames, 25, "mpeg2video", "yuv420p", flags="+ildct+ilme", b="4M")
-    source = Source(media / "a.mpg", 0, (media / "a.mpg").stat().st_size)
-    with av.open(str(media / "a.mpg")) as container:
-        assert next(container.decode(video=0)).interlaced_frame
-    with opened_video(source) as container:
-        found = [
-            shown.frame.to_ndarray(format="gray") for shown in frames_at(container, Fraction(25))
-        ]
-    raw = np.mean([comb(frame[..., 0]) for frame in frames])
-    assert len(found) == 9
-    assert np.mean([comb(frame) for frame in found]) < 0.4 * raw
+    ]
+    for number, (matrix, *_) in enumerate(cases):
+        if matrix == "exif":
+            exif = Image.Exif()
+            exif[0x0112] = 6  # the camera was turned 90° to the left
+            Image.fromarray(quadrants()).save(media / f"{number}.png", exif=exif)
+        else:
+            path = media / f"{number}.mp4"
+            write_video(path, [quadrants()] * 2, codec="mpeg4", pix_fmt="yuv420p")
+            set_display_matrix(path, matrix)
+    prepare(media, tmp_path / "out")
+    for clip, (_, size, expected) in zip(stored(tmp_path / "out"), cases, strict=True):
+        assert clip.shape[1:3] == size
+        assert corners(clip[0]) == expected
 
 
 def comb(frame):
     """Mean difference of a row from the mean of its neighbours."""
     rows = frame.astype(float)
     return np.abs(rows[1:-1] - (rows[:-2] + rows[2:]) / 2).mean()
+
+
+def test_interlaced_frames_are_deinterlaced(media):
+    frames = moving_frames(9, 48, 64)
+    for before, frame in zip([frames[0], *frames], frames, strict=False):
+        frame[1::2] = np.roll(before, 30, axis=1)[1::2]  # the second field shows another time
+    write_video(media / "a.mpg", frames, 25, "mpeg2video", "yuv420p", flags="+ildct+ilme", b="4M")
+    with opened_video(Source(media / "a.mpg", 0, (media / "a.mpg").stat().st_size)) as container:
+        shown = list(frames_at(container, Fraction(25)))
+    assert len(shown) == 9
+    found = np.mean([comb(each.frame.to_ndarray(format="gray")) for each in shown])
+    assert found < 0.4 * np.mean([comb(frame[..., 0]) for frame in frames])
 
 
 def test_anamorphic_videos_get_square_pixels(media, tmp_path):
@@ -202,19 +186,23 @@ def test_anamorphic_videos_get_square_pixels(media, tmp_path):
     assert corners(clip[0]) == [50, 100, 150, 200]
 
 
-@pytest.mark.parametrize(
-    ("size", "suffix"),
-    [((33, 47), ".png"), ((33, 333), ".png"), ((41, 37), ".mkv"), ((200, 33), ".mkv")],
-)
-def test_odd_sizes_are_resized_and_cut(media, tmp_path, size, suffix):
-    frame = np.full((*size, 3), 90, np.uint8)
-    if suffix == ".png":
-        Image.fromarray(frame).save(media / "a.png")
-    else:
-        write_video(media / "a.mkv", [frame])
-    clip = one(media, tmp_path / "out")
-    assert clip.shape[1] % 16 == clip.shape[2] % 16 == 0
-    assert abs(clip - 90).max() < 2
+def test_odd_sizes_are_resized_and_cut_around_the_centre(media, tmp_path):
+    for size in ((33, 47), (33, 333), (41, 37), (200, 33)):
+        frame = np.full((*size, 3), 90, np.uint8)
+        Image.fromarray(frame).save(media / f"{size[0]}.{size[1]}.png")
+        write_video(media / f"{size[0]}.{size[1]}.mkv", [frame])
+    wide = np.zeros((32, 40, 3), np.uint8)
+    wide[:, 16:24] = 200
+    Image.fromarray(wide).save(media / "wide.png")
+    prepare(media, tmp_path / "out")
+    *found, cut = stored(tmp_path / "out")
+    assert len(found) == 8
+    for clip in found:
+        assert clip.shape[1] % 16 == clip.shape[2] % 16 == 0
+        assert abs(clip - 90).max() < 2
+    levels = cut[0, 16, :, 0]
+    assert levels.argmax() > 0
+    np.testing.assert_allclose(levels, levels[::-1], atol=2)
 
 
 def test_the_largest_area_that_needs_little_enlarging_is_taken(media, tmp_path):
@@ -229,90 +217,131 @@ def test_the_largest_area_that_needs_little_enlarging_is_taken(media, tmp_path):
 # ---------------------------------------------------------------- colours
 
 
-@pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "1", "CMYK"])
-def test_pictures_of_every_mode_become_rgb(media, tmp_path, mode):
-    path = media / ("a.jpg" if mode == "CMYK" else "a.png")
-    Image.new("RGB", (32, 32), (0, 0, 0)).convert(mode).save(path)
-    assert abs(one(media, tmp_path / "out")).max() < 8
-
-
-@pytest.mark.parametrize("name", ["a.png", "a.gif", "a.webp", "a.mkv"])
-def test_what_is_transparent_becomes_white(media, tmp_path, name):
+def test_pictures_of_every_mode_become_rgb_on_white(media, tmp_path):
+    for mode in ("RGBA", "LA", "P", "1", "CMYK"):
+        suffix = "jpg" if mode == "CMYK" else "png"
+        Image.new("RGB", (32, 32), (0, 0, 0)).convert(mode).save(media / f"{mode}.{suffix}")
     picture = np.zeros((32, 32, 4), np.uint8)
     picture[:, 16:] = (200, 0, 0, 255)
-    if name == "a.mkv":
-        write_video(media / name, [picture], pix_fmt="bgra")
-    elif name == "a.gif":
-        palette = Image.fromarray((picture[..., 3] > 0).astype(np.uint8), "P")
-        palette.putpalette([0, 0, 0, 200, 0, 0])
-        palette.save(media / name, transparency=0)
-    else:
-        Image.fromarray(picture).save(media / name, lossless=True)
-    clip = one(media, tmp_path / "out")
-    assert clip[0, 16, 4].tolist() == pytest.approx([255, 255, 255], abs=2)
-    assert clip[0, 16, 28].tolist() == pytest.approx([200, 0, 0], abs=2)
-
-
-def test_sixteen_bits_are_scaled_to_eight(media, tmp_path):
+    for suffix in ("png", "webp"):
+        Image.fromarray(picture).save(media / f"clear {suffix}.{suffix}", lossless=True)
+    palette = Image.fromarray((picture[..., 3] > 0).astype(np.uint8), "P")
+    palette.putpalette([0, 0, 0, 200, 0, 0])
+    palette.save(media / "clear gif.gif", transparency=0)
+    write_video(media / "clear mkv.mkv", [picture], pix_fmt="bgra")
     ramp = np.linspace(0, 65535, 32).astype(np.uint16)
-    Image.fromarray(np.tile(ramp[:, None], (1, 32))).save(media / "a.png")
-    clip = one(media, tmp_path / "out")
-    assert np.allclose(clip[0, :, 0, 0], ramp / 257, atol=1)
+    Image.fromarray(np.tile(ramp[:, None], (1, 32))).save(media / "ramp.png")
+    prepare(media, tmp_path / "out", files_per_shard=100)
+    found = {name: clip for name, (clip,) in clips_of(tmp_path / "out").items()}
+    for mode in ("RGBA", "LA", "P", "1", "CMYK"):
+        assert abs(found[mode]).max() < 8
+    for suffix in ("png", "webp", "gif", "mkv"):
+        clip = found[f"clear {suffix}"]
+        assert clip[0, 16, 4].tolist() == pytest.approx([255, 255, 255], abs=2)
+        assert clip[0, 16, 28].tolist() == pytest.approx([200, 0, 0], abs=2)
+    assert np.allclose(found["ramp"][0, :, 0, 0], ramp / 257, atol=1)
 
 
 # ---------------------------------------------------------------- files that cannot be used
 
 
-def bomb():
-    """A PNG file of 60,000 × 60,000 pixels in 100 bytes."""
-    header = struct.pack(">IIBBBBB", 60000, 60000, 8, 2, 0, 0, 0)
-    parts = [(b"IHDR", header), (b"IDAT", zlib.compress(b"\0" * 99)), (b"IEND", b"")]
-    data = b"\x89PNG\r\n\x1a\n"
-    for name, body in parts:
-        data += struct.pack(">I", len(body)) + name + body
-        data += struct.pack(">I", zlib.crc32(name + body))
-    return data
+def png(width=32, height=32, *more, data=None):
+    """A PNG file of an 8-bit RGB header, chunks, data and an end."""
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    data = zlib.compress(bytes(97 * 32)) if data is None else data
+    found = b"\x89PNG\r\n\x1a\n"
+    for name, body in ((b"IHDR", header), *more, (b"IDAT", data), (b"IEND", b"")):
+        found += struct.pack(">I", len(body)) + name + body
+        found += struct.pack(">I", zlib.crc32(name + body))
+    return found
 
 
-def png():
+def gif_bomb():
+    """A GIF file of 65,535 × 65,535 pixels."""
+    screen = struct.pack("<HHBBB", 65535, 65535, 0x80, 0, 0) + bytes(6)
+    frame = b"," + struct.pack("<HHHHB", 0, 0, 65535, 65535, 0) + b"\x02\x02\x4c\x01\x00"
+    return b"GIF89a" + screen + frame + b";"
+
+
+def tiff(mode):
     file = io.BytesIO()
-    Image.new("RGB", (32, 32)).save(file, "PNG")
+    Image.new(mode, (16, 16)).save(file, "TIFF")
     return file.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("name", "data", "reason"),
-    [
-        ("a.mp4", b"", "empty file"),
-        ("a.png", bomb(), "decompression bomb"),
-        ("a.png", png()[:-30], "damaged image"),
-        ("a.png", b"no image at all", "not an image"),
-        ("a.mp4", b"no video at all" * 40, "not a video"),
-        ("a.mp4", png(), "PNG image with the suffix of a video"),
-        ("a.mp4", b"#EXTM3U\n#EXTINF:9,\nsecret.mkv\n#EXT-X-ENDLIST\n", "not a video"),
-        ("a.mp4", b"ffconcat version 1.0\nfile secret.mkv\n", "not a video"),
-        ("a.bin", b"12", "suffix .bin"),
-    ],
+WIDTH = struct.pack("<HHII", 256, 4, 1, 16), struct.pack("<HHII", 256, 4, 1, 2**31 - 1)
+TEXT_BOMB = (b"zTXt", b"note\0\0" + zlib.compress(bytes(80_000_000)))
+UNUSABLE = {
+    "zero.mp4": (b"", "empty file"),
+    "zero.png": (b"", "empty file"),
+    "bomb.png": (png(60000, 60000), "decompression bomb"),
+    "text bomb.png": (png(32, 32, TEXT_BOMB), "damaged image"),
+    "bomb.gif": (gif_bomb(), "(Invalid"),
+    "bomb.tif": (tiff("L").replace(*WIDTH), "decompression bomb"),
+    "floats.tif": (tiff("F"), "image of floats"),
+    "cut.png": (png()[:-30], "damaged image"),
+    "words.png": (b"no image at all", "not an image"),
+    "words.mp4": (b"no video at all" * 40, "not a video"),
+    "png.mp4": (png(), "PNG image with the suffix of a video"),
+    "riff.mp4": (b"RIFFxxxxWEBPxxxx", "WebP image with the suffix of a video"),
+    "wave.mp4": (b"RIFFxxxxWAVExxxx", "not a video"),
+    "list.mp4": (b"#EXTM3U\n#EXTINF:9,\nsecret.mkv\n#EXT-X-ENDLIST\n", "not a video"),
+    "playlist.ts": (b"#EXTM3U\n#EXTINF:1,\n../secret.txt\n", "not a video"),
+    "concat.mp4": (b"ffconcat version 1.0\nfile secret.mkv\n", "not a video"),
+    "script.mkv": (b"#!/bin/sh\ntouch /tmp/owned\n", "not a video"),
+    "a.bin": (b"12", "suffix .bin"),
+    "line\nbreak \x1b[31m.png": (b"no image", "not an image"),
+    "\u202e\u2066gnp.exe.png": (b"no image", "not an image"),
+    "-rf.png": (b"no image", "not an image"),
+    "x" * 250 + ".png": (b"no image", "not an image"),
+}
+CAPTIONS = (
+    *("[" * 100_000 + "]" * 100_000, "NaN", '{"caption": {"a": 1}}'),
+    '{"caption": ["\\u0000\\u001b[31m red"]}',
 )
-def test_files_that_cannot_be_used_are_listed(media, tmp_path, name, data, reason):
-    (media / name).write_bytes(data)
-    assert reason in refused(media, tmp_path / "out")
+"""JSON captions that are no plain text; the first cannot be read."""
 
 
-def test_media_of_other_kinds_and_video_bombs_are_listed(media, tmp_path, monkeypatch):
-    good = Image.new("RGB", (40, 40))
-    good.save(media / "good.png")
-    write_audio(media / "audio.mp4")
+def contents_without_links(folder):
+    found = (path for path in folder.rglob("*") if path.is_file())
+    paths = (path for path in found if "up" not in path.relative_to(folder).parts)
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+def test_a_hostile_folder_harms_nothing_and_each_file_has_its_reason(media, tmp_path, monkeypatch):
+    (tmp_path / "secret.txt").write_text("secret")
+    for name, (data, _) in UNUSABLE.items():
+        (media / name).write_bytes(data)
+    (media / "folder.mp4").mkdir()
+    (media / "link.png").symlink_to("../secret.txt")
+    (media / "up").symlink_to("..")
+    os.mkfifo(media / "pipe.mp4")
+    write_audio(media / "sound.mp4")
     write_video(media / "a.mkv", moving_frames(2)).rename(media / "video.png")
-    frames = moving_frames(2, 64, 64)
-    write_video(media / "bomb.mp4", frames, codec="mpeg4", pix_fmt="yuv420p")
-    monkeypatch.setattr("alload_jax.data.prepare.images.MOST_PIXELS", 64 * 63)
-    prepare(media, tmp_path / "out")
+    frames = moving_frames(2, 64, 80)
+    write_video(media / "large.mp4", frames, codec="mpeg4", pix_fmt="yuv420p")
+    good = Image.new("RGB", (64, 64), (9, 99, 199))
+    for number, caption in enumerate(CAPTIONS):
+        good.save(media / f"good {number}.png")
+        (media / f"good {number}.json").write_text(caption)
+    with open(os.fsencode(media) + b"/\xff.png", "wb") as file:  # a name that is not UTF-8
+        good.save(file, "PNG")
+    monkeypatch.setattr("alload_jax.data.prepare.images.MOST_PIXELS", 64 * 64)
+    before = contents_without_links(tmp_path)
+    report = prepare(media, tmp_path / "out")
+    after = contents_without_links(tmp_path)
+    assert {name: data for name, data in after.items() if not name.startswith("out/")} == before
     found = skipped(tmp_path / "out")
-    assert found.keys() == {"audio.mp4", "video.png", "bomb.mp4"}
-    for name, reason in (("audio", "audio only"), ("bomb", "64×64 pixels")):
-        assert reason in found[f"{name}.mp4"]
-    assert "not an image" in found["video.png"]
+    expected = {name: reason for name, (_, reason) in UNUSABLE.items()}
+    expected |= {"link.png": "link out", "up": "not followed", "pipe.mp4": "not a regular file"}
+    expected |= {"sound.mp4": "audio only", "large.mp4": "80×64 pixels"}
+    expected |= {"video.png": "not an image", "good 0.png": "caption"}
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if expected[name] not in found[name]] == []
+    assert all("\n" not in reason for reason in found.values())
+    captions = [row["caption"] for row in rows(tmp_path / "out/manifest.parquet")]
+    assert sorted(captions) == ["", "", "", "[31m red"]
+    assert report.used == 4
 
 
 @pytest.mark.parametrize("faststart", [False, True])
@@ -320,16 +349,19 @@ def test_of_a_truncated_video_whole_clips_are_kept(media, tmp_path, faststart):
     rng = np.random.default_rng(0)
     frames = [rng.integers(0, 255, (32, 32, 3)).astype(np.uint8) for _ in range(40)]
     flags = {"container": {"options": {"movflags": "+faststart"}}} if faststart else {}
-    path = media / "a.mp4"
+    path, out, report = media / "a.mp4", tmp_path / "out", tmp_path / "report.parquet"
     write_video(path, frames, codec="mpeg4", pix_fmt="yuv420p", **flags)
     path.write_bytes(path.read_bytes()[: path.stat().st_size * 6 // 10])
     if not faststart:  # the table of frames stood at the end
-        assert "not a video, or damaged" in refused(media, tmp_path / "out")
+        with pytest.raises(InputError, match="no file can be used"):
+            prepare(media, out, report=report)
+        assert "not a video, or damaged" in rows(report)[0]["reason"]
+        assert {path.name for path in tmp_path.iterdir()} == {"media", "report.parquet"}
         return
-    prepare(media, tmp_path / "out")
-    lengths = [len(clip) for clip in stored(tmp_path / "out")]
+    prepare(media, out)
+    lengths = [len(clip) for clip in stored(out)]
     assert lengths in ([9], [9, 9])
-    (row,) = rows(tmp_path / "out" / "skipped.parquet")
+    (row,) = rows(out / "skipped.parquet")
     assert (row["path"], row["clips"]) == ("a.mp4", len(lengths))
     assert "damaged" in row["reason"] or "truncated" in row["reason"]
 
@@ -338,8 +370,8 @@ def test_random_damage_never_crashes(media, tmp_path):
     rng = np.random.default_rng(0)
     write_video(media / "good.mkv", moving_frames(9))
     write_video(tmp_path / "a.mp4", moving_frames(20), codec="mpeg4", pix_fmt="yuv420p")
-    Image.fromarray(quadrants()).save(tmp_path / "a.png")
-    Image.fromarray(quadrants()).save(tmp_path / "a.jpg")
+    for name in ("a.png", "a.jpg"):
+        Image.fromarray(quadrants()).save(tmp_path / name)
     for name in ("a.mp4", "a.png", "a.jpg"):
         whole = np.frombuffer((tmp_path / name).read_bytes(), np.uint8)
         for number in range(12):
@@ -349,3 +381,34 @@ def test_random_damage_never_crashes(media, tmp_path):
             (media / f"{number}{name}").write_bytes(data.tobytes())
     report = prepare(media, tmp_path / "out", files_per_shard=100)
     assert report.used >= 1
+
+
+def test_a_video_of_one_frame_is_one_picture(media, tmp_path):
+    for suffix, codec, form in (
+        *((".mkv", "ffv1", "bgr0"), (".gif", "gif", "rgb8")),
+        (".mp4", "mpeg4", "yuv420p"),
+    ):
+        write_video(media / f"a{suffix}", moving_frames(1), codec=codec, pix_fmt=form)
+    for scenes in (False, True):
+        prepare(media, tmp_path / str(scenes), scenes=scenes)
+        assert [clip.shape for clip in stored(tmp_path / str(scenes))] == [(1, 32, 32, 3)] * 3
+
+
+def test_tables_and_tars_with_strange_names_are_used(tmp_path):
+    """Spaces, other scripts, commas and quotes; in a table, and in a .tar file."""
+    media, tar = tmp_path / "ein Ordner, 写真", tmp_path / "été.tar"
+    media.mkdir()
+    lines = ["file_name,text"]
+    with tarfile.open(tar, "w") as archive:
+        for number, name in enumerate(["a b.png", '猫, "x".png', "é/ü ü.png"]):
+            (media / name).parent.mkdir(exist_ok=True)
+            Image.new("RGB", (32, 32)).save(media / name)
+            quoted = name.replace('"', '""')
+            lines.append(f'"{quoted}","caption, {number}"')
+            archive.add(media / name, name)
+    (media / "metadata.csv").write_text("\n".join(lines), encoding="utf-8")
+    for source, out in ((media, tmp_path / "of table"), (tar, tmp_path / "of tar")):
+        prepare(source, out)
+        assert len(read_manifest(out)) == 3
+    captions = [row["caption"] for row in rows(tmp_path / "of table/manifest.parquet")]
+    assert captions == [f"caption, {number}" for number in range(3)]

@@ -5,15 +5,16 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
-from media_helpers import contents, moving_frames, prepare, rows, write_video
+from data_helpers import contents
+from media_helpers import moving_frames, prepare, rows, write_video
 from patience import PATIENCE, wait_until
 from PIL import Image
 
 from alload_jax import cli
+from alload_jax.data.prepare.work_folder import work_folder
 from alload_jax.errors import InputError
 
 FLAGS = ("--area", "32x32", "--frames", "9", "--files-per-shard", "1", "--engine", "ray")
@@ -32,23 +33,27 @@ def media(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module", autouse=True)
-def environment():
-    """Ray's workers import this checkout."""
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = str(Path(cli.__file__).parents[1])
-    yield
-    if before is None:
-        del os.environ["PYTHONPATH"]
-    else:
-        os.environ["PYTHONPATH"] = before
+@pytest.fixture
+def start_held(media, tmp_path, tmp_path_factory, monkeypatch):
+    """Starts a preparation that waits where so many shards are finished, until `held` is gone."""
+    held = tmp_path_factory.mktemp("held") / "held"
+    held.touch()
+    program = [sys.executable, str(Path(__file__).with_name("held_prepare.py")), "prepare", "media"]
+    program += [str(media), "--out", str(tmp_path / "ray"), *FLAGS, "--workers", "1"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    monkeypatch.setenv("PYTHONPATH", str(Path(cli.__file__).parents[1]))  # for Ray's workers
+
+    def run(shards):
+        monkeypatch.setenv("HELD", f"{shards} {held}")
+        begun = subprocess.Popen(program, start_new_session=True, **pipes)
+        wait_until(lambda: finished(tmp_path) == shards, begun)
+        return begun, held
+
+    return run
 
 
-def start(media, out, *flags, program=("-m", "alload_jax.cli")):
-    argv = [sys.executable, *program, "prepare", "media", str(media), "--out", str(out)]
-    argv += [*FLAGS, *flags]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(argv, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+def finished(folder):
+    return len(list((folder / "ray.partial").glob("shard-*.parquet")))
 
 
 def ray_processes(pid):
@@ -57,79 +62,39 @@ def ray_processes(pid):
     return [process for process in below if "_prepare" in process.name()]
 
 
-@pytest.fixture
-def start_held(media, tmp_path, tmp_path_factory, monkeypatch):
-    """Starts a preparation that waits where so many shards are finished, until `held` is gone."""
-    held = tmp_path_factory.mktemp("held") / "held"
-    held.touch()
-
-    def run(shards):
-        monkeypatch.setenv("HELD", f"{shards} {held}")
-        program = [str(Path(__file__).with_name("held_prepare.py"))]
-        begun = start(media, tmp_path / "ray", "--workers", "1", program=program)
-        wait_until(lambda: finished(tmp_path) == shards, begun)
-        return begun
-
-    return SimpleNamespace(run=run, held=held)
-
-
-def finished(folder):
-    return len(list((folder / "ray.partial").glob("shard-*.parquet")))
-
-
-def assert_same_bytes(media, folder):
-    prepare(media, folder / "one", files_per_shard=1)
-    assert contents(folder / "ray") == contents(folder / "one")
-    assert sorted(path.name for path in folder.iterdir()) == ["one", "ray"]
-
-
-def test_ray_writes_the_same_bytes_as_one_process_though_a_worker_is_lost(
-    media, tmp_path, start_held
-):
-    begun = start_held.run(2)
-    lost = wait_until(lambda: ray_processes(begun.pid), begun)[0]
-    lost.kill()
-    psutil.wait_procs([lost])
-    start_held.held.unlink()
-    out, err = begun.communicate(timeout=PATIENCE)
-    assert (begun.returncode, err) == (0, "")
-    assert "6 files" in out
-    assert out.endswith("ray/manifest.parquet\n")
-    assert_same_bytes(media, tmp_path)
-    assert rows(tmp_path / "ray/skipped.parquet")[0]["path"] == "bad.mp4"
-
-
-def test_a_run_that_was_interrupted_and_then_killed_goes_on_to_the_same_bytes(
+def test_after_ctrl_c_a_kill_and_the_loss_of_a_worker_ray_writes_the_bytes_of_one_process(
     media, tmp_path, start_held, default_signals
 ):
-    for shards, sent, status in ((2, signal.SIGINT, 130), (3, signal.SIGKILL, -signal.SIGKILL)):
-        begun = start_held.run(shards)
+    for shards, sent, status in ((1, signal.SIGINT, 130), (2, signal.SIGKILL, -signal.SIGKILL)):
+        begun, _ = start_held(shards)
         os.killpg(begun.pid, sent)
         _, err = begun.communicate(timeout=PATIENCE)
         assert begun.returncode == status
         assert err.count("\n") == (sent == signal.SIGINT)
         assert finished(tmp_path) == shards
-    done = start(media, tmp_path / "ray", "--workers", "1")
-    assert done.communicate(timeout=PATIENCE)[1] == ""
-    assert_same_bytes(media, tmp_path)
+    begun, held = start_held(3)
+    lost = wait_until(lambda: ray_processes(begun.pid), begun)[0]
+    lost.kill()
+    psutil.wait_procs([lost])
+    held.unlink()
+    out, err = begun.communicate(timeout=PATIENCE)
+    assert (begun.returncode, err) == (0, "")
+    assert "6 files" in out
+    assert out.endswith("ray/manifest.parquet\n")
+    prepare(media, tmp_path / "one", files_per_shard=1)
+    assert contents(tmp_path / "ray") == contents(tmp_path / "one")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "ray"]
+    assert rows(tmp_path / "ray/skipped.parquet")[0]["path"] == "bad.mp4"
 
 
-def test_an_address_without_a_ray_is_one_line(media, tmp_path):
-    begun = start(media, tmp_path / "out", "--ray-address", "127.0.0.1:9")
-    _, err = begun.communicate(timeout=PATIENCE)
-    assert begun.returncode == 2
-    assert err.startswith("error: --ray-address 127.0.0.1:9: no Ray can be reached there")
-    assert err.count("\n") == 1
+def test_a_cluster_that_is_not_there_or_does_not_share_the_files_is_named(media, tmp_path):
+    from alload_jax.data.prepare.ray_engine import RayEngine, _require_shared
 
-
-def test_a_folder_or_input_that_is_not_shared_is_one_line(media, tmp_path):
-    from alload_jax.data.prepare.ray_engine import _require_shared
-    from alload_jax.data.prepare.work_folder import work_folder
-
-    out = tmp_path / "out"
+    out, engine = tmp_path / "out", RayEngine("127.0.0.1:9")
+    with pytest.raises(InputError, match=r"--ray-address 127.0.0.1:9: no Ray can be reached there"):
+        prepare(media, out, engine=engine)
     with pytest.raises(InputError, match="out: is another folder on node"):
         _require_shared(out, "abc", None)
-    work_folder(out).mkdir()
     (work_folder(out) / "token").write_text("old")
     with pytest.raises(InputError, match="out: is another folder on node"):
         _require_shared(out, "abc", None)
