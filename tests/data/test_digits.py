@@ -1,25 +1,30 @@
+"""Clips of digits: what a folder holds, how they move, and latents that hold their pixels."""
+
 import dataclasses
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 import pytest
 import sklearn.datasets
 from data_helpers import assert_says
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from alload_jax.config import read_config
 from alload_jax.data.datasets import prepare_dataset
-from alload_jax.data.datasets.digits import Digits, load_digits
+from alload_jax.data.datasets.digits import Digits, _reflect, load_digits, render_clip
 from alload_jax.data.manifest import MANIFEST_NAME, read_manifest
-from alload_jax.data.pixel_latents import fold_frames, unfold_frames
+from alload_jax.data.pixel_latents import fold_frames, pixel_channels, unfold_frames
 from alload_jax.data.store import StoreReader
 from alload_jax.errors import InputError
 from alload_jax.planning.samples import Geometry, samples_from_columns
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SMALL = Digits(
-    mix=((1, 8, 8, 40), (1, 8, 16, 40), (1, 16, 8, 20), (5, 8, 8, 6), (9, 16, 16, 6)),
+    mix=((1, 8, 8, 40), (1, 8, 16, 100), (1, 16, 8, 100), (5, 8, 8, 6), (9, 16, 16, 6)),
     seed=3,
     frames_per_latent=4,
 )
@@ -50,68 +55,50 @@ def of_size(folder, size):
     return [records[n] for n in np.flatnonzero((manifest.shape == size).all(axis=1))]
 
 
-def scan_labels_of(image):
-    """Labels of the scans that the picture shows, fading at its rim aside."""
-    distance = np.abs(SCANS.astype(np.float32) - image.astype(np.float32)).max(axis=(1, 2))
-    return set(SCAN_LABELS[distance < 0.01].tolist())
-
-
-# ---------------------------------------------------------------- the mix
-
-
-def config_of(name):
-    return read_config(["--config", str(CONFIGS / name)])
-
-
-@pytest.mark.parametrize("patch", [(1, 2, 2), (1, 4, 4), None])
-def test_mixes_are_as_mixed_as_real_data_and_hold_images_and_clips_of_up_to_17_frames(patch):
-    dataset = Digits()
-    if patch is None:
-        config = config_of("digits.yaml")
-        dataset, patch = config.data.dataset, config.model.patch_size
-    frames, height, width, count = np.array(dataset.mix).T
-    columns = {"frames": frames, "height": height, "width": width}
-    columns = {name: np.repeat(column, count) for name, column in columns.items()}
-    geometry = Geometry((dataset.frames_per_latent, 1, 1), patch)
-    samples = samples_from_columns(columns, geometry, "mix")
-    assert len(samples.buckets()) >= 12
-    assert samples.seq_len.max() >= 30 * samples.seq_len.min()
-    assert len(np.unique(samples.shape[:, 1:], axis=0)) >= 3
-    assert (min(frames), max(frames)) == (1, 17)
-    assert (frames % 4 == 1).all()
-    assert not (height % patch[1]).any()
-    assert not (width % patch[2]).any()
-
-
-def test_the_configs_make_the_same_data_as_the_command_whose_latents_fit_their_models():
-    configs = [config_of(f"digits{name}.yaml") for name in ("", "_mmdit", "_sparse")]
-    for config in configs:
-        assert config.model.latent_channels == config.data.dataset.frames_per_latent
-    assert {config.data.folder for config in configs[:2]} == {"data/digits"}
-    assert [config.data.dataset for config in configs[:2]] == [Digits(), Digits()]
-
-
 # ---------------------------------------------------------------- what is made
 
 
-def test_loaded_digits_are_scikit_learns():
+def test_the_configs_mix_as_real_data_is_mixed_and_their_models_fit():
+    configs = [
+        read_config(["--config", str(CONFIGS / f"digits{name}.yaml")])
+        for name in ("", "_mmdit", "_sparse")
+    ]
+    for config in configs:
+        assert config.model.latent_channels == config.data.dataset.frames_per_latent
+    assert [config.data.dataset for config in configs[:2]] == [Digits(), Digits()]
+    frames, height, width, count = np.array(Digits().mix).T
+    columns = {"frames": frames, "height": height, "width": width}
+    columns = {name: np.repeat(column, count) for name, column in columns.items()}
+    for patch in ((1, 2, 2), (1, 4, 4), configs[0].model.patch_size):
+        samples = samples_from_columns(columns, Geometry((4, 1, 1), patch), "mix")
+        assert len(samples.buckets()) >= 12
+        assert samples.seq_len.max() >= 30 * samples.seq_len.min()
+    assert len(np.unique(samples.shape[:, 1:], axis=0)) >= 3
+
+
+def test_the_mix_is_made_of_real_scans_and_their_labels(digits):
     images, labels = load_digits()
-    assert images.dtype == np.float32
-    assert labels.dtype == np.int32
+    assert (images.dtype, labels.dtype) == (np.float32, np.int32)
     np.testing.assert_array_equal(images, SCANS)
     np.testing.assert_array_equal(labels, SCAN_LABELS)
-
-
-def test_there_are_as_many_samples_as_the_mix_asks_for_and_labels_name_classes(digits):
     manifest, records = read_all(digits)
     sizes, counts = np.unique(manifest.shape, axis=0, return_counts=True)
     made = {(*size, count) for size, count in zip(sizes.tolist(), counts.tolist(), strict=True)}
     assert made == set(SMALL.mix)
     assert manifest.vae_stride == (4, 1, 1)
     assert set(manifest.channels.tolist()) == {4}
-    labels = np.concatenate([arrays["labels"] for arrays in records])
-    assert labels.dtype == np.int32
-    assert set(labels.tolist()) == set(range(10))
+    assert set(np.concatenate([arrays["labels"] for arrays in records]).tolist()) == {*range(10)}
+    scans = {scan.tobytes(): label for scan, label in zip(SCANS, SCAN_LABELS, strict=True)}
+    for arrays in of_size(digits, (1, 8, 8)):
+        assert arrays["latents"].dtype == np.float16
+        assert arrays["labels"].tolist() == [scans[arrays["latents"][0, :, :, 0].tobytes()]]
+
+
+def test_every_scan_is_shown(tmp_path):
+    Digits(mix=((1, 8, 8, len(SCANS)),), frames_per_latent=1).write(tmp_path / "digits")
+    reader = StoreReader(read_manifest(tmp_path / "digits"))
+    found = {reader.read(n)["latents"].tobytes() for n in range(len(SCANS))}
+    assert found == {scan.tobytes() for scan in SCANS}
 
 
 def test_latents_hold_the_same_clips_whatever_their_frames(digits, tmp_path):
@@ -131,33 +118,21 @@ def test_the_same_config_makes_the_same_samples_and_another_seed_others(digits, 
         assert least <= same <= most
 
 
-def test_small_stills_are_the_real_scans_and_their_labels_and_show_every_scan(digits, tmp_path):
-    scans = {scan.tobytes(): label for scan, label in zip(SCANS, SCAN_LABELS, strict=True)}
-    for arrays in of_size(digits, (1, 8, 8)):
-        assert arrays["latents"].dtype == np.float16
-        assert arrays["labels"].tolist() == [scans[arrays["latents"][0, :, :, 0].tobytes()]]
-    Digits(mix=((1, 8, 8, len(SCANS)),), frames_per_latent=1).write(tmp_path / "digits")
-    _, records = read_all(tmp_path / "digits")
-    assert {arrays["latents"].tobytes() for arrays in records} == scans.keys()
+def scan_labels_of(image):
+    """Labels of the scans that the picture shows, fading at its rim aside."""
+    distance = np.abs(SCANS.astype(np.float32) - image.astype(np.float32)).max(axis=(1, 2))
+    return set(SCAN_LABELS[distance < 0.01].tolist())
 
 
 @pytest.mark.parametrize(("size", "axis"), [((1, 8, 16), 1), ((1, 16, 8), 0)])
-def test_two_digits_stand_side_by_side_in_the_order_of_their_labels(digits, size, axis):
-    pairs = [arrays for arrays in of_size(digits, size) if len(arrays["labels"]) == 2]
+def test_most_large_samples_show_two_digits_in_the_order_of_their_labels(digits, size, axis):
+    samples = of_size(digits, size)
+    pairs = [arrays for arrays in samples if len(arrays["labels"]) == 2]
     for arrays in pairs:
         halves = np.split(arrays["latents"][0, :, :, 0], 2, axis=axis)
         for half, label in zip(halves, arrays["labels"].tolist(), strict=True):
             assert label in scan_labels_of(half)
-    assert len(pairs) >= 3
-
-
-def test_most_of_the_large_samples_show_two_digits(tmp_path):
-    Digits(mix=((1, 8, 8, 100), (1, 8, 16, 400))).write(tmp_path / "digits")
-    manifest = read_manifest(tmp_path / "digits")
-    roomy = manifest.shape[:, 2] == 16
-    assert set(manifest.text_length[~roomy].tolist()) == {1}
-    assert set(manifest.text_length[roomy].tolist()) == {1, 2}
-    assert 0.7 < (manifest.text_length[roomy] == 2).mean() < 0.9
+    assert 0.7 < len(pairs) / len(samples) < 0.9
 
 
 # ---------------------------------------------------------------- preparing
@@ -175,19 +150,20 @@ def assert_refused(folder, dataset, *said):
     assert contents(folder) == made
 
 
-def test_data_are_made_once(tmp_path, capsys):
+def test_data_are_made_once_and_others_are_refused_and_left_alone(tmp_path, capsys):
     prepare_dataset(tmp_path / "digits", TINY)
     made = contents(tmp_path / "digits")
     assert str(tmp_path / "digits") in capsys.readouterr().out
     prepare_dataset(str(tmp_path / "digits"), dataclasses.replace(TINY))
     assert contents(tmp_path / "digits") == made
     assert capsys.readouterr().out == ""
-
-
-@pytest.mark.parametrize("other", [{"seed": 4}, {"mix": SMALL.mix[:-1]}, {"motion": "drift"}])
-def test_data_of_another_config_are_refused_and_left_alone(digits, other):
-    changed = dataclasses.replace(SMALL, **other)
-    assert_refused(digits, changed, "data.dataset", "data.folder", "remove")
+    for other in ({"seed": 4}, {"mix": ((1, 8, 8, 5),)}, {"motion": "drift"}):
+        changed = dataclasses.replace(TINY, **other)
+        assert_refused(tmp_path / "digits", changed, "data.dataset", "data.folder", "remove")
+    for name, said in (("photo.png", "exists"), (MANIFEST_NAME, "data.folder")):
+        (tmp_path / f"of {name}").mkdir()
+        (tmp_path / f"of {name}" / name).write_bytes(b"precious")
+        assert_refused(tmp_path / f"of {name}", TINY, said)
 
 
 def test_a_folder_that_names_no_motion_holds_drifting_digits(tmp_path):
@@ -195,26 +171,14 @@ def test_a_folder_that_names_no_motion_holds_drifting_digits(tmp_path):
     assert config.origin() == {"digits": {"mix": [[5, 8, 8, 1]], "seed": 0}}
     config.write(tmp_path / "old")
     prepare_dataset(tmp_path / "old", config)
-    circling = Digits(mix=config.mix)
-    assert_refused(tmp_path / "old", circling, "data.dataset", "data.folder", "remove")
+    assert_refused(tmp_path / "old", Digits(mix=config.mix), "data.dataset", "remove")
 
 
-@pytest.mark.parametrize(
-    ("name", "said"), [("photo.png", "exists"), (MANIFEST_NAME, "data.folder")]
-)
-def test_a_folder_of_something_else_is_refused_and_left_alone(tmp_path, name, said):
-    (tmp_path / name).write_bytes(b"precious")
-    assert_refused(tmp_path, TINY, said)
-
-
-@pytest.mark.parametrize(
-    "row", [(0, 8, 8, 1), (3, 8, 8, 1), (1, 4, 8, 1), (1, 8, 6, 1), (1, 9, 8, 1), (1, 8, 8, 0)]
-)
-def test_a_mix_that_cannot_be_drawn_is_refused(tmp_path, row):
-    with pytest.raises(InputError) as error:
-        Digits(mix=(row,)).write(tmp_path / "digits")
-    assert_says(error, "mix")
-    assert list(tmp_path.iterdir()) == []
+def test_a_mix_or_seed_that_cannot_be_drawn_is_refused():
+    rows = [(0, 8, 8, 1), (3, 8, 8, 1), (1, 6, 8, 1), (1, 8, 6, 1), (1, 9, 8, 1), (1, 8, 9, 1)]
+    for wrong in (*({"mix": (row,)} for row in (*rows, (1, 8, 8, 0))), {"mix": ()}, {"seed": -1}):
+        with pytest.raises(InputError, match=r"data\.dataset\."):
+            Digits(**wrong)
 
 
 def test_runs_that_begin_together_make_data_once(tmp_path):
@@ -237,3 +201,160 @@ def test_without_scikit_learn_the_extra_is_named(monkeypatch, tmp_path):
     with pytest.raises(InputError, match=r"scikit-learn; install alload-jax\[digits\]"):
         Digits().write(tmp_path / "digits")
     assert not list(tmp_path.iterdir())
+
+
+# ---------------------------------------------------------------- motion
+
+
+def draw(digit, frames, height, width, seed, motion):
+    rng = np.random.default_rng(seed)
+    clip = render_clip(np.asarray(digit, np.float32), frames, height, width, rng, motion)
+    assert clip.shape == (frames, height, width, 1)
+    assert clip.dtype == np.float16
+    return clip[..., 0].astype(np.float32)
+
+
+def mass(clip):
+    return (clip + 1).sum(axis=(1, 2))
+
+
+def centroids(clip):
+    """Where the light of each frame is, [frames, 2]."""
+    light = clip + 1
+    rows, columns = (light.sum(axis=3 - n) @ np.arange(clip.shape[n]) for n in (1, 2))
+    return np.stack([rows, columns], axis=1) / light.sum(axis=(1, 2))[:, None]
+
+
+scan_numbers = st.integers(0, len(SCANS) - 1)
+seeds = st.integers(0, 2**32 - 1)
+frame_counts = st.sampled_from([1, 5, 9, 13, 17])
+sides = st.sampled_from([8, 10, 16, 24])
+motions = st.sampled_from(["circle", "drift"])
+
+
+@settings(max_examples=40)
+@given(st.lists(scan_numbers, min_size=1, max_size=2), frame_counts, sides, sides, seeds, motions)
+def test_clips_stay_between_black_and_white_and_frames_differ(
+    numbers, frames, height, width, seed, motion
+):
+    clip = draw(SCANS[numbers], frames, height, width, seed, motion)
+    assert np.isfinite(clip).all()
+    assert clip.min() >= -1
+    assert 0 < clip.max() <= 1
+    assert np.abs(np.diff(clip, axis=0)).max(axis=(1, 2)).min(initial=1) > 0.01
+
+
+@settings(max_examples=40)
+@given(
+    scan_numbers,
+    st.sampled_from([(24, 24), (32, 32), (16, 48), (48, 16), (8, 64), (64, 8), (8, 16), (8, 8)]),
+    seeds,
+    motions,
+)
+def test_digits_move_and_stay_whole_and_the_canvas_black_elsewhere(number, side, seed, motion):
+    clip = draw(SCANS[[number]], 17, *side, seed, motion)
+    path = centroids(clip)
+    assert np.linalg.norm(np.diff(path, axis=0), axis=1).sum() > 4  # pixels
+    if min(side) > 8:
+        masses = mass(clip)
+        np.testing.assert_allclose(masses, masses.mean(), rtol=0.15)  # corners turn over the edge
+    diagonal = np.ceil(np.sqrt(2) * (8 + 2))
+    for frame in clip:
+        drawn = np.flatnonzero((frame > -1).any(axis=int(side[0] > side[1])))
+        assert np.ptp(drawn) < diagonal
+
+
+@settings(max_examples=30)
+@given(scan_numbers, st.booleans(), st.sampled_from([(16, 32), (32, 16)]), seeds, motions)
+def test_each_of_two_digits_keeps_to_its_own_part(number, second, side, seed, motion):
+    blank = np.full((8, 8), -1)
+    pair = [blank, SCANS[number]] if second else [SCANS[number], blank]
+    clip = draw(np.stack(pair), 17, *side, seed, motion)
+    first_half, second_half = np.split(clip, 2, axis=1 + int(side[1] > side[0]))
+    own, other = (second_half, first_half) if second else (first_half, second_half)
+    assert (mass(other) < 0.15 * mass(own)).all()  # corners turn over the border
+
+
+@settings(max_examples=30)
+@given(scan_numbers, st.sampled_from([16, 24, 32]), st.sampled_from([21, 25, 33]), seeds)
+def test_digits_go_round_clockwise_from_the_top(number, side, frames, seed):
+    path = centroids(draw(SCANS[[number]], frames, side, side, seed, "circle"))
+    centre = path[:20].mean(axis=0)  # of a whole circle
+    rows, columns = (path - centre).T
+    radius = 0.375 * (side - 8)
+    np.testing.assert_allclose(np.hypot(rows, columns), radius, atol=0.05)
+    angle = np.unwrap(np.arctan2(columns, -rows))
+    np.testing.assert_allclose(angle, 2 * np.pi / 20 * np.arange(frames), atol=0.03)
+
+
+@pytest.mark.parametrize(("motion", "moves"), [("circle", 1), ("drift", 20)])
+def test_digits_move_alike_on_circles_alone(motion, moves):
+    for side in ((8, 8), (8, 16), (16, 16)):
+        clips = {draw(SCANS[[7]], 17, *side, seed, motion).tobytes() for seed in range(20)}
+        assert len(clips) == moves
+    pair = draw(SCANS[[7, 7]], 17, 16, 32, 0, motion)
+    assert np.array_equal(*np.split(pair, 2, axis=2)) == (moves == 1)
+
+
+def test_drifting_digits_are_those_of_folders_that_name_no_motion():
+    path = centroids(draw(load_digits()[0][[7]], 5, 16, 16, 11, "drift"))
+    expected = [[6.092, 7.750], [5.352, 7.384], [4.618, 7.013], [3.884, 6.647], [3.166, 6.266]]
+    np.testing.assert_allclose(path, expected, atol=0.002)
+
+
+def bounced(steps, size):
+    """Position of a ball after `steps` unit steps between walls at 0 and `size`."""
+    place, direction = 0, 1
+    for _ in range(abs(steps)):
+        if not 0 <= place + direction <= size:
+            direction = -direction
+        place += direction
+    return place
+
+
+@settings(max_examples=60)
+@given(st.integers(-120, 120), st.integers(1, 15), st.fractions(Fraction(1, 8), 8))
+def test_reflect_bounces_like_a_ball(steps, size, unit):
+    unit = float(unit)
+    found = _reflect(np.array([steps * unit]), np.array([size * unit]))
+    np.testing.assert_allclose(found, [bounced(steps, size) * unit], atol=1e-9)
+    assert _reflect(np.array([0.0, 3.7, -2.0]), np.zeros(3)).tolist() == [0, 0, 0]
+
+
+# ---------------------------------------------------------------- latents that hold pixels
+
+
+@settings(max_examples=50)
+@given(st.integers(1, 8), st.integers(0, 5), st.sampled_from([1, 3]), st.sampled_from(["f2", "f4"]))
+def test_a_latent_holds_frames_in_its_channels_which_come_back(per_latent, groups, channels, dtype):
+    rng = np.random.default_rng(0)
+    frames = rng.uniform(-1, 1, (per_latent * groups + 1, 2, 3, channels)).astype(dtype)
+    latents = fold_frames(frames, per_latent)
+    assert latents.dtype == dtype
+    grid = Geometry((per_latent, 1, 1)).latent_grid(*np.array(frames.shape[:3])[:, None])
+    assert latents.shape == (*grid[0], per_latent * channels)
+    for group, latent in enumerate(latents):
+        for place in range(per_latent):
+            held = latent[..., place * channels : (place + 1) * channels]
+            number = 0 if group == 0 else (group - 1) * per_latent + place + 1
+            np.testing.assert_array_equal(held, frames[number])
+    found = unfold_frames(latents, per_latent)
+    np.testing.assert_allclose(found, frames, rtol=1e-6)
+    batch = unfold_frames(np.stack([latents, -latents])[:, None], per_latent)  # clip by clip
+    np.testing.assert_array_equal(batch, np.stack([found, -found])[:, None])
+    # The first frame is the mean of its copies.
+    latents = np.arange(8, dtype=np.float32).reshape(2, 1, 1, 4)
+    assert unfold_frames(latents, 4).ravel().tolist() == [1.5, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize(
+    ("stride", "channels", "expected"),
+    [
+        *(((1, 1, 1), channels, found) for channels, found in ((1, 1), (3, 3), (4, None))),
+        *(((4, 1, 1), channels, found) for channels, found in ((4, 1), (12, 3), (3, None))),
+        *(((4, 1, 1), 16, None), ((3, 1, 1), 3, 1), ((1, 1, 8), 1, None)),
+        *(((4, 8, 8), 4, None), ((4, 8, 8), 12, None), ((4, 16, 16), 48, None)),
+    ],
+)
+def test_pixels_are_told_from_latents_of_a_vae(stride, channels, expected):
+    assert pixel_channels(stride, channels) == expected

@@ -1,18 +1,24 @@
+"""Steps that are read ahead, again where reading fails, and placed on the devices ahead."""
+
 import copy
 import itertools
 import threading
+from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 from data_helpers import SpyReader, assert_holds, assert_says, classes, manifest_of, plan_over
 from patience import PATIENCE, wait_until
 
 from alload_jax.data import loader as loading
-from alload_jax.data.collate import BucketedCollation, Collator
-from alload_jax.data.loader import LoaderConfig, PatientReader, StepLoader
+from alload_jax.data.batch import Batch
+from alload_jax.data.collate import BucketedCollation, Collator, HostStep
+from alload_jax.data.loader import LoaderConfig, PatientReader, StepLoader, place_ahead
 from alload_jax.data.manifest import read_manifest
 from alload_jax.data.store import BadRecordError, StoreReader
 from alload_jax.errors import InputError
+from alload_jax.sharding.mesh import MeshConfig, batch_sharding, make_mesh, ranks_of
 
 
 @pytest.fixture(scope="module")
@@ -39,25 +45,20 @@ def load(plan, collate, first, stop, **config):
 
 def assert_equal_steps(found, expected):
     assert [step.number for step in found] == [step.number for step in expected]
-    for found_step, expected_step in zip(found, expected, strict=True):
-        assert found_step.epoch == expected_step.epoch
-        assert found_step.problems == expected_step.problems
-        pairs = zip(found_step.batches, expected_step.batches, strict=True)
-        for found_batch, expected_batch in pairs:
-            for name in expected_batch._fields:
-                np.testing.assert_array_equal(
-                    getattr(found_batch, name), getattr(expected_batch, name)
-                )
+    for one, other in zip(found, expected, strict=True):
+        assert (one.epoch, one.problems) == (other.epoch, other.problems)
+        jax.tree.map(np.testing.assert_array_equal, one.batches, other.batches)
 
 
 # ---------------------------------------------------------------- reading ahead
 
 
-@pytest.mark.parametrize(("threads", "read_ahead"), [(1, 1), (8, 3), (4, 100)])
-def test_steps_come_in_the_plans_order(plan, collate, threads, read_ahead):
-    stop = 2 * plan.steps_per_epoch + 1
-    found = load(plan, collate, 0, stop, threads=threads, read_ahead=read_ahead)
-    assert_equal_steps(found, [collate(plan.step(n)) for n in range(stop)])
+@pytest.mark.parametrize(("threads", "read_ahead"), [(1, 1), (8, 3)])
+def test_steps_come_in_the_plans_order_from_any_first(plan, collate, threads, read_ahead):
+    stop, options = 2 * plan.steps_per_epoch + 1, {"threads": threads, "read_ahead": read_ahead}
+    expected = [collate(plan.step(n)) for n in range(stop)]
+    for first in (0, 1, plan.steps_per_epoch - 1, plan.steps_per_epoch, stop - 1):
+        assert_equal_steps(load(plan, collate, first, stop, **options), expected[first:])
 
 
 def test_slow_steps_are_not_overtaken(plan, collate):
@@ -74,18 +75,10 @@ def test_slow_steps_are_not_overtaken(plan, collate):
     assert [step.number for step in found] == list(range(12))
 
 
-def test_starting_late_equals_skipping(plan, collate):
-    stop = plan.steps_per_epoch + 4
-    whole = load(plan, collate, 0, stop)
-    for first in (1, plan.steps_per_epoch - 1, plan.steps_per_epoch, stop - 1):
-        assert_equal_steps(load(plan, collate, first, stop), whole[first:])
-
-
 @pytest.mark.parametrize(("first", "stop"), [(0, 2), (5, 5), (7, 5)])
 def test_a_run_that_is_over_has_no_steps_left(plan, collate, first, stop):
     with StepLoader(plan, range(first, stop), collate, LoaderConfig()) as loader:
         assert len(list(loader)) == max(0, stop - first)
-        assert next(loader, None) is None
         assert next(loader, None) is None
 
 
@@ -99,47 +92,41 @@ def test_at_most_the_configured_steps_are_read_ahead(plan, collate):
 
     config = LoaderConfig(threads=2, read_ahead=3)
     with StepLoader(plan, range(1000), counted, config) as loader:
-        while taken < 100:
+        while taken < 50:
             taken += 1
             next(loader)
             wait_until(lambda taken=taken: len(begun) >= taken + 2)
     assert max(ahead) <= 3
 
 
-@pytest.mark.parametrize("taken", [0, 5])
-def test_closing_or_an_error_in_the_training_loop_stops_reading(plan, collate, taken):
+def test_an_error_reaches_the_training_loop_and_one_there_or_the_end_stops_reading(plan, collate):
     begun = []
 
-    def counted(step):
+    def fails_late(step):
         begun.append(step.index)
-        return collate(step)
-
-    def train():
-        with StepLoader(plan, range(10**6), counted, LoaderConfig()) as loader:
-            list(itertools.islice(loader, taken))
-            raise RuntimeError("out of memory")
-
-    threads = threading.active_count()
-    loader = StepLoader(plan, range(10**6), counted, LoaderConfig())
-    list(itertools.islice(loader, taken))
-    loader.close()
-    loader.close()
-    with pytest.raises(RuntimeError, match="out of memory"):
-        train()
-    wait_until(lambda: threading.active_count() <= threads)  # so that none is begun any more
-    assert len(begun) < 10**6
-
-
-def test_an_error_while_reading_reaches_the_training_loop(plan, collate):
-    def fails_at_two(step):
-        if step.index == 2:
+        if step.index == 9:
             raise InputError("the disk is gone; mount it")
         return collate(step)
 
-    with StepLoader(plan, range(9), fails_at_two, LoaderConfig()) as loader:
-        assert [next(loader).number, next(loader).number] == [0, 1]
-        with pytest.raises(InputError, match="the disk is gone; mount it"):
+    def train(taken, error=None):
+        with StepLoader(plan, range(10**6), fails_late, LoaderConfig(read_ahead=1)) as loader:
+            assert [step.number for step in itertools.islice(loader, taken)] == list(range(taken))
+            if error:
+                raise error
             next(loader)
+
+    threads = threading.active_count()
+    with pytest.raises(InputError, match="the disk is gone; mount it"):
+        train(9)
+    for taken in (0, 5):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            train(taken, RuntimeError("out of memory"))
+    loader = StepLoader(plan, range(10**6), collate, LoaderConfig())
+    next(loader)
+    loader.close()
+    loader.close()
+    wait_until(lambda: threading.active_count() <= threads)  # so that none is begun any more
+    assert len(begun) < 10**6
 
 
 def test_worker_processes_give_the_same_steps(store):
@@ -148,19 +135,19 @@ def test_worker_processes_give_the_same_steps(store):
     collation = BucketedCollation(manifest, classes(2))
     collate = Collator(StoreReader(manifest), frozenset({0, 1}), collation)
     stop = plan.steps_per_epoch + 2
-    assert_equal_steps(
-        load(plan, collate, 1, stop, processes=1), load(plan, collate, 1, stop, processes=0)
-    )
+    found, expected = (load(plan, collate, 1, stop, processes=number) for number in (1, 0))
+    assert_equal_steps(found, expected)
 
 
 @pytest.mark.parametrize(
     ("name", "value", "least"),
-    [("threads", 0, 1), ("read_ahead", -1, 1), ("processes", -1, 0), ("max_bad_records", -2, 0)],
+    [("threads", 0, 1), ("read_ahead", 0, 1), ("processes", -1, 0), ("max_bad_records", -1, 0)],
 )
 def test_impossible_settings_are_refused(name, value, least):
     with pytest.raises(InputError) as error:
         LoaderConfig(**{name: value})
     assert_says(error, f"data.loader.{name}", value, least)
+    LoaderConfig(**{name: least})
 
 
 # ---------------------------------------------------------------- reading again
@@ -214,3 +201,75 @@ def test_a_reader_travels_to_another_process(store, samples):
     received = copy.deepcopy(reader)  # Grain's workers get its state in the same way
     assert_holds(received.read(0), samples[0])
     assert len(received.manifest) == len(samples)
+
+
+# ---------------------------------------------------------------- placing ahead
+
+
+@pytest.fixture(scope="module", params=[MeshConfig(), MeshConfig(fsdp=jax.device_count())])
+def mesh(request):
+    return make_mesh(request.param)
+
+
+def host_batch(rng, rows):
+    return Batch(
+        latents=rng.normal(size=(rows, 1, 4, 4, 1)).astype(np.float32),
+        condition=rng.integers(0, 10, (rows, 2), np.int32),
+        sample=rng.integers(0, 99, rows, np.int32),
+        epoch=np.zeros(rows, np.int32),
+        weight=rng.integers(0, 2, rows).astype(np.float32),
+    )
+
+
+def host_steps(count, ranks):
+    rng = np.random.default_rng(0)
+    for n in range(count):
+        batches = tuple(host_batch(rng, ranks * (m + 1)) for m in range(1 + n % 2))
+        yield HostStep(7 + n, n // 3, batches, ("bad",) * (n % 3))
+
+
+@pytest.mark.parametrize(("count", "depth"), [(0, 1), (2, 3), (6, 0), (6, None)])
+def test_steps_arrive_in_order_with_the_hosts_values_while_depth_more_are_placed(
+    mesh, depth, count
+):
+    steps, pulled = list(host_steps(count, ranks_of(mesh))), []
+
+    def pulling():
+        for step in steps:
+            pulled.append(step.number)
+            yield step
+
+    placed = place_ahead(pulling(), mesh, *[] if depth is None else [depth])
+    for used, (found, step) in enumerate(zip(placed, steps, strict=True), 1):
+        assert len(pulled) == min(used + (1 if depth is None else depth), count)  # by default 1
+        assert found.wait_seconds >= 0
+        assert_equal_steps([found], [step])
+        for device_part, host_part in zip(
+            *map(jax.tree.leaves, (found.batches, step.batches)), strict=True
+        ):
+            assert device_part.dtype == host_part.dtype
+            assert device_part.sharding.is_equivalent_to(batch_sharding(mesh), host_part.ndim)
+            rows = len(host_part) // ranks_of(mesh)
+            shards = {shard.device: shard.data for shard in device_part.addressable_shards}
+            for rank, device in enumerate(mesh.devices.flat):
+                expected = host_part[rank * rows : (rank + 1) * rows]
+                np.testing.assert_array_equal(shards[device], expected)
+
+
+def test_waiting_for_the_loader_is_measured_and_its_error_is_not_swallowed(mesh, monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+
+    def slow():
+        for step, wait in zip(host_steps(2, ranks_of(mesh)), (2.0, 5.0), strict=True):
+            clock.now += wait
+            yield step
+        yield from failing
+
+    monkeypatch.setattr("alload_jax.data.loader.time.perf_counter", lambda: clock.now)
+    failing = ()
+    waits = [step.wait_seconds for step in place_ahead(slow(), mesh)]
+    # The first step is requested after both are read, because one is placed ahead.
+    assert waits == [7.0, 0.0]
+    failing = (1 / 0 for _ in range(1))
+    with pytest.raises(ZeroDivisionError):
+        list(place_ahead(slow(), mesh))
