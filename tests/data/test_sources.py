@@ -1,20 +1,25 @@
 """Samples that others wrote, against the same samples in a store."""
 
-import dataclasses
 import pickle
 
 import jax
 import numpy as np
+import pyarrow as pa
 import pytest
 from data_helpers import assert_says
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 from source_files import (
     STRIDE,
     channels_first,
+    fastvideo_row,
+    fastvideo_schema,
     make_samples,
+    triplet,
     write_fastvideo,
     write_musubi,
+    write_rows,
     write_tensor_files,
 )
 
@@ -26,7 +31,7 @@ from alload_jax.data.sources.grain_samples import GrainSamples
 from alload_jax.data.sources.opening import find_source_name, open_source
 from alload_jax.data.sources.parquet import Parquet
 from alload_jax.data.sources.safetensors_folder import SafetensorsFolder
-from alload_jax.data.store import BadRecordError, StoreReader, StoreWriter
+from alload_jax.data.store import BadRecordError, StoreWriter
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import TextConfig
 from alload_jax.models.wan.transformer import WanConfig
@@ -35,16 +40,36 @@ from alload_jax.planning.settings import PlanningConfig
 
 SAMPLES = make_samples(7)
 MODEL = WanConfig(in_channels=16, text=TextConfig(dim=6, length=8), dtype="float32")
-READ_AS = {
-    "musubi": None,
-    "parquet": Parquet(normalize="none"),
-    "safetensors": SafetensorsFolder(normalize="none", mask="prompt_attention_mask"),
+PAIRS = SafetensorsFolder(
+    latents="z", text="t5", text_suffix="_te.safetensors", normalize="none", vae_stride=STRIDE
+)
+
+
+def write_pairs(folder, samples):
+    folder.mkdir(parents=True)
+    for number, sample in enumerate(samples):
+        save_file({"z": channels_first(sample.latents)}, folder / f"{number}.safetensors")
+        note = {"caption": sample.caption}
+        save_file({"t5": sample.text}, folder / f"{number}_te.safetensors", note)
+
+
+def write_store(folder, samples):
+    with StoreWriter(folder, vae_stride=STRIDE) as writer:
+        for sample in samples:
+            writer.add(sample.latents, sample.text, sample.size, caption=sample.caption)
+
+
+KINDS = {
+    "store": (write_store, None),
+    "musubi": (write_musubi, None),
+    "parquet": (write_fastvideo, Parquet(normalize="none")),
+    "safetensors": (
+        write_tensor_files,
+        SafetensorsFolder(normalize="none", mask="prompt_attention_mask"),
+    ),
+    "pairs": (write_pairs, PAIRS),
 }
-WRITERS = {
-    "musubi": write_musubi,
-    "parquet": write_fastvideo,
-    "safetensors": write_tensor_files,
-}
+"""What writes files of a kind, and the config that reads them."""
 
 
 class Records:
@@ -72,24 +97,19 @@ def grain_samples(**options):
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     parent = tmp_path_factory.mktemp("sources")
-    for name, write in WRITERS.items():
+    for name, (write, _) in KINDS.items():
         write(parent / name, SAMPLES)
-    with StoreWriter(parent / "store", vae_stride=STRIDE) as writer:
-        for sample in SAMPLES:
-            writer.add(sample.latents, sample.text, sample.size, caption=sample.caption)
     return parent
 
 
 def opened(folders, name):
-    if name == "grain":
-        return grain_samples()
-    return open_source(str(folders / name), READ_AS.get(name))
+    return grain_samples() if name == "grain" else open_source(str(folders / name), KINDS[name][1])
 
 
 def batches_of(source, policy):
-    """All batches of an epoch."""
+    """All batches of an epoch, read in another process."""
     source.require_settings()
-    manifest = source.manifest
+    manifest, source = source.manifest, pickle.loads(pickle.dumps(source))
     manifest.require(16, MODEL.patch_size)
     samples = manifest.samples(MODEL.patch_size)
     plan = make_plan(PlanningConfig(policy=policy, m_mem=24), samples, 2, 0)
@@ -103,19 +123,22 @@ def batches_of(source, policy):
 @pytest.mark.parametrize(
     ("name", "policy"),
     [
-        *(("musubi", "first_fit"), ("parquet", "dual_constraint")),
+        *(("musubi", "first_fit"), ("parquet", "dual_constraint"), ("pairs", "dual_constraint")),
         *(("safetensors", "first_fit"), ("grain", "dual_constraint")),
     ],
 )
 def test_batches_equal_those_of_a_store(name, policy, folders):
-    expected = batches_of(StoreReader(opened(folders, "store").manifest), policy)
-    found = batches_of(opened(folders, name), policy)
+    source = opened(folders, name)
+    expected = batches_of(opened(folders, "store"), policy)
+    found = batches_of(source, policy)
     assert len(found) == len(expected) > 1
     for batch, other in zip(found, expected, strict=True):
         jax.tree.map(np.testing.assert_array_equal, batch, other)
+    captions = [None, None] if name == "grain" else ["caption 4", "caption 0"]
+    assert source.captions([4, 0]) == captions
 
 
-@pytest.mark.parametrize("name", ["store", *WRITERS])
+@pytest.mark.parametrize("name", ["store", "musubi", "parquet", "safetensors"])
 def test_the_files_say_what_reads_them(name, folders):
     assert find_source_name(str(folders / name)) == name
     manifest = open_source(str(folders / name)).manifest
@@ -128,28 +151,14 @@ def test_the_files_say_what_reads_them(name, folders):
     assert manifest.shard_bytes == sizes
     files = [path for path in (folders / name).rglob("*.*") if path.name != "manifest.parquet"]
     assert len(sizes) == len(files)
-
-
-@pytest.mark.parametrize("name", [*WRITERS, "grain"])
-def test_a_source_pickles_and_names_captions(name, folders):
-    source = opened(folders, name)
-    again = pickle.loads(pickle.dumps(source))
-    arrays = again.read(3)
-    np.testing.assert_array_equal(arrays["latents"], SAMPLES[3].latents)
-    np.testing.assert_array_equal(arrays["text"], SAMPLES[3].text)
-    captions = [None, None] if name == "grain" else ["caption 4", "caption 0"]
-    assert again.captions([4, 0]) == captions
     if name == "parquet":  # of which a single file is a source, too
         file = folders / "parquet" / "worker_0" / "data_chunk_1.parquet"
-        source = open_source(str(file), READ_AS[name])
+        source = open_source(str(file), KINDS[name][1])
         assert len(source.manifest) == 3
         np.testing.assert_array_equal(source.read(1)["latents"], SAMPLES[4].latents)
 
 
-# ---------------------------------------------------------------- identity
-
-
-@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("name", ["musubi", "parquet", "safetensors", "pairs"])
 def test_identity_is_that_of_the_content(name, folders, tmp_path):
     expected = opened(folders, name).manifest.identity()
     last = SAMPLES[-1]
@@ -161,8 +170,9 @@ def test_identity_is_that_of_the_content(name, folders, tmp_path):
             ([*SAMPLES[:-1], last._replace(text=-last.text)], False),
         )
     ):
-        WRITERS[name](tmp_path / str(number), samples)
-        found = open_source(str(tmp_path / str(number)), READ_AS[name]).manifest.identity()
+        write, config = KINDS[name]
+        write(tmp_path / str(number), samples)
+        found = open_source(str(tmp_path / str(number)), config).manifest.identity()
         assert (found == expected) == same
 
 
@@ -176,10 +186,10 @@ def test_identity_says_how_latents_are_normalised_and_is_given_of_grain_sources(
     assert one == same != other
 
 
-# ---------------------------------------------------------------- normalisation, stride, padding
+# ---------------------------------------------------------------- normalisation, stride, layout
 
 
-def test_raw_latents_are_normalised_by_the_named_vae(tmp_path):
+def test_raw_latents_are_normalised_by_the_named_vae_which_training_must_know(folders, tmp_path):
     at_zero, at_one = normalized(np.array([[0.0] * 16, [1.0] * 16]), "wan2.1")
     deviation = 1 / (at_one - at_zero)
     mean = -at_zero * deviation
@@ -188,9 +198,6 @@ def test_raw_latents_are_normalised_by_the_named_vae(tmp_path):
     for number, sample in enumerate(SAMPLES):
         latents = source.read(number)["latents"]
         np.testing.assert_allclose(latents, sample.latents.astype(np.float32), atol=1e-5)
-
-
-def test_training_needs_to_know_whether_and_by_which_vae_latents_are_normalised(folders):
     for name in ("parquet", "safetensors"):
         with pytest.raises(InputError) as error:
             open_source(str(folders / name)).require_settings()
@@ -212,7 +219,24 @@ def test_a_stride_that_is_not_recorded_is_the_usual_one_or_given(tmp_path):
     assert given.manifest.shape.tolist() == [[1, 16, 24], [5, 16, 16]]
 
 
-@settings(max_examples=50, deadline=None)
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_recorded_size_gives_the_stride_where_it_fits(tmp_path, swapped):
+    rows = []
+    for number, sample in enumerate(make_samples(6, channels=12)):
+        t, h, w = sample.latents.shape[:3]
+        size = {"num_frames": 6 * t - 5, "height": 8 * h, "width": 8 * w}
+        if swapped:
+            size |= {"height": 8 * w, "width": 8 * h}
+        rows.append(fastvideo_row(number, sample) | size)
+    write_rows(tmp_path / "a.parquet", rows)
+    if swapped:
+        with pytest.raises(InputError, match=r"12 channels .*data\.source\.vae_stride"):
+            open_source(str(tmp_path))
+    else:
+        assert open_source(str(tmp_path)).manifest.vae_stride == (6, 8, 8)
+
+
+@settings(max_examples=50)
 @given(
     layout=st.sampled_from(["CTHW", "TCHW", "THWC"]),
     axes=st.tuples(*[st.integers(1, 4)] * 4),
@@ -229,25 +253,34 @@ def test_channels_stand_last_whatever_the_layout(layout, axes, batched):
         np.testing.assert_array_equal(channels_last(picture, layout), latents)
 
 
-@pytest.mark.parametrize("shape", [(), (2, 3), (2, 1, 2, 3, 4), (1, 0, 2, 2), (10**7, 1, 1)])
-def test_other_shapes_are_no_latents(shape):
-    with pytest.raises(ValueError, match="latents have shape"):
-        latent_shape(shape, "CTHW")
+def test_other_shapes_are_no_latents():
+    assert latent_shape((10**6, 1, 1, 1), "CTHW").channels == 10**6
+    for shape in ((), (2, 3), (2, 1, 2, 3, 4), (1, 0, 2, 2), (10**6 + 1, 1, 1)):
+        with pytest.raises(ValueError, match="latents have shape"):
+            latent_shape(shape, "CTHW")
 
 
-def test_text_may_lie_in_files_of_its_own(tmp_path, folders):
-    from safetensors.numpy import save_file
-
-    for number, sample in enumerate(SAMPLES):
-        save_file({"z": channels_first(sample.latents)}, tmp_path / f"{number}.safetensors")
-        save_file({"t5": sample.text}, tmp_path / f"{number}_te.safetensors")
-    config = SafetensorsFolder(
-        latents="z", text="t5", text_suffix="_te.safetensors", normalize="none"
+def test_names_masks_and_classes_of_rows_are_those_of_the_config(tmp_path):
+    sample = SAMPLES[1]
+    padded = np.concatenate([sample.text.astype(np.float16), np.ones((3, 6), np.float16)])
+    mask = np.array([1] * len(sample.text) + [0] * 3, bool)
+    row = (
+        triplet("x", sample.latents.astype(np.float16))
+        | triplet("c", padded)
+        | triplet("text_attention_mask", mask)
+        | {"label": [2, 3]}
     )
-    found = batches_of(open_source(str(tmp_path), config), "dual_constraint")
-    expected = batches_of(opened(folders, "store"), "dual_constraint")
-    for batch, other in zip(found, expected, strict=True):
-        jax.tree.map(np.testing.assert_array_equal, batch, other)
+    label = pa.field("label", pa.list_(pa.int64()))
+    schema = fastvideo_schema("x", "c", "text_attention_mask").append(label)
+    write_rows(tmp_path / "a.parquet", [row], schema)
+    texts = Parquet(latents="x", text="c", layout="THWC", normalize="none")
+    arrays = open_source(str(tmp_path), texts).read(0)
+    np.testing.assert_array_equal(arrays["latents"], sample.latents.astype(np.float16))
+    np.testing.assert_array_equal(arrays["text"], sample.text.astype(np.float16))
+    classes = Parquet(latents="x", labels="label", layout="THWC", normalize="none")
+    source = open_source(str(tmp_path), classes)
+    np.testing.assert_array_equal(source.read(0)["labels"], [2, 3])
+    assert (source.manifest.form.text_dim, source.manifest.longest_text()) == (None, 2)
 
 
 # ---------------------------------------------------------------- Grain
@@ -265,14 +298,13 @@ class Broken(Records):
         return sample
 
 
-@pytest.mark.parametrize(
-    ("sample", "words"), [(2, "disk gone"), (3, "latents of shape"), (4, "NaN"), (5, "at most 1")]
-)
-def test_bad_records_of_a_grain_source_are_named(sample, words):
+def test_bad_records_of_a_grain_source_are_named():
     source = GrainSamples(Broken(), size_of, STRIDE, arrays_of)
-    with pytest.raises(BadRecordError) as error:
-        source.read(sample)
-    assert_says(error, "Broken", f"sample {sample}", words)
+    said = {2: "disk gone", 3: "latents of shape", 4: "NaN", 5: "at most 1"}
+    for sample, words in said.items():
+        with pytest.raises(BadRecordError) as error:
+            source.read(sample)
+        assert_says(error, "Broken", f"sample {sample}", words)
 
 
 @pytest.mark.parametrize(
@@ -296,4 +328,4 @@ def test_classes_of_a_grain_source_are_labels():
     source = GrainSamples(records, lambda index: SAMPLES[0].size, STRIDE)
     np.testing.assert_array_equal(source.read(0)["labels"], [3, 1])
     assert source.manifest.form.text_dim is None
-    assert conditions_for(dataclasses.replace(MODEL, text=None), source.manifest).length == 2
+    assert source.manifest.longest_text() == 2
