@@ -1,12 +1,18 @@
+"""Processes find each other, wait for each other, agree, and end like a single one."""
+
 import contextlib
 import signal
 import socket
 import subprocess
 import sys
+import threading
+from threading import Event
+from types import SimpleNamespace
 
 import pytest
 from patience import PATIENCE
 
+from alload_jax.distributed import coordination
 from alload_jax.distributed.cluster import Cluster, _becomes_visible
 from alload_jax.distributed.coordination import (
     CoordinatorProxy,
@@ -18,7 +24,6 @@ from alload_jax.distributed.initialize import ClusterConfig, initialize
 from alload_jax.errors import InputError, Terminated
 
 ALL = {"coordinator": "host:9", "processes": 2, "process": 0}
-
 BAD = [
     ({"process": 1}, "cluster.coordinator and cluster.processes must be given too"),
     ({"coordinator": "host:9", "processes": 2}, "cluster.process must be given too"),
@@ -26,22 +31,16 @@ BAD = [
     (ALL | {"process": -1}, "cluster.process is -1"),
     (ALL | {"processes": 0}, "cluster.processes is 0"),
     (ALL | {"coordinator": "host"}, "give it as host:port"),
-    (ALL | {"coordinator": "host:99999"}, "cluster.coordinator is host:99999; ports are 1 to"),
-    ({"lost_after": 0.0}, "cluster.lost_after is 0.0"),
+    (ALL | {"coordinator": "host:65536"}, "cluster.coordinator is host:65536; ports are 1 to"),
+    (ALL | {"coordinator": "host:0"}, "ports are 1 to"),
+    ({"lost_after": 1.9}, "cluster.lost_after is 1.9"),
 ]
-
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
 SINGLE = [
     {},
-    # A shell in an allocation, a batch script's first node, `srun -n1 --pty bash`.
-    {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"},
-    {
-        "SLURM_JOB_ID": "7",
-        "SLURM_NTASKS": "4",
-        "SLURM_STEP_NUM_TASKS": "1",
-        "SLURM_STEP_NODELIST": "n1",
-        "SLURM_PROCID": "0",
-        "SLURM_LOCALID": "0",
-    },
+    # A shell in an allocation or a batch script's first node, and `srun -n1 --pty bash`.
+    SLURM | {"SLURM_NTASKS": "4"},
+    SLURM | {"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NODELIST": "n1"},
     {"OMPI_COMM_WORLD_SIZE": "1"},
     {"KUBERNETES_SERVICE_HOST": "10.0.0.1"},
 ]
@@ -51,28 +50,35 @@ SINGLE = [
 def test_flags_that_contradict_are_named(given, words):
     with pytest.raises(InputError, match=words):
         ClusterConfig(**given)
+    for good in (ALL, ALL | {"process": 1, "coordinator": "host:65535"}, {"lost_after": 2.0}):
+        ClusterConfig(**good)
 
 
 @pytest.mark.parametrize("environment", SINGLE, ids=range(len(SINGLE)))
 def test_a_single_process_is_a_cluster_of_one(environment, monkeypatch):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert initialize(ClusterConfig(), ".").num_processes == 1
+    with initialize(ClusterConfig(), ".") as cluster:
+        assert cluster.num_processes == 1
+        assert cluster.broadcast(lambda: 3) == 3
+        assert cluster.all_gather("x") == ["x"]
     with pytest.raises(InputError, match=r"cluster\.certificates is keys, and the run has one"):
         initialize(ClusterConfig(certificates="keys"), ".")
 
 
-def test_an_incomplete_environment_of_open_mpi_is_named(monkeypatch):
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
-    with pytest.raises(InputError, match=r"Open MPI: .* give --cluster.coordinator"):
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, r"Open MPI: .* give --cluster.coordinator"),
+        ({"SLURM_STEP_NUM_TASKS": "abc"}, r"SLURM_STEP_NUM_TASKS is 'abc'"),
+    ],
+)
+def test_an_incomplete_environment_of_a_launcher_is_named(environment, words, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match=words):
         initialize(ClusterConfig(), ".")
     assert initialize(ClusterConfig(detect=False), ".").num_processes == 1
-
-
-def test_a_task_count_that_is_no_number_is_named(monkeypatch):
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "abc")
-    with pytest.raises(InputError, match=r"SLURM_STEP_NUM_TASKS is 'abc'"):
-        initialize(ClusterConfig(), ".")
 
 
 def test_slurm_s_environment_identifies_the_process(monkeypatch):
@@ -84,12 +90,6 @@ def test_slurm_s_environment_identifies_the_process(monkeypatch):
     assert process[1:] == (4, 2, [0])
 
 
-def test_a_single_process_broadcasts_and_gathers_its_own_values():
-    with Cluster() as cluster:
-        assert cluster.broadcast(lambda: 3) == 3
-        assert cluster.all_gather("x") == ["x"]
-
-
 def test_a_port_that_is_taken_is_named():
     with socket.create_server(("", 0)) as taken:
         coordinator = f"localhost:{taken.getsockname()[1]}"
@@ -98,18 +98,54 @@ def test_a_port_that_is_taken_is_named():
             initialize(config, ".")
 
 
-GIVES_UP = """
+# ---------------------------------------------------------------- waits
+
+
+WAITS = """
+import os, signal, socket, sys, threading
 from alload_jax.distributed import initialize
-initialize.CONNECT_SECONDS, initialize._SILENT_SECONDS = 1.0, 0.2
-config = initialize.ClusterConfig(coordinator="nohost.invalid:9", processes=2, process=1)
-initialize.initialize(config, ".")
+
+def send_signals(numbers):
+    for number in numbers:
+        attempts.acquire()  # JAX connects, and again a while after the signal before
+        os.kill(os.getpid(), number)
+
+def create_connection(*arguments, **options):
+    attempts.release()
+    return real_create_connection(*arguments, **options)
+
+def wait(folder, coordinator, handler, *numbers):
+    os.dup2(os.open(folder, os.O_WRONLY | os.O_CREAT), 2)
+    threading.Thread(target=send_signals, args=[numbers], daemon=True).start()
+    signal.signal(signal.SIGINT, handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    config = initialize.ClusterConfig(coordinator=coordinator, processes=2, process=1)
+    initialize.initialize(config, ".")
+
+attempts = threading.Semaphore(0)
+real_create_connection, socket.create_connection = socket.create_connection, create_connection
+cases = (
+    ("localhost:9", signal.default_int_handler, signal.SIGINT),
+    ("localhost:9", signal.SIG_IGN, signal.SIGINT, signal.SIGTERM),
+    ("nohost.invalid:9", signal.default_int_handler),
+)
+for number, case in enumerate(cases):
+    if "nohost" in case[0]:
+        initialize.CONNECT_SECONDS, initialize._SILENT_SECONDS = 1.0, 0.2
+    if (child := os.fork()) == 0:
+        wait(os.path.join(sys.argv[1], str(number)), *case)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
-def test_a_process_that_cannot_connect_ends_with_one_line():
-    done = subprocess.run([sys.executable, "-c", GIVES_UP], capture_output=True, text=True)
-    assert done.returncode == 2
-    waits, gives_up = done.stderr.strip().splitlines()
+def test_waiting_processes_end_on_ctrl_c_or_sigterm_or_after_a_while_with_one_line(tmp_path):
+    """A background job ignores Ctrl-C; each process is forked, so that JAX is imported once."""
+    command = [sys.executable, "-c", WAITS, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout.split() == ["130", str(-signal.SIGTERM), "2"], done.stderr
+    ctrl_c, background, alone = ((tmp_path / str(n)).read_text().splitlines() for n in range(3))
+    assert (ctrl_c, background) == (["interrupted"], [])
+    waits, gives_up = alone
     assert waits.startswith("waiting for the other processes at nohost.invalid:9: nohost.invalid: ")
     words = "error: process 1 of 2 could not connect to the others at nohost.invalid:9"
     assert gives_up.startswith(words)
@@ -134,14 +170,9 @@ initialize.initialize(config, ".")
 def test_the_end_of_process_0_ends_those_that_wait_for_more(default_signals):
     with socket.create_server(("", 0)) as free:
         coordinator = f"localhost:{free.getsockname()[1]}"
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     first, second = (
-        subprocess.Popen(
-            [sys.executable, "-c", JOINS, coordinator, str(n)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for n in (0, 1)
+        subprocess.Popen([sys.executable, "-c", JOINS, coordinator, n], **pipes) for n in "01"
     )
     assert second.stdout.readline() == "joined\n"  # both wait for the third
     first.kill()
@@ -152,43 +183,7 @@ def test_the_end_of_process_0_ends_those_that_wait_for_more(default_signals):
     assert "(because process 0 has ended)" in line
 
 
-INTERRUPTED = """
-import os, signal, socket, sys, threading
-from alload_jax.distributed import initialize
-
-def send_signals():
-    for number in map(int, sys.argv[2:]):
-        attempts.acquire()  # JAX connects, and again a while after the signal before
-        os.kill(os.getpid(), number)
-
-def create_connection(*arguments, **options):
-    attempts.release()
-    return real_create_connection(*arguments, **options)
-
-attempts = threading.Semaphore(0)
-real_create_connection, socket.create_connection = socket.create_connection, create_connection
-threading.Thread(target=send_signals, daemon=True).start()
-signal.signal(signal.SIGINT, getattr(signal, sys.argv[1]))
-signal.signal(signal.SIGTERM, signal.SIG_DFL)
-config = initialize.ClusterConfig(coordinator="localhost:9", processes=2, process=1)
-initialize.initialize(config, ".")
-"""
-
-
-def interrupted(handler, *numbers):
-    """A process that receives signals while it waits for others; `handler` is for SIGINT."""
-    command = [sys.executable, "-c", INTERRUPTED, handler, *(str(int(n)) for n in numbers)]
-    return subprocess.run(command, capture_output=True, text=True)
-
-
-def test_ctrl_c_ends_the_wait_for_other_processes():
-    done = interrupted("default_int_handler", signal.SIGINT)
-    assert (done.returncode, done.stderr.strip()) == (130, "interrupted")
-
-
-def test_a_background_job_ignores_ctrl_c_while_it_waits_and_ends_on_sigterm():
-    done = interrupted("SIG_IGN", signal.SIGINT, signal.SIGTERM)
-    assert (done.returncode, done.stderr.strip()) == (-signal.SIGTERM, "")
+# ---------------------------------------------------------------- ends and agreement
 
 
 class EndsAtOnce:
@@ -222,12 +217,7 @@ def test_one_of_several_processes_ends_like_a_single_one(capsys, error, status, 
 
 
 class FakeCluster(Cluster):
-    """A cluster whose other processes have the values that the test gives.
-
-    Attributes:
-      others: the values of the other processes.
-      from_process_0: what process 0 broadcasts; None if this is process 0.
-    """
+    """A cluster whose other processes, and process 0 if it is another, have the given values."""
 
     def __init__(self, *others, from_process_0=None):
         super().__init__()
@@ -245,42 +235,21 @@ class FakeCluster(Cluster):
 def test_processes_that_differ_are_named():
     mine = {"planning.m_mem": 320, "run.seed": 1}
     FakeCluster(mine, mine).require_same(mine, "same config")
-    differing = mine, mine | {"planning.m_mem": 272}
-    words = "process 2 of 3: planning.m_mem is 272, but 320 in process 0; same config"
-    with pytest.raises(InputError, match=words):
-        FakeCluster(*differing).require_same(mine, "same config")
-    with pytest.raises(InputError, match=r"process 1 of 2: run.seed is None, but 1"):
-        FakeCluster({"planning.m_mem": 320}).require_same(mine, "same config")
-
-
-def test_the_proxy_forwards_and_stays_open_when_its_target_closes():
-    with socket.create_server(("127.0.0.1", 0)) as target:
-        proxy = CoordinatorProxy(f"127.0.0.1:{target.getsockname()[1]}")
-        host, port = proxy.address.split(":")
-        with socket.create_connection((host, int(port))) as client:
-            served, _ = target.accept()
-            client.sendall(b"there")
-            assert served.recv(9) == b"there"
-            served.sendall(b"back")
-            assert client.recv(9) == b"back"
-            served.close()
-            target.accept()  # the proxy has seen it, and looks who listens
-            client.setblocking(False)
-            with pytest.raises(BlockingIOError):
-                client.recv(9)
-
-
-def test_another_number_of_processes_is_named():
-    words = "cluster.processes is 3, but 2 in process 0"
-    with pytest.raises(InputError, match=words):
-        FakeCluster({}, {}, from_process_0=2).require_same({}, "same config")
+    for cluster, words in (
+        (
+            FakeCluster(mine, mine | {"planning.m_mem": 272}),
+            "process 2 of 3: planning.m_mem is 272, but 320 in process 0; same config",
+        ),
+        (FakeCluster({"planning.m_mem": 320}), r"process 1 of 2: run.seed is None, but 1"),
+        (FakeCluster({}, {}, from_process_0=2), "cluster.processes is 3, but 2 in process 0"),
+    ):
+        with pytest.raises(InputError, match=words):
+            cluster.require_same(mine, "same config")
 
 
 def test_a_folder_that_only_one_host_has_is_named(tmp_path, monkeypatch):
     FakeCluster(True).require_shared("run.folder", tmp_path / "run")
-    words = (
-        r"run.folder is .*run: process 2 of 3 does not see the files that process 0 writes there"
-    )
+    words = r"run.folder is .*run: process 2 of 3 does not see the files that process 0 writes"
     with pytest.raises(InputError, match=words):
         FakeCluster(True, False).require_shared("run.folder", tmp_path / "run")
     assert not list((tmp_path / "run").iterdir())
@@ -288,45 +257,85 @@ def test_a_folder_that_only_one_host_has_is_named(tmp_path, monkeypatch):
     assert not _becomes_visible(tmp_path / "run" / ".shared-elsewhere")
 
 
-@pytest.mark.parametrize(
-    ("address", "alone"),
-    [
-        ("localhost:9", True),
-        ("127.0.0.1:9", True),
-        ("127.3.2.1:9", True),
-        ("[::1]:9", True),
-        ("host:9", False),
-        ("10.0.0.1:9", False),
-        ("0.0.0.0:9", False),
-    ],
-)
-def test_only_loopback_addresses_are_of_this_host_alone(address, alone):
-    assert is_loopback(address) == alone
+# ---------------------------------------------------------------- addresses and the proxy
+
+
+def test_only_loopback_addresses_are_of_this_host_alone():
+    for host in ("localhost", "127.0.0.1", "127.3.2.1", "[::1]"):
+        assert is_loopback(f"{host}:9")
+    for host in ("host", "10.0.0.1", "0.0.0.0"):
+        assert not is_loopback(f"{host}:9")
 
 
 @pytest.mark.parametrize(
     ("meant", "place"),
     [
-        (["10.1.2.3"], "10.1.2.3:9"),
-        (["fd00::1"], "[fd00::1]:9"),
-        (["127.0.1.1"], None),
-        (["0.0.0.0"], None),
-        (["10.1.2.3", "10.1.2.4"], None),
-        (["192.0.2.1"], None),
+        *((["10.1.2.3"], "10.1.2.3:9"), (["fd00::1"], "[fd00::1]:9"), (["127.0.1.1"], None)),
+        *((["0.0.0.0"], None), (["10.1.2.3", "10.1.2.4"], None), (["192.0.2.1"], None)),
     ],
 )
 def test_process_0_listens_at_the_address_that_is_its_own(meant, place, monkeypatch):
-    monkeypatch.setattr(
-        socket, "getaddrinfo", lambda *_, **__: [(0, 0, 0, "", (m,)) for m in meant]
-    )
-
     class Trial(socket.socket):
         def bind(self, where):
             if where[0] == "192.0.2.1":
                 raise OSError
 
+    found = [(0, 0, 0, "", (each,)) for each in meant]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
     monkeypatch.setattr(socket, "socket", Trial)
     assert bind_address("first-host:9") == place
     assert bind_address("localhost:9") == "localhost:9"
     monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", "10.9.9.9:9")
     assert bind_address("first-host:9") is None
+
+
+@pytest.fixture
+def proxied(monkeypatch):
+    """A proxy of what listens for process 0, and what happens after so many of its probes."""
+    earlier, probes = set(threading.enumerate()), SimpleNamespace(count=0, then={})
+
+    def sleep(_):
+        if threading.current_thread() not in earlier:  # not of another test
+            probes.count += 1
+            probes.then.get(probes.count, lambda: None)()
+
+    monkeypatch.setattr(coordination, "_PROBE_SECONDS", PATIENCE)
+    monkeypatch.setattr(coordination, "time", SimpleNamespace(sleep=sleep))
+    gone = Event()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        proxy = CoordinatorProxy(f"127.0.0.1:{server.getsockname()[1]}", gone)
+        host, port = proxy.address.split(":")
+        with socket.create_connection((host, int(port))) as jax_s:
+            connection, _ = server.accept()
+            jax_s.sendall(b"request")
+            assert connection.recv(7) == b"request"
+            connection.sendall(b"response")
+            assert jax_s.recv(8) == b"response"
+            threads = set(threading.enumerate()) - earlier
+            (forwards,) = (each for each in threads if "_forward_responses" in each.name)
+            yield SimpleNamespace(
+                server=server, connection=connection, gone=gone, probes=probes, jax_s=jax_s,
+                forwards=forwards,
+            )  # fmt: skip
+
+
+@pytest.mark.parametrize("answered", [0, 1, 2])
+def test_a_process_that_ends_is_gone_whichever_of_its_sockets_closes_first(proxied, answered):
+    # A process that ends closes one descriptor after the other.
+    if answered:
+        proxied.probes.then[answered] = proxied.server.close
+    else:
+        proxied.server.close()
+    proxied.connection.close()
+    assert proxied.gone.wait(PATIENCE)
+    assert proxied.probes.count == answered + 3
+
+
+def test_a_process_that_closes_a_connection_and_still_listens_is_not_gone(proxied):
+    proxied.connection.close()
+    proxied.forwards.join(PATIENCE)
+    assert proxied.probes.count == 3
+    assert not proxied.gone.is_set()
+    proxied.jax_s.setblocking(False)
+    with pytest.raises(BlockingIOError):  # JAX's connection stays open
+        proxied.jax_s.recv(9)
