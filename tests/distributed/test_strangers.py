@@ -33,7 +33,6 @@ HAS_TLS = hasattr(jax.config, "jax_mtls_ca_file")
 NO_NAMESPACES = os.geteuid() != 0 or shutil.which("ip") is None
 
 
-# -------------------------------------------------------------------- the stranger
 def call(address, method, message, tls=None):
     """Calls a method of the service in HTTP/2; returns all that it answers."""
     names = {
@@ -44,10 +43,8 @@ def call(address, method, message, tls=None):
         "te": "trailers",
         "content-type": "application/grpc",
     }
-    fields = [bytes([len(text)]) + text.encode() for pair in names.items() for text in pair]
-    header = b"".join(
-        b"\0" + name + value for name, value in zip(fields[::2], fields[1::2], strict=True)
-    )
+    fields = [[bytes([len(text)]) + text.encode() for text in pair] for pair in names.items()]
+    header = b"".join(b"\0" + name + value for name, value in fields)
     body = b"\0" + struct.pack(">I", len(message)) + message
     host, port = address.rsplit(":", 1)
     connection, answer = socket.create_connection((host, int(port))), b""
@@ -110,7 +107,6 @@ def tls_with(folder=None):
     return context
 
 
-# -------------------------------------------------------------------- the run
 @contextmanager
 def run_of_two(coordinator, *arguments, hosts=((), ())):
     """Two processes that have met, and wait until their standard input ends."""
@@ -170,7 +166,11 @@ def certificates(new_certificates):
     return new_certificates()
 
 
+needs_tls = pytest.mark.skipif(not HAS_TLS, reason="JAX has no mutual TLS before 0.11.2")
+
+
 @pytest.mark.slow
+@pytest.mark.skipif(not NO_NAMESPACES, reason="the test with hosts shows this and more")
 def test_a_stranger_who_joins_ends_every_process_in_one_line(tmp_path, coordinator):
     with run_of_two(coordinator, tmp_path) as both:
         assert b'"state": "running"' in read(coordinator)
@@ -179,7 +179,7 @@ def test_a_stranger_who_joins_ends_every_process_in_one_line(tmp_path, coordinat
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not HAS_TLS, reason="JAX takes no such reports before 0.11.2")
+@needs_tls
 def test_a_stranger_who_reports_an_error_ends_every_process_in_one_line(tmp_path, coordinator):
     with run_of_two(coordinator, tmp_path) as both:
         report(coordinator)
@@ -187,7 +187,7 @@ def test_a_stranger_who_reports_an_error_ends_every_process_in_one_line(tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not HAS_TLS, reason="JAX has no mutual TLS before 0.11.2")
+@needs_tls
 def test_without_a_certificate_nobody_reads_joins_or_ends_a_run(
     tmp_path, coordinator, certificates, new_certificates
 ):
@@ -206,7 +206,6 @@ def test_certificates_are_refused_where_jax_has_no_use_for_them(tmp_path):
         connect(ProcessInfo("localhost:9", 2, 1), 100.0, certificates=tmp_path)
 
 
-# -------------------------------------------------------------------- hosts
 def ip(*words):
     subprocess.run(["ip", *words], check=True, capture_output=True)
 
@@ -255,29 +254,28 @@ def stranger(host, address):
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
+needs_hosts = pytest.mark.skipif(NO_NAMESPACES, reason="namespaces need root and iproute2")
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(NO_NAMESPACES, reason="network namespaces need root and iproute2")
-def test_strangers_on_another_network_find_no_port(tmp_path, hosts):
+@needs_hosts
+def test_strangers_find_no_port_or_with_a_route_to_it_end_the_run_as_the_start_says(
+    tmp_path, hosts
+):
     first, second, elsewhere = hosts
     with run_of_two("10.0.1.1:9876", tmp_path, hosts=(at(first), at(second))) as both:
         assert stranger(elsewhere, "10.0.2.1:9876") == "ConnectionRefusedError\n"
-        assert_goes_on(both)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(NO_NAMESPACES, reason="network namespaces need root and iproute2")
-def test_strangers_with_a_route_to_the_port_end_the_run_as_the_start_says(tmp_path, hosts):
-    first, second, elsewhere = hosts
-    ip("-n", elsewhere, "route", "add", "10.0.1.1", "via", "10.0.2.1")
-    with run_of_two("10.0.1.1:9876", tmp_path, hosts=(at(first), at(second))) as both:
         assert both[0].stderr.readline().startswith("note: process 0 listens on 10.0.1.1:9876, ")
-        assert "has likely restarted" in stranger(elsewhere, "10.0.1.1:9876")
+        ip("-n", elsewhere, "route", "add", "10.0.1.1", "via", "10.0.2.1")
+        found = stranger(elsewhere, "10.0.1.1:9876")
+        assert '"state": "running"' in found
+        assert "has likely restarted" in found
         assert_ended_by_the_service(both)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(NO_NAMESPACES, reason="network namespaces need root and iproute2")
-@pytest.mark.skipif(not HAS_TLS, reason="JAX has no mutual TLS before 0.11.2")
+@needs_hosts
+@needs_tls
 def test_certificates_keep_out_strangers_with_a_route_to_the_port(tmp_path, hosts, certificates):
     first, second, elsewhere = hosts
     ip("-n", elsewhere, "route", "add", "10.0.1.1", "via", "10.0.2.1")

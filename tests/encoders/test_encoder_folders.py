@@ -11,31 +11,43 @@ from alload_jax.encoders.text import HunyuanVideoText, glyph_prompt
 from alload_jax.encoders.vae import HunyuanVideoVae, Vae, WanVae
 from alload_jax.errors import InputError
 
-CONFIGS = {
-    "vae": {"_class_name": "AutoencoderKLHunyuanVideo15", "latent_channels": 8},
-    "text_encoder": {"model_type": "qwen2_5_vl_text", "hidden_size": 12},
-    "text_encoder_2": {"model_type": "t5", "d_model": 10},
-    "image_encoder": {"model_type": "siglip_vision_model", "hidden_size": 6},
-}
-OTHERS = {
-    "tokenizer": "tokenizer.json",
-    "tokenizer_2": "added_tokens.json",
-    "feature_extractor": "preprocessor_config.json",
-}
-
 
 @pytest.fixture
 def folder(tmp_path):
     """The folder of a pipeline, with weights that are never read as such."""
-    for name, config in CONFIGS.items():
+    vae = {"_class_name": "AutoencoderKLHunyuanVideo15", "latent_channels": 8}
+    for name, file, content in (
+        ("vae", "diffusion_pytorch_model", vae),
+        ("text_encoder", "model", {"model_type": "qwen2_5_vl_text", "hidden_size": 12}),
+        ("text_encoder_2", "model", {"model_type": "t5", "d_model": 10}),
+        ("image_encoder", "model", {"model_type": "siglip_vision_model", "hidden_size": 6}),
+        ("tokenizer", "tokenizer.json", None),
+        ("tokenizer_2", "added_tokens.json", None),
+        ("feature_extractor", "preprocessor_config.json", None),
+    ):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps(config))
-        stem = "diffusion_pytorch_model" if name == "vae" else "model"
-        (tmp_path / name / f"{stem}.safetensors").write_bytes(name.encode())
-    for name, file in OTHERS.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / file).write_text("{}")
+        if content is None:
+            (tmp_path / name / file).write_text("{}")
+        else:
+            (tmp_path / name / "config.json").write_text(json.dumps(content))
+            (tmp_path / name / f"{file}.safetensors").write_bytes(name.encode())
     return tmp_path
+
+
+class Halves(Vae):
+    """A VAE from outside the package."""
+
+    name, class_name, described = "halves", "AutoencoderHalves", "halves"
+    takes_last_frame = False
+    stride, channels = (4, 2, 2), 3
+
+    def encode_given(self, first, last, frames):
+        return np.zeros((1, 1, 1, 1), np.float32)
+
+    def _load(self):
+        raise AssertionError
+
+    _normalised = _as_decoded = _load
 
 
 def test_a_folder_says_which_encoder_it_holds(folder):
@@ -46,31 +58,30 @@ def test_a_folder_says_which_encoder_it_holds(folder):
     assert (type(text), text.width, text.length) == (HunyuanVideoText, 12, 9)
     origin = text.origin()
     assert (origin["name"], origin["width"], origin["glyph_width"]) == ("hunyuan_video", 12, 10)
-    (folder / "vae" / "config.json").write_text('{"_class_name": "AutoencoderKLWan"}')
-    assert type(open_vae(folder / "vae")) is WanVae
+    VAES.register(Halves.class_name, Halves)
+    for kind, name in ((WanVae, "AutoencoderKLWan"), (Halves, "AutoencoderHalves")):
+        (folder / "vae" / "config.json").write_text(json.dumps({"_class_name": name}))
+        assert type(open_vae(folder / "vae")) is kind
 
 
-@pytest.mark.parametrize("name", ["text_encoder/model", "text_encoder_2/model", "tokenizer_2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("text_encoder/model.safetensors", "text_encoder_2/model.safetensors"),
+        "tokenizer_2/added_tokens.json",
+    ],
+)
 def test_the_digest_of_texts_follows_every_file(folder, name):
     before = HunyuanVideoText(folder).origin()["weights"]
-    path = folder / (
-        f"{name}/added_tokens.json" if name == "tokenizer_2" else f"{name}.safetensors"
-    )
-    path.write_bytes(b"other bytes")
+    (folder / name).write_bytes(b"other bytes")
     assert HunyuanVideoText(folder).origin()["weights"] != before
 
 
 @pytest.mark.parametrize(
     ("make", "named"),
     [
-        (
-            open_vae,
-            "_class_name is x, not AutoencoderKLWan or AutoencoderKLHunyuanVideo15",
-        ),
-        (
-            lambda folder: open_text(folder, 9),
-            "model_type is x, not umt5 or qwen2_5_vl_text",
-        ),
+        (open_vae, "_class_name is x, not AutoencoderKLWan or AutoencoderKLHunyuanVideo15"),
+        (lambda folder: open_text(folder, 9), "model_type is x, not umt5 or qwen2_5_vl_text"),
         (open_image, "model_type is x, not clip_vision_model or siglip_vision_model"),
         (WanVae, "_class_name is x, not AutoencoderKLWan; give the folder of Wan's VAE"),
         (HunyuanVideoText, "model_type is x, not qwen2_5_vl_text; give the folder of Qwen2.5-VL"),
@@ -98,40 +109,9 @@ def test_missing_parts_of_a_pipeline_are_named(folder):
         HunyuanVideoText(folder, 0)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("no quotes, it's plain", None),
-        ("", None),
-        ('"A" then “B c”', 'Text "A". Text "B c". '),
-        ('"twice" “twice” "once"', 'Text "twice". Text "once". '),
-        ('an open " quote', None),
-        ('two\n"li\nnes"', None),
-        ('""', 'Text "". '),
-    ],
-)
-def test_byt5_is_told_what_stands_in_quotes(text, expected):
-    assert glyph_prompt(text) == expected
-
-
-class Halves(Vae):
-    """A VAE from outside the package."""
-
-    name, class_name, described = "halves", "AutoencoderHalves", "halves"
-    takes_last_frame = False
-    stride, channels = (4, 2, 2), 3
-
-    def encode_given(self, first, last, frames):
-        return np.zeros((1, 1, 1, 1), np.float32)
-
-    def _load(self):
-        raise AssertionError
-
-    _normalised = _as_decoded = _load
-
-
-def test_a_vae_from_outside_is_found_by_its_folder(tmp_path):
-    if Halves.class_name not in VAES.names():
-        VAES.register(Halves.class_name, Halves)
-    (tmp_path / "config.json").write_text('{"_class_name": "AutoencoderHalves"}')
-    assert type(open_vae(tmp_path)) is Halves
+def test_byt5_is_told_what_stands_in_quotes():
+    for text in ("no quotes, it's plain", "", 'an open " quote', 'two\n"li\nnes"'):
+        assert glyph_prompt(text) is None
+    assert glyph_prompt('"A" then “B c”') == 'Text "A". Text "B c". '
+    assert glyph_prompt('"twice" “twice” "once"') == 'Text "twice". Text "once". '
+    assert glyph_prompt('""') == 'Text "". '

@@ -8,8 +8,6 @@ from alload_jax.errors import InputError
 from alload_jax.sharding import host_memory
 from alload_jax.sharding.host_memory import DEFAULT_FLAGS, with_defaults
 
-# ---------------------------------------------------------------- host memory
-
 
 @pytest.fixture
 def host(tmp_path, monkeypatch):
@@ -27,14 +25,11 @@ def host(tmp_path, monkeypatch):
     return of
 
 
-def test_the_limit_of_a_container_counts(host):
-    assert host(8_000_000_000, 16) == 8e9 / 2 / 16
-
-
-@pytest.mark.parametrize("limit", [None, "max", 1 << 62])
-def test_the_memory_counts_without_a_lower_limit(host, limit):
+def test_the_memory_or_a_lower_limit_of_the_container_is_shared(host):
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert host(limit, 0, own=2) == memory / 4
+    for limit in (None, "max", 1 << 62):
+        assert host(limit, 0, own=2) == memory / 4
+    assert host(8_000_000_000, 16) == 8e9 / 2 / 16
 
 
 def test_gpus_of_a_process_share_what_xla_may_use(host, monkeypatch):
@@ -54,22 +49,12 @@ def test_the_pool_grows_with_the_host(monkeypatch, gibibytes, pool):
     assert os.environ.pop(host_memory.POOL, None) == pool
 
 
-# ---------------------------------------------------------------- xla flags
-
-
-def test_defaults_are_added_to_the_flags_given():
+def test_defaults_are_added_to_the_flags_given_which_take_precedence():
     (name, value), *_ = DEFAULT_FLAGS.items()
-    assert with_defaults("") == " ".join(f"--{n}={v}" for n, v in DEFAULT_FLAGS.items())
-    assert with_defaults("--xla_dump_to=there").split()[0] == "--xla_dump_to=there"
-    assert f"--{name}={value}" in with_defaults("--xla_dump_to=there").split()
-
-
-def test_the_path_of_a_file_of_flags_stays_as_it_is():
-    assert with_defaults("my/flags.txt") == "my/flags.txt"
-
-
-def test_flags_given_take_precedence():
-    (name, _), *_ = DEFAULT_FLAGS.items()
-    assert with_defaults(f"--{name}=false").split().count(f"--{name}=false") == 1
-    assert f"--{name}=true" not in with_defaults(f"--{name}=false")
-    assert with_defaults(with_defaults("")) == with_defaults("")
+    defaults = [f"--{n}={v}" for n, v in DEFAULT_FLAGS.items()]
+    assert with_defaults("") == " ".join(defaults) == with_defaults(with_defaults(""))
+    assert with_defaults("--xla_dump_to=there").split() == ["--xla_dump_to=there", *defaults]
+    assert with_defaults("my/flags.txt") == "my/flags.txt"  # the path of a file of flags
+    given = with_defaults(f"--{name}=false").split()
+    assert given.count(f"--{name}=false") == 1
+    assert f"--{name}={value}" not in given
