@@ -1,22 +1,27 @@
-"""Samples that are held out by content, and those that a file leaves out."""
+"""Samples that are held out by content, left out by a file, or weighed by their paths."""
 
+import fnmatch
 import pickle
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from data_helpers import assert_holds, assert_says, manifest_of, random_samples, write_store
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alload_jax.data.manifest import read_manifest
 from alload_jax.data.selection import (
+    SourceWeight,
     content_order,
     count_excluded,
     exclusion_identity,
     is_held_out,
     positions,
     read_excluded,
+    source_shares,
+    weights_identity,
+    with_weights,
 )
 from alload_jax.data.sources import Subset
 from alload_jax.data.sources.grain_samples import GrainSamples
@@ -34,8 +39,7 @@ _MASK = 2**64 - 1
 
 def manifest_with(sums):
     found = manifest_of([(1, 4, 4)] * len(sums), [1] * len(sums))
-    object.__setattr__(found, "checksum", np.array(sums, np.uint32))
-    return found
+    return replace(found, checksum=np.array(sums, np.uint32))
 
 
 def held_out(sums, share):
@@ -53,6 +57,7 @@ def splitmix(value):
     return value ^ (value >> 31)
 
 
+@settings(max_examples=30)
 @given(SUMS, st.integers(0, 2**32 - 1))
 def test_positions_are_those_of_splitmix(sums, salt):
     found = positions(np.array(sums, np.uint32), salt)
@@ -60,6 +65,7 @@ def test_positions_are_those_of_splitmix(sums, salt):
     assert found.tolist() == expected
 
 
+@settings(max_examples=60)
 @given(SUMS, SUMS, SHARES, SHARES, st.randoms())
 def test_a_sample_stays_on_its_side_when_others_come_places_change_or_the_share_grows(
     sums, others, one, other, shuffle
@@ -79,12 +85,13 @@ def test_a_sample_stays_on_its_side_when_others_come_places_change_or_the_share_
 
 
 def test_the_share_is_near_what_was_asked_for_even_of_neighbouring_checksums():
-    sums = np.arange(200_000)
+    sums = np.arange(100_000)
     for share in (0.001, 0.05, 0.5):
         found = is_held_out(manifest_with(sums), share).mean()
         assert abs(found - share) < 5 * np.sqrt(share * (1 - share) / len(sums))
 
 
+@settings(max_examples=30)
 @given(SUMS)
 def test_where_none_would_be_held_out_the_named_share_holds_out_some(sums):
     with pytest.raises(InputError) as error:
@@ -98,12 +105,13 @@ def test_where_none_would_be_held_out_the_named_share_holds_out_some(sums):
 def test_data_of_unknown_content_or_of_nothing_else_are_refused():
     record = {"latents": np.zeros((1, 4, 4, 1), np.float32), "labels": np.zeros(1, np.int32)}
     source = GrainSamples([record] * 9, lambda sample: (1, 4, 4), (1, 1, 1))
-    with pytest.raises(InputError) as error:
-        is_held_out(source.manifest, 0.5)
-    assert_says(error, "does not record the content", "give validation.folder")
-    with pytest.raises(InputError) as error:
-        is_held_out(manifest_with([7]), 0.9999)
-    assert_says(error, "holds out all 1 samples", "none to train on", "lower it")
+    for manifest, share, *said in (
+        (source.manifest, 0.5, "does not record the content", "give validation.folder"),
+        (manifest_with([7]), 0.9999, "holds out all 1 samples", "none to train on", "lower it"),
+    ):
+        with pytest.raises(InputError) as error:
+            is_held_out(manifest, share)
+        assert_says(error, *said)
 
 
 def test_a_subset_reads_its_samples_and_names_them_as_the_folder_does(tmp_path):
@@ -128,35 +136,24 @@ def test_a_subset_reads_its_samples_and_names_them_as_the_folder_does(tmp_path):
 # ---------------------------------------------------------------- left out
 
 
-def test_numbers_comments_and_empty_lines(tmp_path):
+WRONG = ["8", "-1", "3.0", "three", "3,4", "٣", "9" * 5000]
+
+
+def test_a_file_names_samples_to_leave_out_but_not_all_and_no_others(tmp_path):
     path = tmp_path / "bad.txt"
     path.write_text("# found by eye\n3\n\n  7  # dark\n3\n0")
     assert read_excluded(path, 8) == {0, 3, 7}
     assert read_excluded(None, 8) == frozenset()
-
-
-WRONG = ["8", "-1", "3.0", "three", "3,4", "٣", "9" * 5000]
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        *((f"1\n{line}\n", ["line 2", line[:40], "from 0 to 7"]) for line in WRONG),
-        ("\n".join("01234567"), ["names all 8 samples"]),
-        (b"\xff\xfe\x00", ["it is no text"]),
-        (None, ["cannot be read"]),
-    ],
-)
-def test_files_that_leave_nothing_or_name_no_sample_are_refused(tmp_path, content, said):
-    path = tmp_path / "bad.txt"
-    if content is None:
-        path.mkdir()
-    else:
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    for wrong in (path, *([tmp_path / "none.txt"] if content is None else [])):
+    cases = [(f"1\n{line}\n".encode(), "line 2", line[:40], "from 0 to 7") for line in WRONG]
+    cases += [("\n".join("01234567").encode(), "names all 8 samples"), (b"\xff", "it is no text")]
+    for content, *said in cases:
+        path.write_bytes(content)
         with pytest.raises(InputError) as error:
-            read_excluded(wrong, 8)
-        assert_says(error, "data.exclude", wrong, *said)
+            read_excluded(path, 8)
+        assert_says(error, "data.exclude", path, *said)
+    for place in (tmp_path, tmp_path / "none.txt"):
+        with pytest.raises(InputError, match=r"data\.exclude: .* cannot be read"):
+            read_excluded(place, 8)
 
 
 def test_each_time_of_an_excluded_sample_counts_and_others_have_another_identity():
@@ -166,7 +163,92 @@ def test_each_time_of_an_excluded_sample_counts_and_others_have_another_identity
     assert sum(counts) == 6
     plain = Plan(Samples(samples.shape, samples.seq_len), EqualTokens(40), RankTopology(2), 0)
     assert count_excluded(plain.step(0), frozenset({1, 5})) == 2
-
     found = [exclusion_identity(frozenset(one)) for one in ((), (1,), (1, 2), (2,))]
     assert len({str(one) for one in found}) == 4
     assert exclusion_identity(frozenset((2, 1))) == exclusion_identity(frozenset((1, 2)))
+
+
+# ---------------------------------------------------------------- weighed by their paths
+
+
+PATHS = ["portraits/a.mp4", "portraits/old/b.mp4", "landscapes/c.png", "portraits2/d.mp4", "", "e+"]
+PATHS = np.array(PATHS, object)
+SAMPLES = Samples(np.zeros((6, 3), np.int64), np.array([4, 8, 16, 4, 4, 4]))
+
+
+def refusal(*weights, paths=PATHS):
+    with pytest.raises(InputError) as caught:
+        with_weights(SAMPLES, weights, paths)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_pattern_matches_files_and_folders():
+    for path, matched in (
+        *(("portraits", [0, 1]), ("./portraits/", [0, 1]), ("portraits/*", [0, 1])),
+        *(("portraits*", [0, 1, 3]), ("?andscapes", [2]), ("e+", [5]), ("*", [*range(6)])),
+    ):
+        found = with_weights(SAMPLES, [SourceWeight(path, 3)], PATHS).weight
+        assert np.flatnonzero(found == 3).tolist() == matched
+        assert set(found[found != 3]) <= {1.0}
+
+
+@settings(max_examples=100)
+@given(
+    st.text("ab*?/.", min_size=1, max_size=6).filter(
+        lambda path: path.strip("/") and not path.startswith(("./", "/"))
+    ),
+    st.lists(st.text("ab/.", max_size=6), min_size=1, max_size=6),
+)
+def test_patterns_match_as_those_of_a_shell_do_on_a_path_or_a_folder_of_it(path, paths):
+    name = path.rstrip("/")
+
+    def matches(one):
+        ends = [end for end in range(len(one)) if one[end] == "/"] + [len(one)]
+        return any(fnmatch.fnmatchcase(one[:end], name) for end in ends)
+
+    samples = Samples(np.zeros((len(paths), 3), np.int64), np.ones(len(paths), np.int64))
+    expected = [matches(one) for one in paths]
+    if not any(expected):
+        with pytest.raises(InputError, match="matches no sample"):
+            with_weights(samples, [SourceWeight(path, 2)], np.array(paths, object))
+        return
+    found = with_weights(samples, [SourceWeight(path, 2)], np.array(paths, object)).weight
+    assert (found == 2).tolist() == expected
+
+
+def test_the_first_pattern_that_matches_counts_and_weights_of_1_change_nothing():
+    weights = [SourceWeight("portraits/old", 0.5), SourceWeight("portraits", 2)]
+    assert with_weights(SAMPLES, weights, PATHS).weight.tolist() == [2, 0.5, 1, 1, 1, 1]
+    assert "'portraits/old' belong to earlier entries" in refusal(*reversed(weights))
+    assert with_weights(SAMPLES, [], None) is SAMPLES
+    assert with_weights(SAMPLES, [SourceWeight("portraits", 1)], PATHS) is SAMPLES
+    assert weights_identity([SourceWeight("portraits", 1)]) == {}
+    assert weights_identity([SourceWeight("portraits", 2)])
+
+
+def test_what_is_wrong_is_said_in_a_line():
+    message = refusal(SourceWeight("portrait", 2))
+    assert "'portrait' matches no sample" in message
+    assert "portraits, portraits/old, landscapes" in message
+    six, seven = (np.array([f"{n}/x" for n in range(count)] + [""] * (6 - count), object)
+                  for count in (6, 7))  # fmt: skip
+    assert refusal(SourceWeight("a", 2), paths=six).endswith("4, 5")
+    assert refusal(SourceWeight("a", 2), paths=seven).endswith("4, 5 and 1 more")
+    assert "prepare the media again" in refusal(SourceWeight("a", 2), paths=None)
+    for weight in (0, -1, 0.000999, 1000.001, float("nan"), float("inf")):
+        with pytest.raises(InputError, match="weight of 'a' is"):
+            SourceWeight("a", weight)
+    for weight in (0.001, 1000):
+        SourceWeight("a", weight)
+    with pytest.raises(InputError, match="path is empty"):
+        SourceWeight("/", 1)
+
+
+def test_shares_are_those_of_an_expected_epoch():
+    weights = [SourceWeight("portraits", 2), SourceWeight("landscapes", 0.5)]
+    shares = source_shares(SAMPLES, weights, PATHS)
+    assert [(s.path, s.samples, s.epoch_samples, s.epoch_tokens) for s in shares] == [
+        *(("portraits", 2, 4, 24), ("landscapes", 1, 0.5, 8), ("others", 3, 3, 12))
+    ]
+    assert [s.share for s in shares] == pytest.approx([24 / 44, 8 / 44, 12 / 44])
