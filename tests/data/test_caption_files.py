@@ -114,16 +114,3 @@ def test_a_tar_of_versions_and_duplicates(tmp_path):
     items = find_items(tmp_path / "x.tar")
     assert [item.caption for item in items] == [*(f"of {stem}" for stem in VERSIONS), None, None]
     assert {item.reason for item in items[3:]} == {"several files have this name; keep one"}
-
-
-def test_a_folder_of_versions_and_capitals(tmp_path):
-    texts = {f"{stem}.txt": f"of {stem}" for stem in VERSIONS} | {"UPPER.TXT": "of UPPER"}
-    for name, text in (texts | {"twice.txt": "one", "twice.TXT": "other"}).items():
-        (tmp_path / f"{base(name)}.mp4").write_bytes(b"x")
-        (tmp_path / name).write_text(text)
-    items = {item.name: item for item in find_items(tmp_path)}
-    for stem in (*VERSIONS, "UPPER"):
-        assert items[f"{stem}.mp4"].caption == f"of {stem}"
-    reason = items["twice.mp4"].reason
-    either = ("twice.TXT", "twice.txt"), ("twice.txt", "twice.TXT")
-    assert reason in ["several captions, {} and {}; keep one".format(*names) for names in either]

@@ -3,14 +3,12 @@ import itertools
 
 import jax
 import numpy as np
-from data_helpers import NULL_LABEL, PATCH, SpyReader, cases, classes, manifest_of, plan_over
+from data_helpers import NULL_LABEL, PATCH, SpyReader, cases, classes, manifest_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alload_jax.data.batch import PackedBatch
 from alload_jax.data.collate import BucketedCollation, Collator
-from alload_jax.data.manifest import read_manifest
-from alload_jax.data.store import StoreReader
 from alload_jax.models.common.parts import patchify
 from alload_jax.models.wan.transformer import WanConfig
 from alload_jax.planning.factory import make_plan
@@ -66,12 +64,6 @@ def assert_rows_hold_their_samples(batch, reader, text_length):
         if sample >= 0 or not padded:
             assert batch.condition[held].tolist() == labels + padding
         assert batch.weight[row] == (sample >= 0)
-
-
-def assert_equal_batches(found, expected):
-    for found_part, expected_part in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-        assert found_part.dtype == expected_part.dtype
-        np.testing.assert_array_equal(found_part, expected_part)
 
 
 def assert_documented_dtypes_and_shapes(host, step, text_length):
@@ -147,20 +139,6 @@ def test_some_ranks_read_their_rows_alone_and_none_that_are_left_out(case, data)
                 np.testing.assert_array_equal(mine[~out], all_of_it[~out])
 
 
-@settings(max_examples=20, deadline=None)
-@given(cases(ranks=(4,)))
-def test_two_processes_halves_stacked_are_the_whole(case):
-    whole, first, second = (
-        collator(SpyReader(case.manifest), ranks, case.plan)
-        for ranks in ({0, 1, 2, 3}, {0, 1}, {2, 3})
-    )
-    for step in case.epoch_steps():
-        halves = zip(first(step).batches, second(step).batches, strict=True)
-        for batch, (upper, lower) in zip(whole(step).batches, halves, strict=True):
-            stacked = jax.tree.map(lambda *parts: np.concatenate(parts), upper, lower)
-            assert_equal_batches(stacked, batch)
-
-
 def test_each_shape_group_gets_a_batch_of_its_own_shape():
     sizes = [(1, 4, 4)] * 9 + [(5, 4, 4)] * 4
     manifest = manifest_of(sizes, [1] * len(sizes))
@@ -184,24 +162,3 @@ def test_each_shape_group_gets_a_batch_of_its_own_shape():
         shapes.add(len({batch.latents.shape for batch in host.batches}))
     assert 2 in shapes
     assert collate(step).groups == ()  # of seven micro-batches one is left for the first group
-
-
-def test_a_real_store_is_collated_but_for_a_damaged_record_which_is_named(store, samples):
-    manifest = read_manifest(store)
-    checksum = manifest.checksum.copy()
-    checksum[5] += 1
-    reader = StoreReader(dataclasses.replace(manifest, checksum=checksum))
-    plan = plan_over(manifest, policy="fixed")
-    collate = collator(reader, {0, 1}, plan)
-    steps = [collate(plan.step(number)) for number in range(plan.steps_per_epoch)]
-    (problem,) = itertools.chain(*(step.problems for step in steps))
-    assert manifest.shard[5] in problem
-    assert "sample 5" in problem
-    batches = [batch for step in steps for batch in step.batches]
-    assert sum(batch.weight.sum() for batch in batches) == len(manifest) - 1
-    for batch in batches:
-        for row, number in enumerate(batch.sample.tolist()):
-            if number >= 0:
-                latents, labels, _ = samples[number]
-                np.testing.assert_array_equal(batch.latents[row], latents.astype(np.float32))
-                assert batch.condition[row, : len(labels)].tolist() == labels.tolist()

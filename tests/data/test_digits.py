@@ -1,9 +1,6 @@
 """Clips of digits: what a folder holds, how they move, and latents that hold their pixels."""
 
 import dataclasses
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -13,14 +10,13 @@ from data_helpers import assert_says
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alload_jax.config import read_config
 from alload_jax.data.datasets import prepare_dataset
-from alload_jax.data.datasets.digits import Digits, _reflect, load_digits, render_clip
+from alload_jax.data.datasets.digits import Digits, load_digits, render_clip
 from alload_jax.data.manifest import MANIFEST_NAME, read_manifest
 from alload_jax.data.pixel_latents import fold_frames, pixel_channels, unfold_frames
 from alload_jax.data.store import StoreReader
 from alload_jax.errors import InputError
-from alload_jax.planning.samples import Geometry, samples_from_columns
+from alload_jax.planning.samples import Geometry
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SMALL = Digits(
@@ -55,27 +51,6 @@ def of_size(folder, size):
     return [records[n] for n in np.flatnonzero((manifest.shape == size).all(axis=1))]
 
 
-# ---------------------------------------------------------------- what is made
-
-
-def test_the_configs_mix_as_real_data_is_mixed_and_their_models_fit():
-    configs = [
-        read_config(["--config", str(CONFIGS / f"digits{name}.yaml")])
-        for name in ("", "_mmdit", "_sparse")
-    ]
-    for config in configs:
-        assert config.model.latent_channels == config.data.dataset.frames_per_latent
-    assert [config.data.dataset for config in configs[:2]] == [Digits(), Digits()]
-    frames, height, width, count = np.array(Digits().mix).T
-    columns = {"frames": frames, "height": height, "width": width}
-    columns = {name: np.repeat(column, count) for name, column in columns.items()}
-    for patch in ((1, 2, 2), (1, 4, 4), configs[0].model.patch_size):
-        samples = samples_from_columns(columns, Geometry((4, 1, 1), patch), "mix")
-        assert len(samples.buckets()) >= 12
-        assert samples.seq_len.max() >= 30 * samples.seq_len.min()
-    assert len(np.unique(samples.shape[:, 1:], axis=0)) >= 3
-
-
 def test_the_mix_is_made_of_real_scans_and_their_labels(digits):
     images, labels = load_digits()
     assert (images.dtype, labels.dtype) == (np.float32, np.int32)
@@ -92,22 +67,6 @@ def test_the_mix_is_made_of_real_scans_and_their_labels(digits):
     for arrays in of_size(digits, (1, 8, 8)):
         assert arrays["latents"].dtype == np.float16
         assert arrays["labels"].tolist() == [scans[arrays["latents"][0, :, :, 0].tobytes()]]
-
-
-def test_every_scan_is_shown(tmp_path):
-    Digits(mix=((1, 8, 8, len(SCANS)),), frames_per_latent=1).write(tmp_path / "digits")
-    reader = StoreReader(read_manifest(tmp_path / "digits"))
-    found = {reader.read(n)["latents"].tobytes() for n in range(len(SCANS))}
-    assert found == {scan.tobytes() for scan in SCANS}
-
-
-def test_latents_hold_the_same_clips_whatever_their_frames(digits, tmp_path):
-    dataclasses.replace(SMALL, frames_per_latent=1).write(tmp_path / "1")
-    plain, folded = read_all(tmp_path / "1")[1], StoreReader(read_manifest(digits))
-    for number, arrays in enumerate(plain):
-        stored = folded.read(number)
-        np.testing.assert_array_equal(stored["latents"], fold_frames(arrays["latents"], 4))
-        np.testing.assert_array_equal(stored["labels"], arrays["labels"])
 
 
 def test_the_same_config_makes_the_same_samples_and_another_seed_others(digits, tmp_path):
@@ -133,9 +92,6 @@ def test_most_large_samples_show_two_digits_in_the_order_of_their_labels(digits,
         for half, label in zip(halves, arrays["labels"].tolist(), strict=True):
             assert label in scan_labels_of(half)
     assert 0.7 < len(pairs) / len(samples) < 0.9
-
-
-# ---------------------------------------------------------------- preparing
 
 
 def contents(folder):
@@ -181,29 +137,11 @@ def test_a_mix_or_seed_that_cannot_be_drawn_is_refused():
             Digits(**wrong)
 
 
-def test_runs_that_begin_together_make_data_once(tmp_path):
-    config, together = Digits(mix=((1, 8, 8, 400),)), threading.Barrier(4)
-
-    def prepare(_):
-        together.wait()
-        prepare_dataset(tmp_path / "data" / "digits", config)
-
-    with ThreadPoolExecutor(4) as runs:
-        list(runs.map(prepare, range(4)))
-    config.write(tmp_path / "alone")
-    names = {path.name for path in (tmp_path / "alone").iterdir()}
-    assert {path.name for path in (tmp_path / "data" / "digits").iterdir()} == names
-    assert [path.name for path in (tmp_path / "data").iterdir()] == ["digits"]
-
-
 def test_without_scikit_learn_the_extra_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"scikit-learn; install alload-jax\[digits\]"):
         Digits().write(tmp_path / "digits")
     assert not list(tmp_path.iterdir())
-
-
-# ---------------------------------------------------------------- motion
 
 
 def draw(digit, frames, height, width, seed, motion):
@@ -230,38 +168,6 @@ seeds = st.integers(0, 2**32 - 1)
 frame_counts = st.sampled_from([1, 5, 9, 13, 17])
 sides = st.sampled_from([8, 10, 16, 24])
 motions = st.sampled_from(["circle", "drift"])
-
-
-@settings(max_examples=40)
-@given(st.lists(scan_numbers, min_size=1, max_size=2), frame_counts, sides, sides, seeds, motions)
-def test_clips_stay_between_black_and_white_and_frames_differ(
-    numbers, frames, height, width, seed, motion
-):
-    clip = draw(SCANS[numbers], frames, height, width, seed, motion)
-    assert np.isfinite(clip).all()
-    assert clip.min() >= -1
-    assert 0 < clip.max() <= 1
-    assert np.abs(np.diff(clip, axis=0)).max(axis=(1, 2)).min(initial=1) > 0.01
-
-
-@settings(max_examples=40)
-@given(
-    scan_numbers,
-    st.sampled_from([(24, 24), (32, 32), (16, 48), (48, 16), (8, 64), (64, 8), (8, 16), (8, 8)]),
-    seeds,
-    motions,
-)
-def test_digits_move_and_stay_whole_and_the_canvas_black_elsewhere(number, side, seed, motion):
-    clip = draw(SCANS[[number]], 17, *side, seed, motion)
-    path = centroids(clip)
-    assert np.linalg.norm(np.diff(path, axis=0), axis=1).sum() > 4  # pixels
-    if min(side) > 8:
-        masses = mass(clip)
-        np.testing.assert_allclose(masses, masses.mean(), rtol=0.15)  # corners turn over the edge
-    diagonal = np.ceil(np.sqrt(2) * (8 + 2))
-    for frame in clip:
-        drawn = np.flatnonzero((frame > -1).any(axis=int(side[0] > side[1])))
-        assert np.ptp(drawn) < diagonal
 
 
 @settings(max_examples=30)
@@ -296,32 +202,16 @@ def test_digits_move_alike_on_circles_alone(motion, moves):
     assert np.array_equal(*np.split(pair, 2, axis=2)) == (moves == 1)
 
 
-def test_drifting_digits_are_those_of_folders_that_name_no_motion():
-    path = centroids(draw(load_digits()[0][[7]], 5, 16, 16, 11, "drift"))
-    expected = [[6.092, 7.750], [5.352, 7.384], [4.618, 7.013], [3.884, 6.647], [3.166, 6.266]]
-    np.testing.assert_allclose(path, expected, atol=0.002)
-
-
-def bounced(steps, size):
-    """Position of a ball after `steps` unit steps between walls at 0 and `size`."""
-    place, direction = 0, 1
-    for _ in range(abs(steps)):
-        if not 0 <= place + direction <= size:
-            direction = -direction
-        place += direction
-    return place
-
-
-@settings(max_examples=60)
-@given(st.integers(-120, 120), st.integers(1, 15), st.fractions(Fraction(1, 8), 8))
-def test_reflect_bounces_like_a_ball(steps, size, unit):
-    unit = float(unit)
-    found = _reflect(np.array([steps * unit]), np.array([size * unit]))
-    np.testing.assert_allclose(found, [bounced(steps, size) * unit], atol=1e-9)
-    assert _reflect(np.array([0.0, 3.7, -2.0]), np.zeros(3)).tolist() == [0, 0, 0]
-
-
-# ---------------------------------------------------------------- latents that hold pixels
+@pytest.mark.parametrize(
+    ("height", "expected"),
+    [
+        (16, [[6.092, 7.750], [3.166, 6.266], [5.690, 4.471], [8.671, 4.608], [9.881, 6.308]]),
+        (8, [[2.834, 7.750], [3.011, 6.264], [2.808, 4.478], [2.925, 4.587], [2.855, 6.244]]),
+    ],
+)
+def test_drifting_digits_bounce_as_in_folders_that_name_no_motion(height, expected):
+    path = centroids(draw(load_digits()[0][[7]], 17, height, 16, 11, "drift"))
+    np.testing.assert_allclose(path[::4], expected, atol=0.002)
 
 
 @settings(max_examples=50)

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from data_helpers import SpyReader, assert_holds, assert_says, classes, manifest_of, plan_over
-from patience import PATIENCE, wait_until
+from patience import wait_until
 
 from alload_jax.data import loader as loading
 from alload_jax.data.batch import Batch
@@ -50,53 +50,12 @@ def assert_equal_steps(found, expected):
         jax.tree.map(np.testing.assert_array_equal, one.batches, other.batches)
 
 
-# ---------------------------------------------------------------- reading ahead
-
-
 @pytest.mark.parametrize(("threads", "read_ahead"), [(1, 1), (8, 3)])
 def test_steps_come_in_the_plans_order_from_any_first(plan, collate, threads, read_ahead):
     stop, options = 2 * plan.steps_per_epoch + 1, {"threads": threads, "read_ahead": read_ahead}
     expected = [collate(plan.step(n)) for n in range(stop)]
     for first in (0, 1, plan.steps_per_epoch - 1, plan.steps_per_epoch, stop - 1):
         assert_equal_steps(load(plan, collate, first, stop, **options), expected[first:])
-
-
-def test_slow_steps_are_not_overtaken(plan, collate):
-    read = [threading.Event() for _ in range(12)]
-
-    def sometimes_slow(step):
-        if step.index % 4 == 0:
-            assert read[step.index + 1].wait(PATIENCE)
-        found = collate(step)
-        read[step.index].set()
-        return found
-
-    found = load(plan, sometimes_slow, 0, 12, threads=4)
-    assert [step.number for step in found] == list(range(12))
-
-
-@pytest.mark.parametrize(("first", "stop"), [(0, 2), (5, 5), (7, 5)])
-def test_a_run_that_is_over_has_no_steps_left(plan, collate, first, stop):
-    with StepLoader(plan, range(first, stop), collate, LoaderConfig()) as loader:
-        assert len(list(loader)) == max(0, stop - first)
-        assert next(loader, None) is None
-
-
-def test_at_most_the_configured_steps_are_read_ahead(plan, collate):
-    begun, taken, ahead = [], 0, []
-
-    def counted(step):
-        begun.append(step.index)
-        ahead.append(len(begun) - taken)
-        return collate(step)
-
-    config = LoaderConfig(threads=2, read_ahead=3)
-    with StepLoader(plan, range(1000), counted, config) as loader:
-        while taken < 50:
-            taken += 1
-            next(loader)
-            wait_until(lambda taken=taken: len(begun) >= taken + 2)
-    assert max(ahead) <= 3
 
 
 def test_an_error_reaches_the_training_loop_and_one_there_or_the_end_stops_reading(plan, collate):
@@ -150,9 +109,6 @@ def test_impossible_settings_are_refused(name, value, least):
     LoaderConfig(**{name: least})
 
 
-# ---------------------------------------------------------------- reading again
-
-
 class Shaky:
     """A source that fails so often before a sample can be read."""
 
@@ -201,9 +157,6 @@ def test_a_reader_travels_to_another_process(store, samples):
     received = copy.deepcopy(reader)  # Grain's workers get its state in the same way
     assert_holds(received.read(0), samples[0])
     assert len(received.manifest) == len(samples)
-
-
-# ---------------------------------------------------------------- placing ahead
 
 
 @pytest.fixture(scope="module", params=[MeshConfig(), MeshConfig(fsdp=jax.device_count())])

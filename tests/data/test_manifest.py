@@ -13,7 +13,6 @@ from data_helpers import (
     assert_says,
     change_manifest,
     manifest_of,
-    random_sample,
     random_samples,
     set_column,
     write_store,
@@ -35,7 +34,6 @@ from alload_jax.data.manifest import (
 from alload_jax.data.sources.opening import open_source
 from alload_jax.data.store import StoreWriter
 from alload_jax.errors import InputError
-from alload_jax.planning.samples import Geometry
 
 
 def edit_notes(folder, edit):
@@ -48,9 +46,6 @@ def refused(folder, *parts):
     with pytest.raises(InputError) as error:
         read_manifest(folder)
     assert_says(error, folder, *parts)
-
-
-# ---------------------------------------------------------------- what it says
 
 
 def test_columns_and_notes_are_what_was_written(tmp_path, samples):
@@ -79,25 +74,6 @@ def test_fps_is_what_the_origin_says(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("stride", "grids", "patch"),
-    [
-        ((1, 1, 1), [(1, 16, 32), (9, 32, 32)], (2, 2, 2)),
-        ((4, 8, 8), [(1, 2, 4), (3, 4, 4)], (1, 2, 2)),
-    ],
-)
-def test_samples_count_the_tokens_of_their_latents(tmp_path, stride, grids, patch):
-    rng, sizes = np.random.default_rng(0), [(1, 16, 32), (9, 32, 32)]
-    written = [random_sample(rng, size, grid) for size, grid in zip(sizes, grids, strict=True)]
-    manifest = read_manifest(write_store(tmp_path / "store", written, stride))
-    samples = manifest.samples(patch)
-    tokens = [np.prod([-(-g // p) for g, p in zip(grid, patch, strict=True)]) for grid in grids]
-    assert samples.seq_len.tolist() == tokens
-    assert samples.shape.tolist() == [list(size) for size in sizes]
-    assert manifest.geometry(patch) == Geometry(stride, patch)
-    assert [manifest.latent_shape(size) for size in sizes] == [(*grid, 1) for grid in grids]
-
-
-@pytest.mark.parametrize(
     ("patch", "sample"), [((1, 4, 8), 1), ((1, 2, 4), 2), ((5, 1, 1), 0), ((2, 4, 4), 0)]
 )
 def test_a_model_of_other_channels_or_whose_patch_divides_no_sample_is_refused(patch, sample):
@@ -110,9 +86,6 @@ def test_a_model_of_other_channels_or_whose_patch_divides_no_sample_is_refused(p
     with pytest.raises(InputError) as error:
         manifest.require(channels=16, patch_size=(1, 1, 4))
     assert_says(error, manifest.path, "sample 0", "1 channels", "model.in_channels", 16)
-
-
-# ---------------------------------------------------------------- what is refused
 
 
 def test_folders_and_files_that_are_no_manifest_are_refused(tmp_path, store):
@@ -192,19 +165,6 @@ def test_notes_that_are_missing_or_no_json_are_refused(store):
         edit_notes(store, lambda notes, name=name: notes.pop(name))
         refused(store, f"the note {name}")
         path.write_bytes(content)
-
-
-def test_a_name_that_is_no_text_is_refused(store):
-    path = store / MANIFEST_NAME
-    content = path.read_bytes()
-    refusals = 0
-    for place in (n for n in range(len(content)) if content.startswith(b"shard-", n)):
-        path.write_bytes(content[:place] + b"\xe3" + content[place + 1 :])
-        try:
-            read_manifest(store)
-        except InputError:
-            refusals += 1
-    assert refusals
 
 
 @pytest.mark.parametrize("name", ["../outside.arrayrecord", "/etc/passwd", "", "a/b", "..", "a\0"])

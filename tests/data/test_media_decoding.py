@@ -3,7 +3,6 @@
 import io
 import os
 import struct
-import tarfile
 import zlib
 from fractions import Fraction
 
@@ -50,9 +49,6 @@ def clips_of(out):
     for path, clip in zip(read_paths(read_manifest(out)), stored(out), strict=True):
         found.setdefault(path.partition(".")[0], []).append(clip)
     return found
-
-
-# ---------------------------------------------------------------- time and clips
 
 
 @pytest.mark.parametrize(
@@ -113,9 +109,6 @@ def test_strides_may_leave_gaps_or_overlap(media, tmp_path):
         prepare(media, tmp_path / str(number), **flags)
         found = [levels_of(clip) for clip in stored(tmp_path / str(number))]
         assert found == [levels[start : start + 9] for start in starts]
-
-
-# ---------------------------------------------------------------- direction, form
 
 
 def quadrants(height=32, width=48):
@@ -214,9 +207,6 @@ def test_the_largest_area_that_needs_little_enlarging_is_taken(media, tmp_path):
     assert "too small: 25 wide × 25 high would be enlarged 1.28 times" in reason
 
 
-# ---------------------------------------------------------------- colours
-
-
 def test_pictures_of_every_mode_become_rgb_on_white(media, tmp_path):
     for mode in ("RGBA", "LA", "P", "1", "CMYK"):
         suffix = "jpg" if mode == "CMYK" else "png"
@@ -240,9 +230,6 @@ def test_pictures_of_every_mode_become_rgb_on_white(media, tmp_path):
         assert clip[0, 16, 4].tolist() == pytest.approx([255, 255, 255], abs=2)
         assert clip[0, 16, 28].tolist() == pytest.approx([200, 0, 0], abs=2)
     assert np.allclose(found["ramp"][0, :, 0, 0], ramp / 257, atol=1)
-
-
-# ---------------------------------------------------------------- files that cannot be used
 
 
 def png(width=32, height=32, *more, data=None):
@@ -381,34 +368,3 @@ def test_random_damage_never_crashes(media, tmp_path):
             (media / f"{number}{name}").write_bytes(data.tobytes())
     report = prepare(media, tmp_path / "out", files_per_shard=100)
     assert report.used >= 1
-
-
-def test_a_video_of_one_frame_is_one_picture(media, tmp_path):
-    for suffix, codec, form in (
-        *((".mkv", "ffv1", "bgr0"), (".gif", "gif", "rgb8")),
-        (".mp4", "mpeg4", "yuv420p"),
-    ):
-        write_video(media / f"a{suffix}", moving_frames(1), codec=codec, pix_fmt=form)
-    for scenes in (False, True):
-        prepare(media, tmp_path / str(scenes), scenes=scenes)
-        assert [clip.shape for clip in stored(tmp_path / str(scenes))] == [(1, 32, 32, 3)] * 3
-
-
-def test_tables_and_tars_with_strange_names_are_used(tmp_path):
-    """Spaces, other scripts, commas and quotes; in a table, and in a .tar file."""
-    media, tar = tmp_path / "ein Ordner, 写真", tmp_path / "été.tar"
-    media.mkdir()
-    lines = ["file_name,text"]
-    with tarfile.open(tar, "w") as archive:
-        for number, name in enumerate(["a b.png", '猫, "x".png', "é/ü ü.png"]):
-            (media / name).parent.mkdir(exist_ok=True)
-            Image.new("RGB", (32, 32)).save(media / name)
-            quoted = name.replace('"', '""')
-            lines.append(f'"{quoted}","caption, {number}"')
-            archive.add(media / name, name)
-    (media / "metadata.csv").write_text("\n".join(lines), encoding="utf-8")
-    for source, out in ((media, tmp_path / "of table"), (tar, tmp_path / "of tar")):
-        prepare(source, out)
-        assert len(read_manifest(out)) == 3
-    captions = [row["caption"] for row in rows(tmp_path / "of table/manifest.parquet")]
-    assert captions == [f"caption, {number}" for number in range(3)]

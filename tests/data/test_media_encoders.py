@@ -47,9 +47,6 @@ def encoded(media, out, weights, **changes):
     return out
 
 
-# ---------------------------------------------------------------- what is stored
-
-
 def test_all_kinds_of_tokens_of_each_caption_and_given_frames_are_stored(media, weights, tmp_path):
     out = encoded(media, tmp_path / "out", weights, image_to_video="ends")
     manifest = read_manifest(out)
@@ -82,9 +79,6 @@ def test_latents_that_are_not_finite_are_listed(media, weights, tmp_path):
     (weights / "weights").write_text("nan")
     with pytest.raises(InputError, match="no file can be used"):
         encoded(media, tmp_path / "out", weights, report=tmp_path / "list")
-
-
-# ---------------------------------------------------------------- processes
 
 
 def processes(weights):
@@ -128,26 +122,6 @@ def test_an_encoding_process_that_fails_or_ends_is_an_error_of_one_line(weights)
             (weights / "weights").write_text(fault)
             with pytest.raises(InputError, match=said):
                 remote.encode("vae", np.zeros((1, 8, 8, 3), np.uint8))
-
-
-def test_a_run_goes_on_with_equal_weights_alone(media, weights, tmp_path, monkeypatch):
-    def stop(*_, **__):
-        raise RuntimeError("stopped")
-
-    whole, out = encoded(media, tmp_path / "whole", weights), tmp_path / "out"
-    with monkeypatch.context() as patch:
-        patch.setattr("alload_jax.data.prepare.pipeline.finish_store", stop)
-        with pytest.raises(RuntimeError, match="stopped"):
-            encoded(media, out, weights)
-    (weights / "weights").write_text("other")
-    with pytest.raises(InputError, match="was begun with vae"):
-        encoded(media, out, weights)
-    (weights / "weights").write_text("half")
-    encoded(media, out, weights.rename(tmp_path / "moved"))
-    assert contents(out) == contents(whole)
-
-
-# ---------------------------------------------------------------- without weights
 
 
 def test_byte_embeddings_never_change():

@@ -10,7 +10,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from data_helpers import contents
 from media_helpers import moving_frames, prepare, rows, write_video
 from PIL import Image
 
@@ -19,7 +18,7 @@ from alload_jax.data.prepare.captions import clean
 from alload_jax.data.prepare.encoders import ByteText
 from alload_jax.data.prepare.inputs import count_ignored, find_items
 from alload_jax.data.record import texts_of
-from alload_jax.data.store import StoreReader, is_finished
+from alload_jax.data.store import StoreReader
 from alload_jax.errors import InputError
 
 
@@ -47,9 +46,6 @@ def reasons(items):
 def all_captions(place, **options):
     items = find_items(place, every_caption=True, **options)
     return {item.name: [item.caption, *item.alternatives] for item in items}
-
-
-# ---------------------------------------------------------------- folders
 
 
 def test_captions_lie_beside_their_files(media):
@@ -164,9 +160,6 @@ def test_links_out_of_the_folder_are_refused(media, tmp_path):
     assert found["out.png"] == found["relative.png"] == "link out of the folder"
     assert "caption.txt: link out of the folder" in found["caption.png"]
     assert "not followed" in found["folder"]
-
-
-# ---------------------------------------------------------------- tables
 
 
 TABLE = [
@@ -285,9 +278,6 @@ def test_numbered_columns_lists_and_quoted_values_of_tables_are_captions(media):
         assert all_captions(media / "t.parquet", **options) == {"b.png": ["x", "y"]}
 
 
-# ---------------------------------------------------------------- tar shards
-
-
 def write_tar(path, members):
     with tarfile.open(path, "w") as archive:
         for name, content in members.items():
@@ -329,17 +319,6 @@ def test_members_that_lead_out_of_a_tar_are_refused(media, tmp_path):
     }
 
 
-@pytest.mark.parametrize("keep", [3, 2200])
-def test_a_damaged_tar_is_listed(media, tmp_path, keep):
-    image = picture(tmp_path / "a.png").read_bytes() + bytes(800)
-    write_tar(media / "x.tar", {"0.png": image, "1.png": image})
-    write_tar(media / "y.tar", {"0.png": image})
-    (media / "x.tar").write_bytes((media / "x.tar").read_bytes()[:keep])
-    items = find_items(media)
-    assert any("x.tar" in name for name in reasons(items))
-    assert captions(items)["y.tar/0.png"] is None
-
-
 @pytest.mark.parametrize("size", [2**33 - 1, 2**62])
 @pytest.mark.parametrize("kind", [tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE, tarfile.REGTYPE])
 def test_sizes_that_a_tar_only_claims_take_no_memory(media, kind, size):
@@ -354,9 +333,6 @@ def test_sizes_that_a_tar_only_claims_take_no_memory(media, kind, size):
         tracemalloc.stop()
     assert found
     assert all("tar" in reason for reason in found.values())
-
-
-# ---------------------------------------------------------------- stores of them
 
 
 def test_a_store_of_several_captions_has_all_texts_and_paths(media, tmp_path):
@@ -380,21 +356,3 @@ def test_a_store_of_several_captions_has_all_texts_and_paths(media, tmp_path):
     assert "captions" not in manifest.origin["media"]
     assert rows(tmp_path / "one" / "manifest.parquet")[0]["caption"] == "a cat a small cat"
     assert caption_counts(manifest).tolist() == [1, 1]
-
-
-def test_a_preparation_goes_on_with_its_captions_only(media, tmp_path):
-    for number in range(5):
-        picture(media / f"{number}.png")
-        (media / f"{number}.txt").write_text("a cat\na pet" if number else "a cat")
-
-    def stop(_, before):
-        if not before and is_finished(tmp_path / "cut", 0):
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        prepare(media, tmp_path / "cut", captions="all", on_files=stop)
-    with pytest.raises(InputError, match="--captions all, not unset"):
-        prepare(media, tmp_path / "cut")
-    prepare(media, tmp_path / "cut", captions="all")
-    prepare(media, tmp_path / "whole", captions="all")
-    assert contents(tmp_path / "cut") == contents(tmp_path / "whole")

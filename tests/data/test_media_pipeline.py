@@ -18,7 +18,6 @@ from patience import PATIENCE, wait_until
 from PIL import Image
 
 from alload_jax import cli
-from alload_jax.data.prepare import unit
 from alload_jax.data.prepare.settings import MediaSettings
 from alload_jax.data.prepare.sources import AREA_CLASSES, buckets_of, parse_area
 from alload_jax.data.prepare.work_folder import claimed, join_workers
@@ -57,9 +56,6 @@ def alload(capsys):
         return status, printed.out, printed.err
 
     return run
-
-
-# ---------------------------------------------------------------- kills and workers
 
 
 @pytest.fixture
@@ -105,35 +101,6 @@ def test_after_ctrl_c_which_gives_one_line_and_a_kill_a_run_goes_on_to_the_same_
     prepare(media, tmp_path / "out", files_per_shard=1)
     assert contents(tmp_path / "out") == whole
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-@pytest.mark.parametrize("number", [0, 5])
-def test_a_failure_at_any_sample_keeps_the_shards_before(
-    media, whole, tmp_path, monkeypatch, number
-):
-    added, begun = [], []
-
-    class Failing(unit.ShardWriter):
-        def add(self, *arguments, **named):
-            added.append(1)
-            if len(added) > number:
-                raise RuntimeError("a fault")
-            return super().add(*arguments, **named)
-
-    def counted(job, shard, *rest, **named):
-        begun.append(shard)
-        unit.prepare_unit(job, shard, *rest, **named)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(unit, "ShardWriter", Failing)
-        with pytest.raises(RuntimeError, match="a fault"):
-            prepare(media, tmp_path / "out", files_per_shard=1)
-    done = list((tmp_path / "out.partial").glob("shard-*.parquet"))
-    assert len(done) >= number
-    monkeypatch.setattr("alload_jax.data.prepare.pipeline.prepare_unit", counted)
-    prepare(media, tmp_path / "out", files_per_shard=1)
-    assert contents(tmp_path / "out") == whole
-    assert len(begun) + len(done) == 10
 
 
 def stop_in(media, out, **changes):
@@ -270,9 +237,6 @@ def test_a_full_disk_gives_one_line_and_keeps_what_is_done(media, whole, tmp_pat
     assert not (tmp_path / "out").exists()
     prepare(media, tmp_path / "out", files_per_shard=1)
     assert contents(tmp_path / "out") == whole
-
-
-# ---------------------------------------------------------------- the command
 
 
 def test_the_command_prints_a_summary(media, whole, tmp_path, alload, monkeypatch):

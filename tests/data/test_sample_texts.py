@@ -64,9 +64,6 @@ def write(folder, samples, kind=text, paths=None, parts=None, end=None, **option
     return folder
 
 
-# ---------------------------------------------------------------- stored
-
-
 @pytest.mark.parametrize("kind", [text, labels])
 def test_all_texts_come_back(tmp_path, kind):
     store = write(tmp_path / "store", MANY, kind, paths=["a/1", "a/2", None])
@@ -168,9 +165,6 @@ def test_a_record_of_other_lengths_than_the_manifest_s_is_damaged(tmp_path):
         with pytest.raises(InputError) as error:
             read_manifest(store)
         assert_says(error, "part_lengths does not hold 1 lengths in each row", "prepare the data")
-
-
-# ---------------------------------------------------------------- one for each epoch
 
 
 @settings(max_examples=50)

@@ -186,9 +186,6 @@ def test_identity_says_how_latents_are_normalised_and_is_given_of_grain_sources(
     assert one == same != other
 
 
-# ---------------------------------------------------------------- normalisation, stride, layout
-
-
 def test_raw_latents_are_normalised_by_the_named_vae_which_training_must_know(folders, tmp_path):
     at_zero, at_one = normalized(np.array([[0.0] * 16, [1.0] * 16]), "wan2.1")
     deviation = 1 / (at_one - at_zero)
@@ -283,9 +280,6 @@ def test_names_masks_and_classes_of_rows_are_those_of_the_config(tmp_path):
     assert (source.manifest.form.text_dim, source.manifest.longest_text()) == (None, 2)
 
 
-# ---------------------------------------------------------------- Grain
-
-
 class Broken(Records):
     def __getitem__(self, index):
         if index == 2:
@@ -321,11 +315,3 @@ def test_a_grain_source_that_cannot_be_used_is_refused(records, geometry, words)
     with pytest.raises(InputError) as error:
         GrainSamples(records, geometry, STRIDE)
     assert_says(error, "list", words)
-
-
-def test_classes_of_a_grain_source_are_labels():
-    records = [{"latents": SAMPLES[0].latents, "labels": np.array([3, 1])}]
-    source = GrainSamples(records, lambda index: SAMPLES[0].size, STRIDE)
-    np.testing.assert_array_equal(source.read(0)["labels"], [3, 1])
-    assert source.manifest.form.text_dim is None
-    assert source.manifest.longest_text() == 2

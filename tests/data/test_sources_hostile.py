@@ -86,9 +86,6 @@ def test_pickles_are_refused_and_not_read(tmp_path, suffix):
     refused(tmp_path / f"latents-0-0{suffix}", suffix, "pickle")
 
 
-# ---------------------------------------------------------------- safetensors
-
-
 @pytest.mark.parametrize(
     "content",
     [
@@ -179,9 +176,6 @@ def test_samples_of_two_kinds_or_with_the_name_of_a_text_are_refused(tmp_path):
         SafetensorsFolder(text_suffix="_te")
 
 
-# ---------------------------------------------------------------- musubi-tuner
-
-
 def test_clips_of_a_video_share_its_text_which_may_be_of_one_name_alone(tmp_path):
     """A clip of foo.mp4, or the whole of foo_00016-009.mp4."""
     write_musubi(tmp_path, SAMPLES[1:2])
@@ -201,18 +195,6 @@ def test_clips_of_a_video_share_its_text_which_may_be_of_one_name_alone(tmp_path
     assert len(open_source(str(tmp_path)).manifest) == 1
 
 
-def test_dots_and_capitals_in_names_of_musubi_keep_texts_apart(tmp_path):
-    write_musubi(tmp_path, SAMPLES)
-    keys = {0: "a.v1.0", 1: "a.v1.1", 2: "A.v1.0"}
-    for path in sorted(tmp_path.iterdir()):
-        number = int(path.name.removeprefix("my file_")[:3])
-        path.rename(path.with_name(path.name.replace(f"my file_{number:03d}", keys[number])))
-    source = open_source(str(tmp_path))
-    order = sorted(range(3), key=lambda number: keys[number].encode())
-    for sample, number in enumerate(order):
-        np.testing.assert_array_equal(source.read(sample)["text"], SAMPLES[number].text)
-
-
 def test_musubi_caches_that_cannot_be_used_are_refused(tmp_path):
     write_musubi(tmp_path, SAMPLES)
     first, *_ = sorted(tmp_path.glob("*_wan.safetensors"))
@@ -229,9 +211,6 @@ def test_musubi_caches_that_cannot_be_used_are_refused(tmp_path):
     refused(tmp_path, first, "one-frame")
     first.rename(tmp_path / "odd_wan.safetensors")
     refused(tmp_path, "odd_wan.safetensors", "its name is not")
-
-
-# ---------------------------------------------------------------- Parquet
 
 
 GOOD = fastvideo_row(0, SAMPLES[0])

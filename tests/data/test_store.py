@@ -61,9 +61,6 @@ def record_bytes(folder, row):
     return data
 
 
-# ---------------------------------------------------------------- writing
-
-
 @settings(max_examples=12)
 @given(sample_lists(), st.integers(1, 5))
 def test_what_is_written_is_read_back_and_rows_say_where_it_is(stride_and_samples, per_shard):
@@ -131,9 +128,6 @@ def test_what_is_in_the_way_is_refused_and_left_alone(tmp_path, make, name, said
         StoreWriter(tmp_path / "store", **PIXELS)
     assert_says(error, tmp_path / name, *said)
     assert sorted(tmp_path.rglob("*")) == before
-
-
-# ---------------------------------------------------------------- refused samples
 
 
 def zeros(*shape, dtype=np.float32, at=None, value=np.nan):
@@ -234,16 +228,6 @@ def test_a_sample_that_cannot_be_stored_is_refused_and_spoils_no_others(
             assert arrays["labels"].tolist() == [2**31 - 1]
 
 
-@pytest.mark.parametrize("shape", [(5, 8, 8, 16), (1, 8, 8, 16), (2, 8, 9, 16)])
-def test_latents_of_another_size_than_the_stride_gives_are_refused(tmp_path, shape):
-    with (
-        StoreWriter(tmp_path / "store", vae_stride=(4, 8, 8)) as writer,
-        pytest.raises(ValueError, match="latents have shape") as error,
-    ):
-        writer.add(zeros(*shape), np.zeros(1, np.int32), (5, 64, 64))
-    assert_says(error, shape, (5, 64, 64), (4, 8, 8))
-
-
 @pytest.mark.parametrize(
     ("channels", "axis", "order", "after"),
     [
@@ -268,9 +252,6 @@ def test_channels_that_do_not_stand_last_are_recognised(tmp_path, channels, axis
         assert "channels last" not in str(error.value)
 
 
-# ---------------------------------------------------------------- reading
-
-
 def test_many_threads_share_a_reader_that_is_closed_meanwhile(store, samples):
     reader = StoreReader(read_manifest(store))
 
@@ -283,9 +264,6 @@ def test_many_threads_share_a_reader_that_is_closed_meanwhile(store, samples):
     with ThreadPoolExecutor(8) as pool:
         for number, arrays in enumerate(pool.map(read, range(200))):
             assert_holds(arrays, samples[number % len(samples)])
-
-
-# ---------------------------------------------------------------- damage
 
 
 def place_of(manifest, sample):
@@ -321,18 +299,6 @@ def test_a_flipped_byte_is_never_read_as_data(store, samples):
         reader.close()
         flip_byte(shard, position)
     assert lost == set(range(len(samples))) - elsewhere
-
-
-@pytest.mark.parametrize("length", [None, 0, 70_000])
-def test_a_shard_removed_or_truncated_under_the_reader_is_a_bad_record(store, samples, length):
-    manifest = read_manifest(store)
-    shard = store / manifest.shard[0]
-    content = shard.read_bytes()
-    shard.unlink()
-    if length is not None:
-        shard.write_bytes(content[:length])
-    whole = read_or_name_the_record(StoreReader(manifest), samples)
-    assert whole == [n for n in range(len(samples)) if manifest.shard[n] != shard.name]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from data_helpers import (
     assert_says,
     change_manifest,
     contents,
-    flip_byte,
     random_samples,
     write_and_fail,
     write_store,
@@ -20,7 +19,6 @@ from data_helpers import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alload_jax.data.datasets.digits import Digits
 from alload_jax.data.manifest import MANIFEST_NAME, read_captions, read_manifest, read_rows
 from alload_jax.data.store import (
     ShardWriter,
@@ -55,9 +53,6 @@ def go_on(folder, samples, mode="resume", **options):
         for sample in samples[before:]:
             writer.add(*sample)
     return before
-
-
-# ---------------------------------------------------------------- interrupted
 
 
 @settings(max_examples=4)
@@ -166,27 +161,6 @@ def test_a_missing_shard_or_a_damaged_record_is_named_where_a_writer_goes_on(int
     assert_says(error, "shard 1 is not finished", "remove")
 
 
-def test_interrupted_digits_go_on(tmp_path, monkeypatch):
-    digits = Digits(mix=((1, 8, 8, 5), (5, 8, 16, 2)))
-    digits.write(tmp_path / "whole")
-    add, added = StoreWriter.add, []
-
-    def add_four(*arguments):
-        if len(added) == 4:
-            raise KeyboardInterrupt
-        added.append(add(*arguments))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(StoreWriter, "add", add_four)
-        with pytest.raises(KeyboardInterrupt):
-            digits.write(tmp_path / "store")
-    digits.write(tmp_path / "store")
-    assert contents(tmp_path / "store") == contents(tmp_path / "whole")
-
-
-# ---------------------------------------------------------------- appended
-
-
 def test_appended_samples_follow_in_new_shards_also_after_a_failure(tmp_path):
     samples, options = random_samples(9), {"samples_per_shard": 2}
     a, b = (
@@ -210,9 +184,6 @@ def test_appended_samples_follow_in_new_shards_also_after_a_failure(tmp_path):
     for mode in ("resume", "append"):  # what is no store
         with pytest.raises(InputError, match="exists already"):
             StoreWriter(a, mode=mode, **PIXELS)
-
-
-# ---------------------------------------------------------------- in parallel
 
 
 def write_shard(folder, number, part, **options):
@@ -322,9 +293,6 @@ def test_shards_are_added_to_a_store(store, samples):
     assert_store_holds(store, [*samples, *random_samples(2, seed=1)])
 
 
-# ---------------------------------------------------------------- merged
-
-
 @pytest.mark.parametrize("link", [True, False])
 def test_merged_stores_hold_all_samples_in_order(tmp_path, monkeypatch, link):
     def no_link(*_):
@@ -384,9 +352,6 @@ def test_stores_that_differ_or_are_none_are_not_merged(tmp_path):
     assert contents(tmp_path) == before
 
 
-# ---------------------------------------------------------------- captions
-
-
 def test_captions_are_kept_and_manifests_without_them_are_read(tmp_path):
     store, samples = tmp_path / "store", random_samples(3)
     captions = ["a cat", None, "ein Hund, 猫\nund mehr"]
@@ -403,13 +368,3 @@ def test_captions_are_kept_and_manifests_without_them_are_read(tmp_path):
         writer.add(*samples[0], caption="again")
     assert read_captions(store) == [None] * 3 + ["again"]
     assert_store_holds(store, [*samples, samples[0]])
-
-
-def test_damaged_records_are_named(store):
-    manifest = read_manifest(store)
-    shard = store / manifest.shard[5]
-    written = np.flatnonzero(np.frombuffer(shard.read_bytes(), np.uint8))
-    flip_byte(shard, written[len(written) // 2])
-    lines = list(damaged_records(StoreReader(manifest)))
-    assert lines
-    assert all(str(shard) in line and "(sample " in line for line in lines)

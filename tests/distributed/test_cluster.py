@@ -98,9 +98,6 @@ def test_a_port_that_is_taken_is_named():
             initialize(config, ".")
 
 
-# ---------------------------------------------------------------- waits
-
-
 WAITS = """
 import os, signal, socket, sys, threading
 from alload_jax.distributed import initialize
@@ -183,9 +180,6 @@ def test_the_end_of_process_0_ends_those_that_wait_for_more(default_signals):
     assert "(because process 0 has ended)" in line
 
 
-# ---------------------------------------------------------------- ends and agreement
-
-
 class EndsAtOnce:
     """Stands for the heartbeat of one of several processes, whose end is an exception."""
 
@@ -255,9 +249,6 @@ def test_a_folder_that_only_one_host_has_is_named(tmp_path, monkeypatch):
     assert not list((tmp_path / "run").iterdir())
     monkeypatch.setattr("alload_jax.distributed.cluster._VISIBLE_SECONDS", 0.0)
     assert not _becomes_visible(tmp_path / "run" / ".shared-elsewhere")
-
-
-# ---------------------------------------------------------------- addresses and the proxy
 
 
 def test_only_loopback_addresses_are_of_this_host_alone():

@@ -3,13 +3,12 @@
 from functools import cache
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from alload_jax.data.batch import Batch
 from alload_jax.data.collate import HostStep
-from alload_jax.data.loader import PlacedStep, place_ahead
+from alload_jax.data.loader import place_ahead
 from alload_jax.errors import InputError
 from alload_jax.models.wan.transformer import WanConfig
 from alload_jax.objectives.flow_matching import FlowMatching
@@ -106,15 +105,3 @@ def test_a_plan_of_more_ranks_is_shared_evenly():
     assert local_plan_ranks(mesh, 12) == frozenset(range(12))
     with pytest.raises(InputError, match=r"planning.ranks is 6, not a multiple"):
         local_plan_ranks(mesh, 6)
-
-
-def test_rows_stay_on_their_ranks():
-    mesh = make_mesh(MeshConfig(), jax.devices())
-    count = len(jax.devices())
-    rows = np.arange(count, dtype=np.float32)
-    batch = Batch(rows[:, None, None, None, None], rows[:, None], rows, rows, rows)
-    (placed,) = place_ahead(iter([HostStep(0, 0, (batch,), ())]), mesh)
-    assert isinstance(placed, PlacedStep)
-    for shard in placed.batches[0].weight.addressable_shards:
-        assert shard.data.tolist() == [float(list(mesh.devices.flat).index(shard.device))]
-    assert jnp.array_equal(placed.batches[0].latents, batch.latents)
