@@ -1,8 +1,6 @@
 """Captions land on their own sample, or the file is refused: dots, duplicates, cases, Unicode."""
 
 import contextlib
-import io
-import tarfile
 import unicodedata
 from collections import Counter
 
@@ -11,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alload_jax.data.prepare.captions import CaptionFiles
-from alload_jax.data.prepare.inputs import find_items
 from alload_jax.data.prepare.sources import UnusableError
 
 COMPOSED, DECOMPOSED = "é", "e\u0301"
@@ -97,20 +94,3 @@ def test_a_name_from_macos_finds_its_caption():
     # A caption that fits one name letter by letter is not that of the other.
     names.append(f"{COMPOSED}.mp4")
     assert paired(names) == {f"{DECOMPOSED}.mp4": None, f"{COMPOSED}.mp4": f"{COMPOSED}.txt"}
-
-
-VERSIONS = ["a.v1.0", "a.v1.1", "a.v1.2"]
-
-
-def test_a_tar_of_versions_and_duplicates(tmp_path):
-    members = [(f"{stem}.mp4", b"x") for stem in VERSIONS]
-    members += [(f"./{stem}.txt", f"of {stem}".encode()) for stem in reversed(VERSIONS)]
-    members += [("b.mp4", b"old"), ("b.txt", b"old"), ("b.mp4", b"new"), ("b.txt", b"new")]
-    with tarfile.open(tmp_path / "x.tar", "w") as archive:
-        for name, content in members:
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            archive.addfile(member, io.BytesIO(content))
-    items = find_items(tmp_path / "x.tar")
-    assert [item.caption for item in items] == [*(f"of {stem}" for stem in VERSIONS), None, None]
-    assert {item.reason for item in items[3:]} == {"several files have this name; keep one"}

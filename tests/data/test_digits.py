@@ -1,7 +1,6 @@
 """Clips of digits: what a folder holds, how they move, and latents that hold their pixels."""
 
 import dataclasses
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ from alload_jax.data.store import StoreReader
 from alload_jax.errors import InputError
 from alload_jax.planning.samples import Geometry
 
-CONFIGS = Path(__file__).parents[2] / "configs"
 SMALL = Digits(
     mix=((1, 8, 8, 40), (1, 8, 16, 100), (1, 16, 8, 100), (5, 8, 8, 6), (9, 16, 16, 6)),
     seed=3,
@@ -165,8 +163,6 @@ def centroids(clip):
 
 scan_numbers = st.integers(0, len(SCANS) - 1)
 seeds = st.integers(0, 2**32 - 1)
-frame_counts = st.sampled_from([1, 5, 9, 13, 17])
-sides = st.sampled_from([8, 10, 16, 24])
 motions = st.sampled_from(["circle", "drift"])
 
 
@@ -212,6 +208,9 @@ def test_digits_move_alike_on_circles_alone(motion, moves):
 def test_drifting_digits_bounce_as_in_folders_that_name_no_motion(height, expected):
     path = centroids(draw(load_digits()[0][[7]], 17, height, 16, 11, "drift"))
     np.testing.assert_allclose(path[::4], expected, atol=0.002)
+    for motion in ("circle", "drift"):  # stills stand near the centre
+        still = centroids(draw(load_digits()[0][[7]], 1, height, 16, 11, motion))
+        np.testing.assert_allclose(still, expected[:1], atol=0.002)
 
 
 @settings(max_examples=50)

@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
@@ -46,23 +45,6 @@ def refused(folder, *parts):
     with pytest.raises(InputError) as error:
         read_manifest(folder)
     assert_says(error, folder, *parts)
-
-
-def test_columns_and_notes_are_what_was_written(tmp_path, samples):
-    origin = {"camera": [1, 2.5, None], "site": {"name": "Orsay"}}
-    store = write_store(tmp_path / "store", samples, samples_per_shard=4, origin=origin)
-    manifest = read_manifest(store)
-    assert manifest.path == store / MANIFEST_NAME
-    assert manifest.shape.tolist() == [list(sample.size) for sample in samples]
-    assert manifest.shape.dtype == np.int64
-    assert manifest.text_length.tolist() == [len(sample.labels) for sample in samples]
-    assert set(manifest.channels.tolist()) == {1}
-    assert manifest.longest_text() == 2
-    on_disk = {path.name: path.stat().st_size for path in store.glob("*.arrayrecord")}
-    assert manifest.shard_bytes == on_disk
-    assert set(manifest.shard) == set(on_disk)
-    assert manifest.origin == manifest_metadata(store / MANIFEST_NAME)["origin"] == origin
-    assert read_manifest(write_store(tmp_path / "other", samples[:1])).origin == {}
 
 
 def test_fps_is_what_the_origin_says(tmp_path):

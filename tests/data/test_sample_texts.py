@@ -65,18 +65,25 @@ def write(folder, samples, kind=text, paths=None, parts=None, end=None, **option
 
 
 @pytest.mark.parametrize("kind", [text, labels])
-def test_all_texts_come_back(tmp_path, kind):
-    store = write(tmp_path / "store", MANY, kind, paths=["a/1", "a/2", None])
+def test_all_texts_parts_and_paths_come_back(tmp_path, kind):
+    parts = [{"audio": np.ones((n, 3), np.float32), **glyphs(*range(2 - n))} for n in range(3)]
+    store = write(tmp_path / "store", MANY, kind, ["a/1", "a/2", None], parts)
     manifest = read_manifest(store)
+    assert manifest.form.parts == (("audio", 3), ("glyphs", 5))
     assert manifest.text_length.tolist() == [1, 3, 2]
+    assert manifest.part_lengths.tolist() == [[0, 2], [1, 1], [2, 0]]
     assert caption_counts(manifest).tolist() == [1, 3, 2]
     assert read_paths(manifest).tolist() == ["a/1", "a/2", ""]
-    assert read_paths(manifest.subset(np.array([1, 2]))).tolist() == ["a/2", ""]
+    some = manifest.subset(np.array([2, 1]))
+    assert read_paths(some).tolist() == ["", "a/2"]
+    assert some.part_lengths.tolist() == [[2, 0], [1, 1]]
     reader = StoreReader(manifest)
     for number, texts in enumerate(MANY):
-        found = texts_of(reader.read(number))
-        for array, values in zip(found, texts, strict=True):
+        arrays = reader.read(number)
+        for array, values in zip(texts_of(arrays), texts, strict=True):
             np.testing.assert_array_equal(array, kind(*values))
+        for name, values in parts[number].items():
+            np.testing.assert_array_equal(arrays[name], values)
     assert read_captions(store) == [f"caption {texts[0]}" for texts in MANY]
     several = [[f"caption {values}" for values in texts] for texts in MANY[1:]]
     assert read_rows(store)["captions"].to_pylist() == [None, *several]
@@ -89,25 +96,6 @@ def test_a_store_without_them_has_the_columns_that_it_always_had(tmp_path):
     assert set(StoreReader(read_manifest(one)).read(0)) == {"latents", "text"}
     assert caption_counts(read_manifest(one)).tolist() == [1, 1]
     assert read_paths(read_manifest(one)) is None
-
-
-def test_parts_are_read_as_they_were_written(tmp_path):
-    parts = [
-        {"audio": np.full((n % 3, 3), n, np.float32), **glyphs(*range((n + 1) % 4))}
-        for n in range(5)
-    ]
-    store = write(tmp_path / "s", [[(n,)] for n in range(5)], parts=parts)
-    manifest = read_manifest(store)
-    assert manifest.form.parts == (("audio", 3), ("glyphs", 5))
-    reader = StoreReader(manifest)
-    for number, expected in enumerate(parts):
-        arrays = reader.read(number)
-        assert set(arrays) == {"latents", "text", *expected}
-        for name, values in expected.items():
-            np.testing.assert_array_equal(arrays[name], values)
-    lengths = [[len(each["audio"]), len(each["glyphs"])] for each in parts]
-    assert manifest.part_lengths.tolist() == lengths
-    assert manifest.subset(np.array([3, 1])).part_lengths.tolist() == [lengths[3], lengths[1]]
 
 
 def test_interrupted_appended_and_merged_stores_are_what_one_writer_writes(tmp_path):

@@ -69,19 +69,6 @@ def test_a_writer_that_failed_goes_on_to_the_same_bytes(stops, samples_per_shard
         assert contents(store) == contents(whole)
 
 
-def test_a_writer_that_was_killed_goes_on_to_the_same_bytes(tmp_path):
-    samples, store, killed = random_samples(9), tmp_path / "store", []
-    whole = write_store(tmp_path / "whole", samples, samples_per_shard=2)
-    for stop in (5, 8):
-        writer = StoreWriter(store, mode="resume", samples_per_shard=2, **PIXELS).__enter__()
-        killed.append(writer)  # never ends
-        for sample in samples[writer.written : stop]:
-            writer.add(*sample)
-    assert not store.exists()
-    assert go_on(store, samples, samples_per_shard=2) == 8
-    assert contents(store) == contents(whole)
-
-
 @pytest.mark.parametrize("before", [0, 2])
 @pytest.mark.parametrize("name", ["rename", "replace", "rmdir", "unlink"])
 def test_a_killed_finish_or_append_goes_on_and_breaks_no_store(tmp_path, monkeypatch, name, before):
@@ -131,20 +118,6 @@ def test_a_failure_says_how_to_go_on_which_is_not_by_beginning_or_as_another_kin
             StoreWriter(store, **PIXELS | options)
         assert_says(error, *named)
     assert contents(store.parent) == kept
-
-
-def test_a_writer_goes_on_with_samples_like_those_kept_and_with_files_of_the_users(interrupted):
-    store, _ = interrupted
-    (store.parent / "store.partial" / "report.parquet").write_bytes(b"mine")
-    with StoreWriter(store, mode="resume", **PIXELS) as writer:
-        with pytest.raises(ValueError, match="sample 5: latents have shape"):
-            writer.add(*random_samples(1, channels=3)[0])
-        with pytest.raises(ValueError, match="sample 5: condition is text of width 8"):
-            writer.add(np.zeros((1, 2, 2, 1), np.float16), np.zeros((1, 8), np.float16), (1, 2, 2))
-        writer.add(*random_samples(6)[5])
-    assert (store / "report.parquet").read_bytes() == b"mine"
-    assert read_manifest(store).origin == {"made": "here"}
-    assert len(read_manifest(store)) == 6
 
 
 def test_a_missing_shard_or_a_damaged_record_is_named_where_a_writer_goes_on(interrupted, tmp_path):
