@@ -1,3 +1,4 @@
+import contextlib
 import dataclasses
 from pathlib import Path
 from typing import NamedTuple
@@ -12,6 +13,7 @@ from alload_jax.data.condition import Conditions
 from alload_jax.data.manifest import DIGEST_KEY, MANIFEST_NAME, Manifest
 from alload_jax.data.record import SampleForm
 from alload_jax.data.store import BadRecordError, StoreWriter
+from alload_jax.errors import InputError
 from alload_jax.planning.factory import make_plan
 from alload_jax.planning.plan import Plan
 from alload_jax.planning.settings import PlanningConfig
@@ -73,11 +75,14 @@ def assert_holds(arrays, sample):
         np.testing.assert_array_equal(arrays[name], expected)
 
 
-def assert_says(error, *parts):
+@contextlib.contextmanager
+def says(*parts, kind=InputError):
+    """A block that ends with an error of that kind, whose one line has these parts."""
+    with pytest.raises(kind) as error:
+        yield error
     message = str(error.value)
     assert "\n" not in message
-    for part in parts:
-        assert str(part) in message
+    assert [part for part in parts if str(part) not in message] == []
 
 
 def change_manifest(folder, change=None, metadata="keep"):

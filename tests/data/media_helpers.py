@@ -1,12 +1,19 @@
 """Writes tiny images and videos, and reads what was prepared from them."""
 
+import os
 import struct
+import subprocess
+import sys
 from fractions import Fraction
+from pathlib import Path
 
 import av
 import numpy as np
 import pyarrow.parquet
+from patience import wait_until
+from PIL import Image
 
+from alload_jax import cli
 from alload_jax.data.manifest import read_manifest
 from alload_jax.data.prepare.inputs import find_items
 from alload_jax.data.prepare.pipeline import prepare_media
@@ -15,6 +22,44 @@ from alload_jax.data.store import StoreReader
 
 SMALL = {"area": ("32x32",), "frames": 9, "files_per_shard": 3}
 """Settings for tiny clips."""
+
+
+def hold(place, media, out, *flags):
+    """A preparation that waits where so many shards are finished, until `held` is gone.
+
+    Returns a function of that number that starts it, and the path `held`.
+    """
+    held = place / "held"
+    held.touch()
+    program = [sys.executable, str(Path(__file__).with_name("held_prepare.py")), "prepare", "media"]
+    program += [str(media), "--out", str(out), "--area", "32x32", "--frames", "9"]
+    paths = {"PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+
+    def start(shards):
+        own = os.environ | paths | {"HELD": f"{shards} {held}"}
+        command = [*program, "--files-per-shard", "1", *flags]
+        begun = subprocess.Popen(command, env=own, start_new_session=True, **pipes)
+        wait_until(lambda: finished_shards(out) >= shards, begun)
+        return begun
+
+    return start, held
+
+
+def finished_shards(out):
+    """How many shards of a data folder in work are finished."""
+    return len(list(out.with_name(f"{out.name}.partial").glob("shard-*.parquet")))
+
+
+def make_media(folder):
+    """Pictures, videos, and files that cannot be used: ten in all."""
+    for number in range(4):
+        write_video(folder / f"clip {number}.mkv", moving_frames(9 + number))
+        (folder / f"clip {number}.txt").write_text(f"clip number {number}")
+        Image.new("RGB", (40, 40 + number), (number, 0, 0)).save(folder / f"image{number}.png")
+    (folder / "bad.mp4").write_bytes(b"")
+    (folder / "worse.png").write_bytes(b"nothing")
+    return folder
 
 
 def grey_frames(levels, height=32, width=32):
