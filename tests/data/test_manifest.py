@@ -19,8 +19,6 @@ from data_helpers import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alload_jax.data.datasets import prepare_dataset
-from alload_jax.data.datasets.digits import Digits
 from alload_jax.data.manifest import (
     _LARGEST_SIZE,
     MANIFEST_NAME,
@@ -229,9 +227,6 @@ def test_what_is_no_regular_file_is_refused_and_not_read(store, name, make, what
     refused(store, store / name, what)
     with pytest.raises(InputError, match=what):
         open_source(str(store))
-    if name == MANIFEST_NAME:
-        with pytest.raises(InputError, match=what):
-            prepare_dataset(store, Digits())
 
 
 def test_destroyed_shards_and_records_that_a_shard_has_not_are_named_before_it_is_read(store):

@@ -29,13 +29,6 @@ from alload_jax.data.prepare.videos import clip_lengths, frames_at, opened_video
 from alload_jax.errors import InputError
 
 
-@pytest.fixture
-def media(tmp_path):
-    folder = tmp_path / "media"
-    folder.mkdir()
-    return folder
-
-
 def one(media, out, **changes):
     """The only sample of a folder of media."""
     prepare(media, out, **changes)

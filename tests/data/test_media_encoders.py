@@ -150,7 +150,7 @@ def test_byte_embeddings_never_change():
     ],
 )
 def test_captions_can_be_classes(tmp_path, texts, expected, classes):
-    media = tmp_path / "media"
+    media = tmp_path / "pictures"
     media.mkdir()
     for number, text in enumerate([*texts, None]):
         Image.new("RGB", (32, 32)).save(media / f"{number}.png")

@@ -17,13 +17,6 @@ from alload_jax.data.prepare.inputs import count_ignored, find_items
 from alload_jax.errors import InputError
 
 
-@pytest.fixture
-def media(tmp_path):
-    folder = tmp_path / "media"
-    folder.mkdir()
-    return folder
-
-
 def picture(path):
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.new("RGB", (32, 32), (9, 9, 9)).save(path)

@@ -63,17 +63,12 @@ def test_no_clip_goes_across_a_cut_and_short_scenes_may_be_left_out(media, tmp_p
     assert skipped(tmp_path / "long") == {}
     found = runs(media, tmp_path / "few", scenes=True, min_frames=5, max_clips=2)
     assert found == [[(0, 9)], [(0, 9)]]
+    found = runs(media, tmp_path / "high", scenes=True, scene_threshold=200.0)
+    assert found[2] == runs(media, tmp_path / "without")[2] == [(0, 2), (1, 7)]
     for fps in ("8", "24"):  # cuts are found at the video's own rate
         found = runs(media, tmp_path / fps, scenes=True, fps=fps, frames=5)
         assert all(len(clip) == 1 for clip in found)
         assert {clip[0][0] for clip in found} == {0, 1, 2, 3}
-
-
-def test_without_scenes_or_with_a_high_threshold_clips_do(media, tmp_path):
-    found = runs(media, tmp_path / "out")
-    assert found[2] == [(0, 2), (1, 7)]
-    assert read_manifest(tmp_path / "out").origin["media"]["scenes"] is False
-    assert runs(media, tmp_path / "high", scenes=True, scene_threshold=200.0) == found
 
 
 def test_cuts_beside_the_ends_and_of_frames_that_change_their_size_are_found(tmp_path):

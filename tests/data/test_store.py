@@ -4,7 +4,6 @@ import dataclasses
 import math
 import tempfile
 import zlib
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import ml_dtypes
@@ -246,20 +245,6 @@ def test_channels_that_do_not_stand_last_are_recognised(tmp_path, channels, axis
         with says("latents have shape", *hint, kind=ValueError) as error:
             writer.add(np.moveaxis(latents, -1, axis), labels, size)
     assert ("channels last" in str(error.value)) == bool(order)
-
-
-def test_many_threads_share_a_reader_that_is_closed_meanwhile(store, samples):
-    reader = StoreReader(read_manifest(store))
-
-    def read(number):
-        if number % 10 == 0:
-            reader.close()
-            reader.close()
-        return reader.read(number % len(samples))
-
-    with ThreadPoolExecutor(8) as pool:
-        for number, arrays in enumerate(pool.map(read, range(200))):
-            assert_holds(arrays, samples[number % len(samples)])
 
 
 def place_of(manifest, sample):

@@ -271,15 +271,3 @@ def test_strangers_find_no_port_or_with_a_route_to_it_end_the_run_as_the_start_s
         assert '"state": "running"' in found
         assert "has likely restarted" in found
         assert_ended_by_the_service(both)
-
-
-@pytest.mark.slow
-@needs_hosts
-@needs_tls
-def test_certificates_keep_out_strangers_with_a_route_to_the_port(tmp_path, hosts, certificates):
-    first, second, elsewhere = hosts
-    ip("-n", elsewhere, "route", "add", "10.0.1.1", "via", "10.0.2.1")
-    both_hosts = (at(first), at(second))
-    with run_of_two("10.0.1.1:9876", tmp_path, certificates, hosts=both_hosts) as both:
-        assert stranger(elsewhere, "10.0.1.1:9876") == "b''\n"
-        assert_goes_on(both)
