@@ -84,7 +84,7 @@ def assert_documented_dtypes_and_shapes(host, step, text_length):
         assert dtypes == ["float32", "int32", "int32", "int32", "float32"]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25)
 @given(cases(), st.integers(0, 3), st.integers(0, 2), st.data())
 def test_every_row_holds_its_sample_or_padding_where_it_is_damaged(case, longer, epoch, data):
     samples = set(range(len(case.manifest)))
@@ -109,7 +109,7 @@ def test_every_row_holds_its_sample_or_padding_where_it_is_damaged(case, longer,
     assert weight == len(shown)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20)
 @given(cases(), st.data())
 def test_some_ranks_read_their_rows_alone_and_none_that_are_left_out(case, data):
     ranks = data.draw(st.sets(st.sampled_from(range(case.plan.topology.ranks)), min_size=1))

@@ -120,7 +120,7 @@ def tokens_as_they_are_stored(batch, reader, length):
         yield int(sample), range(*part.indices(len(patches))), batch.weight[row, slot]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25)
 @given(packed_cases())
 def test_an_epoch_holds_each_sample_once_as_it_is_stored_in_shapes_that_are_compiled(case):
     manifest, plan, collation = case
@@ -147,7 +147,7 @@ def test_an_epoch_holds_each_sample_once_as_it_is_stored_in_shapes_that_are_comp
             assert most <= segments.ids.shape[1] / (size + 1) / THINNED
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8)
 @given(packed_cases(ranks=(4,)))
 def test_two_processes_halves_stacked_are_the_whole(case):
     whole, first, second = (collated(case, ranks) for ranks in (None, {0, 1}, {2, 3}))
@@ -158,7 +158,7 @@ def test_two_processes_halves_stacked_are_the_whole(case):
             assert (np.concatenate([half.sample for half in halves]) == batch.sample).all()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10)
 @given(packed_cases(), st.data())
 def test_damaged_records_become_padding_and_are_reported(case, data):
     manifest = case[0]

@@ -50,7 +50,7 @@ def with_header(header, data=b""):
     return len(text).to_bytes(8, "little") + text + data
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.binary(max_size=200))
 @example(b"")
 @example(b"\0" * 8)
@@ -63,7 +63,7 @@ def test_garbage_and_truncated_records_are_value_errors(data):
             record.decode(wrong)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.integers(0, len(GOOD) - 1), st.integers(1, 255))
 def test_a_damaged_record_never_raises_anything_but_value_error(position, change):
     damaged = bytearray(GOOD)

@@ -65,7 +65,7 @@ def test_positions_are_those_of_splitmix(sums, salt):
     assert found.tolist() == expected
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(SUMS, SUMS, SHARES, SHARES, st.randoms())
 def test_a_sample_stays_on_its_side_when_others_come_places_change_or_the_share_grows(
     sums, others, one, other, shuffle
@@ -177,7 +177,7 @@ def test_a_pattern_matches_files_and_folders():
         assert set(found[found != 3]) <= {1.0}
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(
     st.text("ab*?/.", min_size=1, max_size=6).filter(
         lambda path: path.strip("/") and not path.startswith(("./", "/"))

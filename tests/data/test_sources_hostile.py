@@ -114,7 +114,7 @@ def test_a_hostile_header_is_an_error_in_words(tmp_path, content):
     refused(tmp_path, path.name, "remove it")
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_changed_bytes_never_give_another_error(tmp_path_factory, data):
     path = tmp_path_factory.mktemp("changed") / "a.safetensors"
