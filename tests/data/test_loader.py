@@ -75,6 +75,7 @@ def test_an_error_while_reading_reaches_the_training_loop_whose_end_stops_readin
     wait_until(lambda: threading.active_count() <= threads)
 
 
+@pytest.mark.slow
 def test_worker_processes_give_the_same_steps(store):
     manifest = read_manifest(store)
     plan = plan_over(manifest)

@@ -46,6 +46,7 @@ def alload(capsys):
     return run
 
 
+@pytest.mark.slow
 def test_after_ctrl_c_which_gives_one_line_and_a_kill_a_run_goes_on_to_the_same_bytes(
     media, whole, tmp_path, tmp_path_factory, default_signals
 ):
