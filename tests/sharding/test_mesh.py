@@ -19,8 +19,8 @@ from alload_jax.training.trainer import Trainer
 
 MODEL = WanConfig(dim=32, ffn_dim=64, num_heads=4, num_layers=2, freq_dim=16, dtype="float32")
 OPTIMIZER = OptimizerConfig(learning_rate=3e-3, warmup_steps=2)
-STEPS = 10
-SHAPES = [(8, 1, 4, 4, 1), (8, 3, 4, 4, 1)]
+STEPS = 5
+SHAPES = [(8, 3, 4, 4, 1)]
 
 needs_devices = pytest.mark.skipif(
     len(jax.devices("cpu")) < 8 or jax.default_backend() != "cpu", reason="needs 8 CPU devices"
