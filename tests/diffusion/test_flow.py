@@ -1,80 +1,136 @@
+"""The path from data to noise, and weights of its error by noise level, alike in both layouts."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from alload_jax.diffusion.samplers import guided, sample
-from alload_jax.diffusion.schedules import noise_levels
-from alload_jax.diffusion.timesteps import interpolate, squared_error, velocity
+from alload_jax.data.batch import PackedBatch
+from alload_jax.data.collate import Collator, collation_for
+from alload_jax.data.condition import conditions_for
+from alload_jax.data.manifest import read_manifest
+from alload_jax.data.store import StoreReader, StoreWriter
+from alload_jax.diffusion.timesteps import (
+    TimestepConfig,
+    interpolate,
+    loss_weight,
+    squared_error,
+    velocity,
+)
+from alload_jax.errors import InputError
+from alload_jax.models.common.parts import Output
+from alload_jax.models.wan.transformer import WanConfig
+from alload_jax.objectives.flow_matching import FlowMatching, noised
+from alload_jax.planning.factory import make_plan
+from alload_jax.planning.settings import PlanningConfig
 
-
-def clips(seed, shape=(3, 2, 4, 4, 1)):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+WEIGHTINGS = ("none", "min_snr", "cosmap", "sigma_sqrt")
 
 
 def test_the_path_runs_from_data_to_noise_at_the_target_velocity():
-    data, noise = clips(0), clips(1)
+    data, noise = np.random.default_rng(0).normal(size=(2, 3, 2, 4, 4, 1)).astype(np.float32)
     np.testing.assert_array_equal(interpolate(data, noise, jnp.zeros(3)), data)
     np.testing.assert_array_equal(interpolate(data, noise, jnp.ones(3)), noise)
     sigma = jnp.asarray([0.1, 0.5, 0.7])
     _, slope = jax.jvp(lambda s: interpolate(data, noise, s), (sigma,), (jnp.ones(3),))
     np.testing.assert_allclose(slope, velocity(data, noise), rtol=1e-6)
+    expected = ((data - noise) ** 2).reshape(3, -1).mean(axis=1)
+    np.testing.assert_allclose(squared_error(data, noise), expected, rtol=1e-6)
 
 
-def test_the_error_is_each_samples_own_mean():
-    ours, theirs = clips(2), clips(3)
-    expected = [
-        np.mean((np.asarray(a) - np.asarray(b)) ** 2) for a, b in zip(ours, theirs, strict=True)
-    ]
-    np.testing.assert_allclose(squared_error(ours, theirs), expected, rtol=1e-6)
+def weight(sigma, weighting, gamma=5.0):
+    """In float64; min-SNR from its definition for the predicted data."""
+    if weighting == "min_snr":
+        return sigma**2 * np.minimum(((1 - sigma) / sigma) ** 2, gamma)
+    if weighting == "cosmap":
+        return 2 / (np.pi * ((1 - sigma) ** 2 + sigma**2))
+    return sigma**-2.0 if weighting == "sigma_sqrt" else np.ones_like(sigma)
 
 
-@pytest.mark.parametrize("steps", [1, 7])
-@pytest.mark.parametrize("shift", [1.0, 5.0])
-def test_euler_is_exact_on_the_flow_to_a_single_point(steps, shift):
-    target, noise = clips(4), clips(5)
-
-    def towards_target(latents, sigma, labels):
-        return (latents - target) / sigma[:, None, None, None, None]
-
-    drawn = sample(
-        "euler",
-        towards_target,
-        noise,
-        jnp.zeros((3, 1), jnp.int32),
-        noise_levels("euler", steps, shift),
-    )
-    np.testing.assert_allclose(drawn, target, atol=1e-5)
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
+def test_the_weight_is_its_closed_form_finite_at_the_ends_and_passes_nan_on(weighting):
+    sigma = np.linspace(0.001, 1, 200)
+    found = loss_weight(jnp.asarray(sigma, jnp.float32), weighting, 5.0)
+    np.testing.assert_allclose(found, weight(sigma, weighting), rtol=1e-4)
+    at_ends = {"none": [1, 1], "min_snr": [0, 0], "cosmap": [0.63662] * 2, "sigma_sqrt": [1e6, 1]}
+    ends = loss_weight(jnp.asarray([0.0, 1.0]), weighting, 5.0)
+    np.testing.assert_allclose(ends, at_ends[weighting], rtol=1e-4)
+    if weighting != "none":
+        assert np.isnan(jax.jit(lambda sigma: loss_weight(sigma, weighting, 5.0))(jnp.nan))
 
 
-def test_euler_converges_at_first_order_on_a_gaussian():
-    """Data N(0, s²): the flow carries noise x to s·x exactly."""
-    spread, noise = 0.3, clips(6)
+# ---------------------------------------------------------------- both layouts
 
-    def gaussian(latents, sigma, labels):
-        t = sigma[0]
-        variance = (1 - t) ** 2 * spread**2 + t**2
-        return latents * (t - (1 - t) * spread**2) / variance
-
-    def error(steps):
-        drawn = sample(
-            "euler",
-            gaussian,
-            noise,
-            jnp.zeros((3, 1), jnp.int32),
-            noise_levels("euler", steps, 1.0),
-        )
-        return float(jnp.abs(drawn - spread * noise).max())
-
-    assert error(400) < 0.6 * error(200) < 0.36 * error(100)
+MODEL = WanConfig(dim=16, num_heads=2, num_layers=1, in_channels=2, patch_size=(1, 2, 2))
 
 
-def test_guidance_moves_from_unconditional_through_conditional():
-    def model(latents, sigma, labels):
-        return latents * 0 + labels[:, :1, None, None, None].astype(jnp.float32)
+class ZeroVelocity:
+    """A model without parameters, so that the loss is known: the mean of the squared target."""
 
-    latents, sigma = clips(7), jnp.ones(3)
-    labels, null = jnp.full((3, 1), 4), jnp.full((3, 1), 10)
-    for guidance, expected in ((0.0, 10.0), (1.0, 4.0), (2.0, -2.0)):
-        guided_velocity = guided(model, null, guidance)(latents, sigma, labels)
-        np.testing.assert_allclose(guided_velocity, np.full(latents.shape, expected))
+    config = MODEL
+
+    def forward(self, latents, timestep, condition, sharding=None):
+        return Output(jnp.zeros_like(latents), {})
+
+    def forward_packed(self, tokens, position, metadata, timestep, condition, sharding=None):
+        return Output(jnp.zeros_like(tokens), {})
+
+
+@pytest.fixture(scope="module")
+def batches(tmp_path_factory):
+    """A packed micro-batch, and its samples one by one."""
+    folder = tmp_path_factory.mktemp("weighting") / "data"
+    rng = np.random.default_rng(0)
+    with StoreWriter(folder, vae_stride=(1, 1, 1)) as writer:
+        for size in ((1, 4, 4), (3, 4, 6), (1, 4, 4), (1, 4, 6)):
+            latents = rng.normal(size=(*size, 2)).astype(np.float32)
+            writer.add(latents, np.zeros(1, np.int32), size)
+    manifest = read_manifest(folder)
+
+    def first_epoch(**settings):
+        config = PlanningConfig(m_mem=80, **settings)
+        plan = make_plan(config, manifest.samples(MODEL.patch_size), 1, seed=1)
+        collation = collation_for(plan, manifest, MODEL, conditions_for(MODEL, manifest))
+        collate = Collator(StoreReader(manifest), frozenset({0}), collation)
+        steps = [collate(plan.step(number)) for number in range(6)]
+        return [b for step in steps for b in step.batches if (b.epoch == 0)[b.weight > 0].all()]
+
+    return first_epoch(policy="balanced"), first_epoch(policy="fixed", rows=1)
+
+
+@pytest.mark.parametrize(
+    ("weighting", "distribution"), [("min_snr", "logit_normal"), ("sigma_sqrt", "mode")]
+)
+def test_packed_bucketed_and_by_hand_are_the_same(batches, weighting, distribution):
+    timesteps = TimestepConfig(distribution=distribution, shift=2.0, shift_power=0.5)
+    objective = FlowMatching(timesteps=timesteps, noise_weighting=weighting, min_snr_gamma=3.0)
+    key = jax.random.key(3)
+    packed, alone = batches
+    assert isinstance(packed[0], PackedBatch)
+
+    def total(parts):
+        sums = [objective(ZeroVelocity(), part, key, None) for part in parts]
+        return sum(float(each.loss) for each in sums), sum(float(each.weight) for each in sums)
+
+    expected = 0.0
+    for batch in alone:
+        noisy = noised(batch, key, objective, MODEL)
+        error = np.square(np.asarray(noisy.target, np.float64)).mean((1, 2, 3, 4))
+        levels = np.maximum(np.asarray(noisy.sigma, np.float64), 1e-3)
+        expected += float((batch.weight * weight(levels, weighting, 3.0) * error).sum())
+    (one_by_one, weights), (together, same) = total(alone), total(packed)
+    assert weights == same == 4
+    np.testing.assert_allclose(one_by_one, expected, rtol=1e-4)
+    np.testing.assert_allclose(together, one_by_one, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"min_snr_gamma": 0.0}, r"objective\.min_snr_gamma is 0\.0"),
+        ({"noise_weighting": "snr"}, r"noise_weighting is 'snr'; choose none or"),
+    ],
+)
+def test_invalid_settings_are_refused(fields, words):
+    with pytest.raises(InputError, match=words):
+        FlowMatching(**fields)

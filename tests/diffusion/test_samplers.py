@@ -3,6 +3,7 @@
 Golden latents are float32, as ours are, rounded in another order: 20 steps measured 4.4e-7 apart.
 """
 
+import itertools
 from pathlib import Path
 from typing import get_args
 
@@ -15,7 +16,6 @@ from safetensors.numpy import load_file
 from alload_jax.diffusion import samplers
 from alload_jax.diffusion.samplers import guided, sample
 from alload_jax.diffusion.schedules import Sampler, noise_levels, rounded_timesteps
-from alload_jax.diffusion.timesteps import shift_sigma
 from alload_jax.errors import InputError
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "samplers"
@@ -58,109 +58,61 @@ def assert_steps_agree(ours, theirs):
 
 
 @each_sampler
-@pytest.mark.parametrize("steps", [1, 2, 3, 5, 20])
-@pytest.mark.parametrize("shift", [1, 3, 5])
-def test_every_step_is_that_of_diffusers(sampler, steps, shift):
+def test_levels_and_latents_of_every_step_are_those_of_diffusers(sampler):
     golden = load_file(GOLDEN / f"{sampler}.safetensors")
-    sigmas = noise_levels(sampler, steps, shift)
-    path = trajectory(sampler, golden_flow, noise(), CONDITION, sigmas)
-    assert_steps_agree(path, golden[f"{steps}_steps_shift_{shift}.latents"])
+    for steps, shift in itertools.product([1, 2, 3, 5, 20], [1, 3, 5]):
+        case, sigmas = f"{steps}_steps_shift_{shift}", noise_levels(sampler, steps, shift)
+        # Diffusers shifts Euler's levels in float32, we in float64.
+        rtol = 0 if sampler == "unipc" else 5e-7
+        np.testing.assert_allclose(sigmas, golden[f"{case}.sigmas"], rtol=rtol, atol=0)
+        if shift == 3 or steps == 5:
+            path = trajectory(sampler, golden_flow, noise(), CONDITION, sigmas)
+            assert_steps_agree(path, golden[f"{case}.latents"])
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3, 5, 20])
-@pytest.mark.parametrize("shift", [1, 3, 5])
-def test_levels_are_those_of_diffusers(steps, shift):
-    case = f"{steps}_steps_shift_{shift}.sigmas"
-    ours = {sampler: noise_levels(sampler, steps, shift) for sampler in SAMPLERS}
-    theirs = {sampler: load_file(GOLDEN / f"{sampler}.safetensors")[case] for sampler in SAMPLERS}
-    np.testing.assert_array_equal(ours["unipc"], theirs["unipc"])
-    # Diffusers shifts Euler's levels in float32, we in float64.
-    np.testing.assert_allclose(ours["euler"], theirs["euler"], rtol=5e-7, atol=0)
-
-
-@pytest.mark.parametrize("steps", [1, 2, 50, 1000])
 @pytest.mark.parametrize("shift", [0.2, 1.0, 12.0])
-def test_rounded_timesteps_are_whole_and_less_than_one_below_the_levels(steps, shift):
-    found = rounded_timesteps(steps, shift)
-    assert found.dtype == np.float32
-    assert (found == np.round(found)).all()
-    below = 1000 * noise_levels("unipc", steps, shift)[:-1].astype(np.float64) - found
-    assert (below > -1e-4).all()  # levels are float32
-    assert (below < 1 + 1e-4).all()
-    assert found[0] == 999
+def test_levels_fall_to_zero_and_rounded_timesteps_are_less_than_one_below(shift):
+    for sampler, steps in itertools.product(SAMPLERS, [1, 2, 50]):
+        sigmas = noise_levels(sampler, steps, shift)
+        assert (sigmas.shape, sigmas.dtype) == ((steps + 1,), np.float32)
+        assert sigmas[0] == np.float32(1 if sampler == "euler" else 1 - 1e-6)
+        assert sigmas[-1] == 0
+        assert (np.diff(sigmas) < 0).all()
+    for steps in (1, 2, 50, 1000):
+        found = rounded_timesteps(steps, shift)
+        assert (found.dtype, found[0]) == (np.float32, 999)
+        below = 1000 * noise_levels("unipc", steps, shift)[:-1].astype(np.float64) - found
+        assert (found == np.round(found)).all()
+        assert (below > -1e-4).all()  # levels are float32
+        assert (below < 1 + 1e-4).all()
 
 
 @each_sampler
-@pytest.mark.parametrize("steps", [1, 2, 50])
-@pytest.mark.parametrize("shift", [0.2, 1.0, 12.0])
-def test_levels_decrease_to_zero(sampler, steps, shift):
-    sigmas = noise_levels(sampler, steps, shift)
-    assert sigmas.shape == (steps + 1,)
-    assert sigmas.dtype == np.float32
-    assert sigmas[0] == np.float32(1 if sampler == "euler" else 1 - 1e-6)
-    assert sigmas[-1] == 0
-    assert (np.diff(sigmas) < 0).all()
+def test_compiled_samples_are_the_same_row_by_row_in_a_program_that_does_not_grow(sampler):
+    def draw(start, condition, steps=5):
+        return sample(sampler, golden_flow, start, condition, noise_levels(sampler, steps, 3.0))
+
+    compiled, eager = jax.jit(draw)(noise(), CONDITION), draw(noise(), CONDITION)
+    assert_steps_agree(compiled[None], np.asarray(eager)[None])
+    second = draw(*jax.tree.map(lambda array: array[1:], (noise(), CONDITION)))
+    np.testing.assert_allclose(second, eager[1:], rtol=1e-5, atol=1e-6)
+    programs = [
+        str(jax.make_jaxpr(lambda x, steps=steps: draw(x, CONDITION, steps))(noise()))
+        for steps in (5, 50)
+    ]
+    assert len({len(program.splitlines()) for program in programs}) == 1
 
 
-def test_eulers_levels_are_shifted_as_those_of_training():
-    shift, levels = 3.0, jnp.linspace(1, 0, 31)
-    ours, theirs = noise_levels("euler", 30, shift), shift_sigma(levels, 1 - levels, shift)
-    # Equal spacing is rounded to float32 at 1; the shift stretches that, at most by its slope at 0.
-    bound = shift * np.finfo(np.float32).eps
-    np.testing.assert_allclose(ours, theirs, rtol=0, atol=bound)
+def test_euler_takes_traced_levels_and_unipc_refuses_them():
+    sigmas = noise_levels("euler", 5, 3.0)
 
+    def drawn(sampler):
+        return jax.jit(lambda levels: sample(sampler, golden_flow, noise(), CONDITION, levels))
 
-def test_euler_takes_traced_levels():
-    sigmas = noise_levels("euler", 7, 3.0)
-    drawn = jax.jit(lambda levels: sample("euler", golden_flow, noise(), CONDITION, levels))(sigmas)
-    np.testing.assert_allclose(
-        drawn, sample("euler", golden_flow, noise(), CONDITION, sigmas), rtol=1e-5, atol=1e-6
-    )
-
-
-@each_sampler
-def test_compiled_and_eager_samples_agree(sampler):
-    sigmas = noise_levels(sampler, 20, 3.0)
-
-    def draw(start, condition):
-        return sample(sampler, golden_flow, start, condition, sigmas)
-
-    compiled = jax.jit(draw)
-    assert_steps_agree(
-        compiled(noise(), CONDITION)[None], np.asarray(draw(noise(), CONDITION))[None]
-    )
-    np.testing.assert_array_equal(compiled(noise(), CONDITION), compiled(noise(), CONDITION))
-
-
-@each_sampler
-def test_the_program_does_not_grow_with_the_steps(sampler):
-    def length(steps):
-        sigmas = noise_levels(sampler, steps, 3.0)
-        program = jax.make_jaxpr(lambda x: sample(sampler, golden_flow, x, CONDITION, sigmas))
-        return len(str(program(noise())).splitlines())
-
-    assert length(50) == length(5)
-
-
-@each_sampler
-def test_rows_do_not_see_each_other(sampler):
-    sigmas = noise_levels(sampler, 5, 3.0)
-    both = sample(sampler, golden_flow, noise(), CONDITION, sigmas)
-    second = jax.tree.map(lambda array: array[1:], (noise(), CONDITION))
-    alone = sample(sampler, golden_flow, *second, sigmas)
-    np.testing.assert_allclose(alone, both[1:], rtol=1e-5, atol=1e-6)
-
-
-@each_sampler
-@pytest.mark.parametrize("steps", [1, 2, 3, 4, 50])
-def test_the_flow_to_a_single_point_reaches_it(sampler, steps):
-    target = CONDITION["text"]
-
-    def towards_target(latents, sigma, condition):
-        return (latents - target) / sigma[:, None, None]
-
-    drawn = sample(sampler, towards_target, noise(), None, noise_levels(sampler, steps, 5.0))
-    np.testing.assert_allclose(drawn, target, atol=1e-5)
+    expected = sample("euler", golden_flow, noise(), CONDITION, sigmas)
+    np.testing.assert_allclose(drawn("euler")(sigmas), expected, rtol=1e-5, atol=1e-6)
+    with pytest.raises(jax.errors.TracerArrayConversionError):
+        drawn("unipc")(sigmas)
 
 
 def gaussian_error(sampler, steps, spread=1.5):
@@ -179,14 +131,10 @@ def gaussian_error(sampler, steps, spread=1.5):
 @pytest.mark.parametrize(("sampler", "least", "most"), [("euler", 1.8, 2.1), ("unipc", 4.0, 5.0)])
 def test_order_of_convergence(sampler, least, most):
     """Twice the steps: half the error at first order, a quarter or less at second."""
-    errors = np.array([gaussian_error(sampler, steps) for steps in (10, 20, 40, 80)])
+    errors = np.array([gaussian_error(sampler, steps) for steps in (10, 20, 40)])
     gains = errors[:-1] / errors[1:]
     assert (gains > least).all()
     assert (gains < most).all()
-
-
-def test_unipc_needs_fewer_steps():
-    assert gaussian_error("unipc", 20) < gaussian_error("euler", 160)
 
 
 def test_unipc_may_start_at_pure_noise():
@@ -199,13 +147,13 @@ def test_unipc_may_start_at_pure_noise():
     assert np.isfinite(path).all()
 
 
-@pytest.mark.parametrize("steps", range(1, 51))
-def test_weights_are_finite_and_keep_latents_that_are_data_already(steps):
+def test_weights_are_finite_and_keep_latents_that_are_data_already():
     """Latents equal to the data predicted from them stay: both weights of level s add up to 1."""
-    weights = samplers.steps_of(noise_levels("unipc", steps, 5.0))
-    assert all(np.isfinite(array).all() for array in jax.tree.leaves(weights))
-    for update in (weights.corrector, weights.predictor):
-        np.testing.assert_allclose(update.origin + update.x0, 1, rtol=1e-6)
+    for steps in (1, 2, 3, 4, 50):
+        weights = samplers.steps_of(noise_levels("unipc", steps, 5.0))
+        assert all(np.isfinite(array).all() for array in jax.tree.leaves(weights))
+        for update in (weights.corrector, weights.predictor):
+            np.testing.assert_allclose(update.origin + update.x0, 1, rtol=1e-6)
 
 
 @pytest.mark.parametrize("guidance", [1, 1.0, 3.0])
@@ -225,23 +173,20 @@ def test_guidance_takes_any_tree_and_skips_what_it_does_not_need(guidance):
     np.testing.assert_allclose(guided_velocity, expected, rtol=1e-5, atol=1e-6)
 
 
-@each_sampler
 @pytest.mark.parametrize(
     ("steps", "shift", "complaint"),
     [
-        (0, 1.0, "noise_levels: steps is 0; it must be at least 1"),
-        (-2, 1.0, "noise_levels: steps is -2; it must be at least 1"),
-        (5, 0.0, "noise_levels: shift is 0.0; it must be above 0 and finite"),
-        (5, -1.0, "noise_levels: shift is -1.0; it must be above 0 and finite"),
-        (5, np.nan, "noise_levels: shift is nan; it must be above 0 and finite"),
-        (5, np.inf, "noise_levels: shift is inf; it must be above 0 and finite"),
-        (5, 1e9, "noise_levels: shift is 1000000000.0 with 5 steps, .* coincide; choose a shift"),
+        (0, 1.0, "steps is 0; it must be at least 1"),
+        (5, 0.0, "shift is 0.0; it must be above 0 and finite"),
+        (5, np.nan, "shift is nan; it must be above 0 and finite"),
+        (5, np.inf, "shift is inf; it must be above 0 and finite"),
+        (5, 1e9, "shift is 1000000000.0 with 5 steps, .* coincide; choose a shift"),
     ],
 )
-def test_invalid_schedules_are_refused(sampler, steps, shift, complaint):
-    with pytest.raises(InputError, match=f"^{complaint}") as refusal:
-        noise_levels(sampler, steps, shift)
-    assert "\n" not in str(refusal.value)
+def test_invalid_schedules_are_refused(steps, shift, complaint):
+    for sampler in SAMPLERS:
+        with pytest.raises(InputError, match=f"^noise_levels: {complaint}"):
+            noise_levels(sampler, steps, shift)
 
 
 def test_unknown_samplers_are_refused():
@@ -256,14 +201,5 @@ def test_unknown_samplers_are_refused():
     "sigmas", [[0.0], [0.0, 0.5, 1.0], [1.0, 0.5, 0.5, 0.0], [1.0, 0.5], [2.0, 0.0], [np.nan, 0.0]]
 )
 def test_unipc_refuses_levels_that_do_not_decrease_from_one_to_zero(sigmas):
-    with pytest.raises(
-        InputError, match=r"^unipc: sigmas are \[.*\]; they must decrease"
-    ) as refusal:
+    with pytest.raises(InputError, match=r"^unipc: sigmas are \[.*\]; they must decrease"):
         sample("unipc", golden_flow, noise(), CONDITION, np.array(sigmas))
-    assert "\n" not in str(refusal.value)
-
-
-def test_unipc_refuses_traced_levels():
-    draw = jax.jit(lambda levels: sample("unipc", golden_flow, noise(), CONDITION, levels))
-    with pytest.raises(jax.errors.TracerArrayConversionError):
-        draw(noise_levels("unipc", 5, 1.0))

@@ -1,9 +1,6 @@
 """Noise levels in float32 under jit, against their distributions in float64."""
 
-import dataclasses
-
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.special
@@ -86,7 +83,7 @@ LEVELS = st.one_of(
     shift_power=st.sampled_from([0, 0.3, 0.5]),
     seq_len=st.integers(1, 100_000),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_levels_are_drawn_from_their_distribution(ends, seq_len, **values):
     try:
         config = TimestepConfig(lowest=ends[0], highest=ends[1], shift_seq_len=256, **values)
@@ -99,105 +96,74 @@ RECIPES = {
     "SD3": {"shift": 3.0},
     "SD3 by mode": {"distribution": "mode", "shift": 3.0},
     "SD3 by resolution": {"shift_seq_len": 1024, "shift_power": 0.5},
-    "HunyuanVideo": {"shift": 7.0},
-    "Wan 2.1": {"shift": 3.0},
-    "Wan 2.1, uniform": {"distribution": "uniform", "shift": 5.0},
-    "Wan 2.2 A14B text-to-video, high": {"shift": 12.0, "lowest": 0.875},
-    "Wan 2.2 A14B text-to-video, low": {"shift": 12.0, "highest": 0.875},
-    "Wan 2.2 A14B image-to-video, high": {"shift": 5.0, "lowest": 0.9},
-    "Wan 2.2 A14B image-to-video, low": {"shift": 5.0, "highest": 0.9},
-    "Wan 2.2 A14B, high, uniform": {"distribution": "uniform", "shift": 5.0, "lowest": 0.875},
-    "Wan 2.2 A14B, low, uniform": {"distribution": "uniform", "shift": 5.0, "highest": 0.875},
+    "Wan 2.2, high": {"shift": 12.0, "lowest": 0.875},
+    "Wan 2.2, low": {"shift": 5.0, "highest": 0.9},
+    "Wan 2.2, high, uniform": {"distribution": "uniform", "shift": 5.0, "lowest": 0.875},
     "a far upper tail": {"lowest": 0.999},
     "a far lower tail": {"shift": 12.0, "highest": 0.05},
     "a hundred deviations away": {"mean": -8.0, "std": 0.1, "lowest": 0.9},
     "a narrow range": {"std": 3.0, "lowest": 0.5, "highest": 0.5001},
     "both ends in one tail": {"mean": 6.0, "lowest": 0.001, "highest": 0.002},
     "the ends of mode": {"distribution": "mode", "mode_scale": -1.0, "lowest": 0.999},
+    "a range as narrow as float32 allows": {
+        "distribution": "uniform",
+        "lowest": 0.5,
+        "highest": 0.5 + 256 * 2**-24,
+    },
 }
 
 
-@pytest.mark.parametrize("seq_len", [16, 75_600])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_levels_of_published_recipes_and_of_tails(recipe, seq_len):
-    assert gap(TimestepConfig(**RECIPES[recipe]), seq_len) < LARGEST_GAP
-
-
-@pytest.mark.parametrize("distribution", ["uniform", "logit_normal", "mode"])
-def test_levels_of_two_experts_are_together_those_of_one_model(distribution):
-    whole = TimestepConfig(distribution=distribution, mean=0.4, shift=3.0)
-    split = 0.875
-    parts = [
-        draws(dataclasses.replace(whole, **{end: split}), count=COUNT * 5)
-        for end in ("highest", "lowest")
-    ]
-    every = draws(whole, count=COUNT * 5)
-    for part, expected in zip(parts, (every[every < split], every[every >= split]), strict=True):
-        assert scipy.stats.ks_2samp(part, expected).pvalue > 1e-4
+def test_levels_of_published_recipes_and_of_tails(recipe):
+    assert gap(TimestepConfig(**RECIPES[recipe]), 75_600) < LARGEST_GAP
 
 
 # ---------------------------------------------------------------- the shift
 
 
-def test_the_shift_adds_its_logarithm_to_the_logit():
-    sigma = jnp.linspace(0.01, 0.99, 50)
-    shifted = np.asarray(shift_sigma(sigma, 1 - sigma, jnp.float32(3)), np.float64)
-    expected = scipy.special.logit(np.asarray(sigma, np.float64)) + np.log(3.0)
-    np.testing.assert_allclose(scipy.special.logit(shifted), expected, atol=1e-4)
-
-
 @given(sigma=st.floats(0, 1, width=32), shift=st.floats(1e-4, 1e4))
+@settings(max_examples=30)
 def test_the_shift_of_no_level_is_beyond_0_and_1(sigma, shift):
     assert 0 <= shift_sigma(np.float32(sigma), 1 - np.float32(sigma), np.float32(shift)) <= 1
 
 
-def test_the_shift_grows_with_the_root_of_length():
+def test_the_shift_adds_its_logarithm_to_the_logit_and_grows_with_a_power_of_length():
+    sigma = np.linspace(0.01, 0.99, 50)
+    shifted = np.asarray(shift_sigma(sigma, 1 - sigma, 3.0))
+    expected = scipy.special.logit(sigma) + np.log(3.0)
+    np.testing.assert_allclose(scipy.special.logit(shifted), expected, atol=1e-4)
     config = TimestepConfig(shift=2.0, shift_seq_len=16, shift_power=0.5)
-    assert shift_of(config, 16) == 2.0
-    assert shift_of(config, 64) == 4.0
-    assert np.median(draws(config, 1024)) > np.median(draws(config, 16)) + 0.2
+    assert [shift_of(config, length) for length in (4, 16, 64)] == [1.0, 2.0, 4.0]
 
 
-# ---------------------------------------------------------------- what is refused
-
-
-@pytest.mark.parametrize("name", ["std", "shift", "shift_seq_len"])
-def test_settings_that_are_not_above_0_are_refused(name):
-    with pytest.raises(InputError, match=rf"objective\.timesteps\.{name} is 0"):
-        TimestepConfig(**{name: 0})
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("name", ["mean", "std", "mode_scale", "shift", "shift_power"])
-def test_settings_that_are_not_finite_are_refused(name, value):
-    with pytest.raises(InputError, match=rf"objective\.timesteps\.{name} is .*must be finite"):
-        TimestepConfig(**{name: value})
-
-
-@pytest.mark.parametrize("ends", [(0.5, 0.5), (-0.1, 1.0), (0.9, 0.2), (0.0, float("nan"))])
-def test_a_range_of_levels_that_is_none_is_refused(ends):
-    with pytest.raises(InputError, match=r"objective\.timesteps\.lowest is"):
-        TimestepConfig(lowest=ends[0], highest=ends[1])
+NAN, INFINITE = float("nan"), float("inf")
+FINITE = ("mean", "std", "mode_scale", "shift", "shift_seq_len", "shift_power")
+RANGE = r"lowest is .*they must be from 0 to 1"
+NARROW = "lowest is .* too narrow for float32.* widen the range"
+MODE = r"mode_scale is .*; it must be from -1 to 1\.75"
 
 
 @pytest.mark.parametrize(
-    "values",
+    ("values", "words"),
     [
-        {"lowest": 0.5, "highest": 0.500001},
-        {"lowest": 1 - 1e-8},
-        {"highest": 1e-320, "distribution": "uniform"},
-        {"mean": -8.0, "std": 0.001, "lowest": 0.9},
-        {"mean": -60.0, "lowest": 0.9999},
-        {"std": 1e-9, "lowest": 0.2, "highest": 0.8},
-        {"lowest": 0.9999, "shift_power": -0.9},
+        *(({name: value}, f"{name} is {value}") for name in FINITE for value in (NAN, INFINITE)),
+        *(({name: 0}, f"{name} is 0; it must be above 0") for name in ("std", "shift")),
+        ({"shift_seq_len": 0}, "shift_seq_len is 0; it must be above 0"),
+        *(({"lowest": low, "highest": 0.5}, RANGE) for low in (0.5, -0.1, 0.9, NAN)),
+        ({"highest": 1.1}, RANGE),
+        ({"mode_scale": 1.76}, MODE),
+        ({"mode_scale": -1.01}, MODE),
+        ({"distribution": "uniform", "lowest": 0.5, "highest": 0.5 + 255 * 2**-24}, NARROW),
+        ({"lowest": 1 - 1e-8}, NARROW),
+        ({"highest": 1e-320, "distribution": "uniform"}, NARROW),
+        ({"mean": -8.0, "std": 0.001, "lowest": 0.9}, NARROW),
+        ({"mean": -60.0, "lowest": 0.9999}, NARROW),
+        ({"std": 1e-9, "lowest": 0.2, "highest": 0.8}, NARROW),
+        ({"lowest": 0.9999, "shift_power": -0.9}, NARROW),
+        ({"shift": 1e300}, "shift is .* beyond float32"),
+        ({"shift_power": 1000.0}, "shift is .* beyond float32"),
     ],
 )
-def test_a_range_that_float32_cannot_resolve_is_refused(values):
-    with pytest.raises(InputError, match=r"lowest is .* too narrow for float32.* widen the range"):
-        TimestepConfig(**values)
-
-
-@pytest.mark.parametrize("values", [{"shift": 1e300}, {"shift_power": 1000.0}])
-def test_a_shift_beyond_float32_is_refused(values):
-    with pytest.raises(InputError, match=r"objective\.timesteps\.shift is .* beyond float32"):
+def test_values_that_cannot_be_drawn_from_are_refused(values, words):
+    with pytest.raises(InputError, match=rf"objective\.timesteps\.{words}"):
         TimestepConfig(**values)
