@@ -1,193 +1,219 @@
-import tempfile
-from pathlib import Path
+"""Samples and grids of them as PNG, GIF, MP4 and files of latents."""
 
+import json
+
+import av
 import numpy as np
 import pytest
+import safetensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageSequence
 
-from alload_jax.sampling.pictures import cell_box, clip_suffix, write_grid
+from alload_jax.errors import InputError
+from alload_jax.sampling import config, pictures
+from alload_jax.sampling.pictures import (
+    cell_box,
+    check_format,
+    clip_suffix,
+    to_bytes,
+    write_clip,
+    write_frames,
+    write_grid,
+)
 
 WHITE = (255, 255, 255)
 
 
-def clips_of(value, rows=2, columns=3, frames=1, height=8, width=8, channels=1):
-    return np.full((rows, columns, frames, height, width, channels), value, np.float32)
+def clip(*shape):
+    """[frames, height, width, channels]."""
+    return np.random.default_rng(0).uniform(-1.2, 1.2, shape).astype(np.float32)
 
 
-def written(folder, clips, headers=None):
-    headers = [str(n) for n in range(clips.shape[1])] if headers is None else headers
-    write_grid(folder / f"grid{clip_suffix(clips.shape[2], 'gif')}", clips, headers)
-    (path,) = folder.iterdir()
-    return Image.open(path)
+def frames_of(path):
+    """The frames of an MP4 in grey, and its frames per second."""
+    with av.open(str(path)) as container:
+        frames = [frame.to_ndarray(format="gray") for frame in container.decode(video=0)]
+        return frames, float(container.streams.video[0].average_rate)
 
 
-def frames_of(image):
-    return [np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(image)]
+# ---------------------------------------------------------------- samples
 
 
-def still(folder, clips, headers=None):
-    (frame,) = frames_of(written(folder, clips, headers))
-    return frame
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_still_is_its_pixels_enlarged_sharply(tmp_path, channels):
+    still = clip(1, 4, 6, channels)
+    for zoom in (1, 3):
+        write_clip(tmp_path / "x.png", still, {}, zoom=zoom)
+        with Image.open(tmp_path / "x.png") as picture:
+            found = np.asarray(picture).reshape(4 * zoom, 6 * zoom, channels)
+        levels = np.rint(np.clip((still[0] + 1) * 127.5, 0, 255))
+        np.testing.assert_array_equal(found, levels.repeat(zoom, 0).repeat(zoom, 1))
 
 
-def box(frame, colour):
-    """(top, bottom, left, right) of the pixels of a colour, which must fill a rectangle."""
-    rows, columns = np.nonzero((frame == colour).all(axis=-1))
-    top, bottom, left, right = rows.min(), rows.max() + 1, columns.min(), columns.max() + 1
-    assert len(rows) == (bottom - top) * (right - left)
-    return top, bottom, left, right
+@pytest.mark.parametrize(("fps", "duration"), [(None, 110), (25, 40), (500, 10)])
+def test_a_gif_holds_every_frame_and_loops(tmp_path, fps, duration):
+    write_clip(tmp_path / "x.gif", clip(5, 4, 6, 3), {}, fps=fps)
+    with Image.open(tmp_path / "x.gif") as picture:
+        assert (picture.n_frames, picture.size, picture.info["loop"]) == (5, (6, 4), 0)
+        assert picture.info["duration"] == duration
 
 
-def lit_cell(folder, row, column, **size):
-    clips = clips_of(-1, **size)
-    clips[row, column] = 1
-    folder.mkdir()
-    return box(still(folder, clips), WHITE)
+@pytest.mark.parametrize("channels", [1, 3])
+def test_an_mp4_holds_every_frame(tmp_path, channels):
+    bright = clip(5, 16, 24, channels)
+    bright[3:] = 1.0
+    write_clip(tmp_path / "x.mp4", bright, {})
+    frames, fps = frames_of(tmp_path / "x.mp4")
+    assert [frame.shape for frame in frames] == [(16, 24)] * 5
+    assert frames[4].min() > 230
+    assert fps == pytest.approx(9)
 
 
-def test_one_frame_makes_a_png(tmp_path):
-    assert written(tmp_path, clips_of(0.5)).format == "PNG"
-    assert (tmp_path / "grid.png").is_file()
+def test_latents_are_kept_exactly_beside_the_notes(tmp_path):
+    latents = clip(3, 4, 6, 16)
+    write_clip(tmp_path / "x.safetensors", latents, {"seed": 3, "shift": 5.0, "sampler": "ü"})
+    with safetensors.safe_open(tmp_path / "x.safetensors", framework="numpy") as file:
+        assert json.loads(file.metadata()["sampling"]) == {"seed": 3, "shift": 5.0, "sampler": "ü"}
+        assert list(file.keys()) == ["latents"]
+        np.testing.assert_array_equal(file.get_tensor("latents"), latents)
 
 
-@pytest.mark.parametrize("frames", [2, 5, 17])
-def test_more_frames_make_a_looping_gif_of_as_many(tmp_path, frames):
-    clips = clips_of(-1, frames=frames, height=20)
-    for n in range(frames):
-        clips[:, :, n, n] = 1
-    image = written(tmp_path, clips)
-    assert (tmp_path / "grid.gif").is_file()
-    assert image.format == "GIF"
-    assert image.n_frames == frames
-    assert image.info["loop"] == 0
+@pytest.mark.parametrize("suffix", [".png", ".gif", ".mp4", ".safetensors"])
+def test_the_same_sample_gives_the_same_bytes_and_replaces_what_was_there(tmp_path, suffix):
+    size = (1 if suffix == ".png" else 4, 16, 16, 3)
+    first, second = tmp_path / f"a{suffix}", tmp_path / "new" / f"b{suffix.upper()}"
+    first.write_text("old")
+    notes = {name: name for name in "abcdefgh"}
+    for path in (first, second):
+        write_clip(path, clip(*size), notes)
+    assert first.read_bytes() == second.read_bytes()
+    assert sorted(path.name for path in tmp_path.rglob("*.*")) == [first.name, second.name]
 
 
-def test_frames_come_in_order(tmp_path):
-    clips = clips_of(-1, rows=1, columns=1, frames=8)
-    for n in range(8):
-        clips[:, :, n, n] = 1
-    tops = [box(frame, WHITE)[0] for frame in frames_of(written(tmp_path, clips))]
-    assert len(tops) == 8
-    assert len(set(np.diff(tops).tolist())) == 1
-    assert tops[1] > tops[0]
+def test_a_failure_leaves_what_was_there(tmp_path, monkeypatch):
+    def fail(path, frames, suffix, fps):
+        path.write_text("half")
+        raise OSError("no space")
 
-
-@pytest.mark.parametrize("moving", [True, False])
-def test_a_clip_plays_as_long_whether_it_moves_or_not(tmp_path, moving):
-    clips = clips_of(-1, frames=5)
-    if moving:
-        clips += np.linspace(0, 2, 5).reshape(1, 1, 5, 1, 1, 1)
-    image = written(tmp_path, clips)
-    duration = sum(frame.info["duration"] for frame in ImageSequence.Iterator(image))
-    assert 5 * 80 <= duration <= 5 * 150
-
-
-@settings(max_examples=20, deadline=None)
-@given(
-    st.integers(1, 5),
-    st.integers(1, 12),
-    st.sampled_from([8, 16, 40]),
-    st.sampled_from([8, 16, 40]),
-)
-def test_pages_hold_all_cells_as_large_as_fits(rows, columns, height, width):
-    with tempfile.TemporaryDirectory() as folder:
-        clips = clips_of(1, rows, columns, 1, height, width)
-        page = still(Path(folder), clips)
-    zoom = np.sqrt((page == 255).all(axis=-1).sum() / (rows * columns * height * width))
-    assert zoom == int(zoom) >= 1
-    assert page.shape[1] >= columns * width * zoom
-    assert page.shape[0] >= rows * height * zoom
-    assert page.shape[1] <= 910
-    assert page.shape[1] + columns * width > 880
-
-
-def test_cells_are_equal_rectangles_in_reading_order(tmp_path):
-    size = {"rows": 2, "columns": 3, "height": 8, "width": 16}
-    boxes = [[lit_cell(tmp_path / f"{r}{c}", r, c, **size) for c in range(3)] for r in range(2)]
-    for row, column in np.ndindex(2, 3):
-        top, bottom, left, right = boxes[row][column]
-        assert (right - left) == 2 * (bottom - top)
-        assert (right - left) % 16 == 0
-        assert (top, bottom) == boxes[row][0][:2]
-        assert (left, right) == boxes[0][column][2:]
-    assert boxes[0][0][1] < boxes[1][0][0]
-    assert boxes[0][0][3] < boxes[0][1][2] < boxes[0][1][3] < boxes[0][2][2]
-
-
-def only_cell(folder, images):
-    """Pixels of the cell of a page that holds a single still."""
-    places = []
-    for name, clips in (("white", np.ones_like(images)), ("given", images)):
-        (folder / name).mkdir()
-        places.append(still(folder / name, clips))
-    top, bottom, left, right = box(places[0], WHITE)
-    return places[1][top:bottom, left:right]
+    monkeypatch.setattr(pictures, "write_frames", fail)
+    (tmp_path / "x.gif").write_text("old")
+    with pytest.raises(InputError, match=r"x.gif: cannot be written \(no space\); free disk space"):
+        write_clip(tmp_path / "x.gif", clip(3, 4, 6, 1), {})
+    with pytest.raises(InputError, match="not finite"):
+        write_clip(tmp_path / "x.gif", np.full((2, 4, 4, 1), np.nan, np.float32), {})
+    assert [path.name for path in tmp_path.iterdir()] == ["x.gif"]
+    assert (tmp_path / "x.gif").read_text() == "old"
 
 
 @pytest.mark.parametrize(
-    ("value", "level"), [(-1, 0), (1, 255), (0, 127), (-7, 0), (7, 255), (-0.5, 63), (0.5, 191)]
+    ("name", "size", "channels", "message"),
+    [
+        ("x.jpg", (1, 8, 8), 1, "suffixes .png, .gif, .mp4, .safetensors"),
+        ("x.png", (2, 8, 8), 1, "choose .gif or .mp4"),
+        ("x.mp4", (2, 9, 8), 3, "9×8 pixels"),
+        ("x.mp4", (2, 8, 9), 3, "8×9 pixels"),
+        ("x.gif", (2, 8, 65536), 1, "8×65536 pixels, but GIF"),
+        ("x.gif", (2, 8, 8), None, "need a decoder; give --vae"),
+        ("x.PNG", (1, 9, 9), 3, None),
+        ("x.mp4", (2, 8, 8), 1, None),
+        ("x.gif", (2, 9, 65535), 1, None),
+        ("x.safetensors", (2, 9, 9), None, None),
+    ],
 )
-def test_minus_one_is_black_and_one_is_white(tmp_path, value, level):
-    cell = only_cell(tmp_path, clips_of(value, rows=1, columns=1))
-    assert np.abs(cell.astype(int) - level).max() <= (0 if abs(value) >= 1 else 1)
+def test_what_cannot_be_written_so_is_refused(tmp_path, name, size, channels, message):
+    if message is None:
+        check_format("--out", tmp_path / name, size, channels)
+    else:
+        with pytest.raises(InputError, match=message):
+            check_format("--out", tmp_path / name, size, channels)
 
 
+def test_mp4_without_its_package_and_unknown_formats_are_refused(monkeypatch, tmp_path):
+    for module in (pictures, config):
+        monkeypatch.setattr(module, "has_mp4", lambda: False)
+    with pytest.raises(InputError, match=r"install alload-jax\[media\], or choose .gif"):
+        check_format("--out", tmp_path / "x.mp4", (2, 8, 8), 1)
+    with pytest.raises(InputError, match=r"install alload-jax\[media\]"):
+        config.SamplingConfig(clip_format="mp4")
+    with pytest.raises(ValueError, match="jpg is no format"):
+        write_frames(tmp_path / "x.jpg", [], ".jpg")
+
+
+def test_the_levels_of_a_store_of_pixels_come_back():
+    levels = np.arange(256)
+    for dtype in (np.float16, np.float32):
+        stored = (levels / 127.5 - 1).astype(dtype)
+        assert to_bytes(stored.astype(np.float32)).tolist() == levels.tolist()
+
+
+# ---------------------------------------------------------------- grids
+
+
+def grid(folder, clips, headers=None):
+    """The frames of a written grid."""
+    headers = [str(n) for n in range(clips.shape[1])] if headers is None else headers
+    path = folder / f"grid{clip_suffix(clips.shape[2], 'gif')}"
+    write_grid(path, clips, headers)
+    with Image.open(path) as image:
+        assert image.format == path.suffix[1:].upper()
+        return [np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(image)]
+
+
+def cell(page, row, column, columns, height, width):
+    left, top, right, bottom = cell_box(row, column, columns, height, width)
+    return page[top:bottom, left:right]
+
+
+@pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("frames", [1, 3])
-def test_channels_are_red_green_and_blue(tmp_path, frames):
-    clips = clips_of(-1, rows=1, columns=3, frames=frames, channels=3)
-    for channel in range(3):
-        clips[:, channel, ..., channel] = 1
-    for frame in frames_of(written(tmp_path, clips)):
-        boxes = [box(frame, np.eye(3)[channel] * 255) for channel in range(3)]
-        assert boxes[0][3] < boxes[1][2] < boxes[1][3] < boxes[2][2]
+def test_cells_show_their_samples_frame_by_frame_enlarged_but_not_blurred(
+    tmp_path, frames, channels
+):
+    dtype = np.float16 if channels == 1 else np.float32
+    clips = np.random.default_rng(0).uniform(-1.2, 1.2, (2, 3, frames, 4, 8, channels))
+    clips = np.sign(clips).astype(dtype) if frames > 1 else clips.astype(dtype)
+    pages = grid(tmp_path, clips)
+    assert len(pages) == frames
+    for n, row, column in np.ndindex(frames, 2, 3):
+        found = cell(pages[n], row, column, 3, 4, 8).astype(int)
+        levels = np.clip((clips[row, column, n].astype(np.float64) + 1) * 127.5, 0, 255)
+        zoom = found.shape[0] // 4
+        expected = np.broadcast_to(levels, (4, 8, 3)).repeat(zoom, 0).repeat(zoom, 1)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1)
 
 
-def test_one_channel_is_grey(tmp_path):
-    clips = np.random.default_rng(0).uniform(-1, 1, (1, 1, 1, 8, 8, 1))
-    cell = only_cell(tmp_path, clips)
-    assert (cell == cell[..., :1]).all()
-
-
-def test_pixels_are_enlarged_but_not_blurred(tmp_path):
-    checkers = np.indices((8, 8)).sum(axis=0) % 2 * 2.0 - 1
-    cell = only_cell(tmp_path, checkers.reshape(1, 1, 1, 8, 8, 1))[..., 0]
-    zoom = len(cell) // 8
-    expected = np.kron((checkers + 1) / 2, np.ones((zoom, zoom))) * 255
-    np.testing.assert_array_equal(cell, expected)
+@settings(max_examples=12, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 12), st.sampled_from([5, 40]), st.sampled_from([8, 40]))
+def test_pages_hold_all_cells_as_large_as_fits(tmp_path_factory, rows, columns, height, width):
+    clips = np.full((rows, columns, 1, height, width, 1), -1.0)
+    row, column = rows - 1, columns // 2
+    clips[row, column] = 1
+    (page,) = grid(tmp_path_factory.mktemp("page"), clips, [""] * columns)
+    places = np.argwhere((page == WHITE).all(axis=-1))
+    (top, left), (bottom, right) = places.min(axis=0), places.max(axis=0) + 1
+    assert cell_box(row, column, columns, height, width) == (left, top, right, bottom)
+    zoom = (right - left) // width
+    assert len(places) == (bottom - top) * (right - left) == height * width * zoom**2
+    assert 910 >= page.shape[1] > 880 - columns * width
+    black = (page == 0).all(axis=-1).sum()
+    assert black == (rows * columns - 1) * height * width * zoom**2
+    assert page.shape[0] < 40 + rows * (height * zoom + 10)
 
 
 def test_headers_are_written_above_the_cells_and_change_nothing_else(tmp_path):
-    pages = []
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        pages.append(still(tmp_path / name, clips_of(1, rows=1), [name] * 3))
+    clips = np.ones((1, 3, 1, 8, 8, 1))
+    pages = [grid(tmp_path, clips, [name] * 3)[0] for name in ("a", "b")]
     changed = np.flatnonzero((pages[0] != pages[1]).any(axis=(1, 2)))
-    assert changed.size
-    assert changed.max() < np.flatnonzero((pages[0] == 255).all(axis=-1).any(axis=1)).min()
+    assert 0 < changed.min() <= changed.max() < cell_box(0, 0, 3, 8, 8)[1]
+    many = grid(tmp_path, np.ones((1, 300, 1, 8, 8, 1)))[0]
+    assert (many == 255).all(-1).sum() == 300 * 64
 
 
-def test_very_many_columns_still_make_a_picture(tmp_path):
-    assert (still(tmp_path, clips_of(1, rows=1, columns=300)) == 255).all(-1).sum() == 300 * 64
-
-
-def test_half_precision_is_good_enough(tmp_path):
-    clips = np.random.default_rng(0).uniform(-1, 1, (2, 2, 1, 8, 8, 1)).astype(np.float16)
-    (tmp_path / "half").mkdir()
-    (tmp_path / "single").mkdir()
-    half = still(tmp_path / "half", clips).astype(int)
-    single = still(tmp_path / "single", clips.astype(np.float32)).astype(int)
-    assert np.abs(half - single).max() <= 1
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.integers(1, 4), st.integers(1, 12), st.integers(1, 12), st.integers(1, 12), st.data())
-def test_the_box_of_a_cell_is_where_it_is_drawn(rows, columns, height, width, data):
-    row, column = data.draw(st.tuples(st.integers(0, rows - 1), st.integers(0, columns - 1)))
-    with tempfile.TemporaryDirectory() as folder:
-        found = lit_cell(
-            Path(folder) / "x", row, column, rows=rows, columns=columns, height=height, width=width
-        )
-    left, top, right, bottom = cell_box(row, column, columns, height, width)
-    assert found == (top, bottom, left, right)
+def test_a_grid_of_clips_becomes_an_mp4_with_its_frames(tmp_path):
+    clips = np.random.default_rng(0).uniform(-1, 1, (2, 3, 5, 8, 9, 1)).astype(np.float32)
+    clips[:, :, 3:] = 1.0
+    write_grid(tmp_path / "clip.mp4", clips, ["0", "1", "2"])
+    frames, _ = frames_of(tmp_path / "clip.mp4")
+    assert len(frames) == 5
+    assert cell(frames[4], 1, 2, 3, 8, 9)[8:-8, 8:-8].min() > 230

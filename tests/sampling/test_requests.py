@@ -1,18 +1,26 @@
-"""Requests of `alload sample`: what they are read from, and what they mean."""
+"""Requests of `alload sample`, the conditions that they name, and pictures from latents."""
 
+import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from PIL import Image
 from safetensors.numpy import save_file
 
+from alload_jax.data.pixel_latents import fold_frames
 from alload_jax.data.prepare.encoders import ByteText
+from alload_jax.data.prepare.images import decode_image
+from alload_jax.data.prepare.sources import Source
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ImageConfig, TextConfig
+from alload_jax.models.hunyuan_video.transformer import HunyuanVideoConfig
 from alload_jax.models.wan.transformer import WanConfig
-from alload_jax.sampling.encoders import Encoders
-from alload_jax.sampling.requests import RawRequest, Target, check_request, read_list
+from alload_jax.sampling.conditions import arrays_of, decoded, family_fps
+from alload_jax.sampling.encoders import Encoders, as_latent, read_picture
+from alload_jax.sampling.requests import RawRequest, Request, Target, check_request, read_list
 
 MODEL = WanConfig(in_channels=3, text=TextConfig(64, 16), patch_size=(1, 4, 4))
 SIZE = {"frames": 1, "height": 8, "width": 8, "out": Path("x.png")}
@@ -22,8 +30,7 @@ def target(model=MODEL, **fields):
     return Target(model, (1, 1, 1), 16, 1, **fields)
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
-@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize(("encoding", "end"), [("utf-8", "\n"), ("utf-8-sig", "\r\n")])
 def test_lines_of_a_list_end_where_json_lines_end(tmp_path, encoding, end):
     prompts = ["a\u2028b", "c\x85d", "猫"]
     lines = [json.dumps({"prompt": prompt}, ensure_ascii=False) for prompt in prompts]
@@ -49,21 +56,17 @@ def test_guidance_leads_away_from_what_training_knows(tmp_path, trained_null, te
 def test_image_embeddings_beside_a_picture_to_encode_are_refused(tmp_path):
     save_file({"image": np.zeros((5, 4), np.float32)}, tmp_path / "i")
     save_file({"text": np.zeros((2, 64), np.float32)}, tmp_path / "p")
-    model = WanConfig(
-        in_channels=3, text=TextConfig(64, 16), patch_size=(1, 4, 4), image=ImageConfig(dim=4)
-    )
+    model = dataclasses.replace(MODEL, image=ImageConfig(dim=4))
     values = SIZE | {"frames": 5, "out": Path("x.gif"), "image": Path("x.png")}
     values |= {"prompt_embeds": tmp_path / "p", "image_embeds": tmp_path / "i"}
-    encoders = Encoders(image=object())
     with pytest.raises(InputError, match=r"--image-embeds is given beside --image"):
-        check_request(RawRequest(values), target(model, encoders=encoders))
+        check_request(RawRequest(values), target(model, encoders=Encoders(image=object())))
 
 
 @pytest.mark.parametrize(
     ("size", "batch"),
     [
         ({"height": 2**25}, 1),
-        ({"width": 2**25}, 1),
         ({"frames": 2**23, "out": Path("x.gif")}, 1),
         ({"height": 8192, "width": 8192}, 1),
         ({"height": 1024, "width": 1024}, 1000),
@@ -76,3 +79,173 @@ def test_what_no_device_holds_is_refused_before_it_is_compiled(size, batch):
     with pytest.raises(InputError, match=r"GB for \d+ at a time, and .* choose a smaller size"):
         check_request(raw, target(model, batch=batch))
     check_request(RawRequest(SIZE | {"class": (1,)}), target(model, batch=batch))
+
+
+# ---------------------------------------------------------------- several kinds of tokens
+
+KINDS = HunyuanVideoConfig(
+    dim=16,
+    num_heads=2,
+    in_channels=5,
+    out_channels=2,
+    patch_size=(1, 1, 1),
+    text=TextConfig(dim=6, length=5),
+    glyphs=TextConfig(dim=4, length=3),
+    image=ImageConfig(dim=2),
+)
+
+
+class Words:
+    """A token of each kind for each word, and of glyphs for each word in capitals alone."""
+
+    def __init__(self, glyph_width=4):
+        self.glyph_width, self.calls = glyph_width, []
+
+    def tokens(self, text):
+        self.calls.append(text)
+        words = text.split()
+        glyphs = [word for word in words if word.isupper()]
+        return {
+            "text": np.full((len(words), 6), len(text), np.float32),
+            "glyphs": np.full((len(glyphs), self.glyph_width), -1, np.float32),
+        }
+
+
+class Picture:
+    """Encoders of given pictures: VAE and image encoder in one."""
+
+    takes_last_frame, stride, channels = False, (4, 16, 16), 2
+
+    def encode(self, picture):
+        return np.ones((3, 2), np.float32)
+
+    def encode_given(self, first, last, frames):
+        return np.full((2, 2, 3, 3), 7, np.float32)
+
+
+def arrays(encoders, **values):
+    size = {"frames": 5, "height": 32, "width": 48, "out": Path("x.safetensors")}
+    wanted = Target(KINDS, (4, 16, 16), None, 1, encoders, trained_null=False)
+    return arrays_of(check_request(RawRequest(size | values), wanted), KINDS, encoders)
+
+
+def tokens(condition):
+    """The tokens of each kind, without padding."""
+    found = {}
+    for name, part in condition.tokens.items():
+        (length,) = part.segments.length
+        assert (part.segments.ids[:length] == 0).all()
+        assert (part.segments.ids[length:] == -1).all()
+        assert not part.values[length:].any()
+        found[name] = part.values[:length].tolist()
+    return found
+
+
+def test_words_have_all_kinds_that_the_encoder_gives_cut_to_the_models_length(tmp_path):
+    words = Words()
+    encoders = Encoders(text=words)
+    found = arrays(encoders, prompt="a SIGN")
+    assert tokens(found.condition) == {"text": [[6] * 6] * 2, "glyphs": [[-1] * 4], "image": []}
+    assert tokens(found.null) == {"text": [], "glyphs": [], "image": []}
+    assert words.calls == ["a SIGN", ""]  # each once
+    long = tokens(arrays(encoders, prompt="A B C D E F G").condition)
+    assert (len(long["text"]), len(long["glyphs"])) == (5, 3)
+    save_file(encoders.encoded("a SIGN"), tmp_path / "x.safetensors")
+    of_file = arrays(encoders, prompt_embeds=tmp_path / "x.safetensors")
+    assert tokens(of_file.condition) == tokens(found.condition)
+    letters = tokens(arrays(Encoders(text=ByteText(6, 5)), prompt="SIGN").condition)
+    assert (len(letters["text"]), len(letters["glyphs"])) == (4, 0)
+    with pytest.raises(InputError, match="gives glyphs of width 3, but the model takes 4"):
+        arrays(Encoders(text=Words(glyph_width=3)), prompt="A")
+
+
+def test_a_picture_needs_both_its_encoders_and_no_last_frame(tmp_path):
+    path = tmp_path / "x.png"
+    Image.new("RGB", (48, 32), (9, 9, 9)).save(path)
+    values = {"prompt": "a", "image": path}
+    one, both = (Encoders(Words(), Picture(), image) for image in (None, Picture()))
+    with pytest.raises(InputError, match="--image with --image-encoder"):
+        arrays(one, **values)
+    with pytest.raises(InputError, match="--last-image: the model takes a first frame only"):
+        arrays(both, **values, last_image=path)
+    found = arrays(both, **values)
+    assert tokens(found.condition)["image"] == tokens(found.null)["image"] == [[1, 1]] * 3
+    assert (found.condition.given == 7).all()
+    without = arrays(both, prompt="a").condition
+    assert tokens(without)["image"] == []
+    assert not without.given.any()
+
+
+# ---------------------------------------------------------------- pictures
+
+VAE = SimpleNamespace(decode=lambda latents: np.zeros((len(latents), 8, 8, 3), np.uint8))
+
+
+def test_latents_are_decoded_or_unfolded_where_they_are_pixels():
+    request = Request((5, 2, 2), (2, 2, 2), 0, Path("x.gif"), None, None, None, None, 0)
+    frames = np.random.default_rng(0).normal(size=(5, 2, 2, 3)).astype(np.float32)
+    found = decoded(fold_frames(frames, 4), request._replace(frames_per_latent=4), None)
+    np.testing.assert_allclose(found, frames, rtol=1e-6)
+    np.testing.assert_array_equal(decoded(frames, request, None), frames)
+    assert decoded(np.ones((2, 1, 1, 16), np.float32), request, VAE).shape == (2, 8, 8, 3)
+
+
+@pytest.mark.parametrize(
+    ("stride", "channels", "vae", "pictures", "frames", "fps"),
+    [
+        ((1, 1, 1), 1, None, 1, 1, None),
+        ((1, 1, 1), 16, None, None, 1, None),
+        ((4, 1, 1), 4, None, 1, 4, None),
+        ((4, 1, 1), 12, None, 3, 4, None),
+        ((4, 8, 8), 16, None, None, 1, 16.0),
+        ((4, 8, 8), 16, VAE, 3, 1, 16.0),
+        ((4, 16, 16), 48, None, None, 1, 24.0),
+    ],
+)
+def test_latents_say_what_pictures_they_hold(stride, channels, vae, pictures, frames, fps):
+    model = dataclasses.replace(MODEL, in_channels=channels)
+    found = Target(model, stride, 1, 1, Encoders(vae=vae))
+    assert (found.picture_channels, found.frames_per_latent) == (pictures, frames)
+    assert family_fps(model, stride) == fps
+    assert family_fps(dataclasses.replace(MODEL, in_channels=16), None) == 16.0
+
+
+@pytest.mark.parametrize(
+    ("channels", "frames", "kept"), [(1, 1, 1), (3, 1, 3), (4, 4, 1), (12, 4, 3), (3, 3, 1)]
+)
+def test_a_picture_is_the_first_latent(channels, frames, kept):
+    picture = np.random.default_rng(0).integers(0, 256, (4, 6, 3), np.uint8)
+    latent = as_latent(picture, channels, frames)
+    assert (latent.shape, latent.dtype) == ((1, 4, 6, channels), np.float32)
+    values = picture.astype(np.float32) / 127.5 - 1
+    expected = values if kept == 3 else values.mean(axis=-1, keepdims=True)
+    copies = latent.reshape(4, 6, frames, kept)
+    np.testing.assert_allclose(copies, np.repeat(expected[:, :, None], frames, axis=2), atol=1e-6)
+
+
+def test_a_picture_is_turned_as_its_file_says_and_as_preparation_reads_it(tmp_path):
+    path, exif, rng = tmp_path / "photo.jpg", Image.Exif(), np.random.default_rng(0)
+    exif[0x0112] = 6  # shown a quarter turn clockwise, as phones write it
+    picture = Image.fromarray(rng.integers(0, 256, (48, 80, 3), np.uint8)).resize((800, 480))
+    picture.save(path, exif=exif, quality=95)
+    found = read_picture(path, 800, 480).astype(int)
+    expected = np.asarray(picture.transpose(Image.Transpose.ROTATE_270)).astype(int)
+    assert np.abs(found - expected).mean() < 6
+
+    def fit(height, width):
+        assert (height, width) == (800, 480)
+        raise StopIteration
+
+    with pytest.raises(StopIteration):
+        decode_image(Source(path, 0, path.stat().st_size), fit)
+
+
+def test_what_is_no_picture_is_one_line(tmp_path):
+    bomb, text = tmp_path / "bomb.png", tmp_path / "text.png"
+    Image.new("1", (20_000, 20_000)).save(bomb)
+    text.write_text("no picture")
+    for path in (bomb, text, tmp_path / "missing.png", tmp_path):
+        with pytest.raises(InputError) as error:
+            read_picture(path, 16, 16)
+        assert str(error.value).startswith(f"{path}: cannot be read as an image (")
+        assert "\n" not in str(error.value)
