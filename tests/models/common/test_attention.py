@@ -1,188 +1,238 @@
-import importlib
-import re
+"""Attention of whole and of packed rows, on one device and on several."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from attention_oracle import assert_near, graded, heads, laid_out, masked, packed_of, same_sample
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
 
-from alload_jax.models.common.attention import attention
-from alload_jax.models.common.cudnn import cudnn_rows
-from alload_jax.models.common.segments import AttentionSegments, Segments
-from alload_jax.sharding.mesh import MeshConfig, batch_sharding, make_mesh
+from alload_jax.models.common.attention import attention, in_query_blocks, query_blocks
+from alload_jax.models.common.segments import PADDING, SplitRows
+from alload_jax.sharding.mesh import BATCH_AXES, MeshConfig, batch_sharding, make_mesh
 
-LOWERING = "/jax/core/compile/jaxpr_to_mlir_module_duration"
-
-
-def oracle(query, key, value):
-    query, key, value = (np.asarray(part, np.float64) for part in (query, key, value))
-    logits = np.einsum("bshd,bthd->bhst", query, key) / np.sqrt(query.shape[-1])
-    weights = np.exp(logits - logits.max(-1, keepdims=True))
-    return np.einsum("bhst,bthd->bshd", weights / weights.sum(-1, keepdims=True), value)
+needs_devices = pytest.mark.skipif(
+    len(jax.devices()) < 8 or jax.default_backend() != "cpu", reason="needs 8 CPU devices"
+)
 
 
-def heads(shape, seed, dtype=jnp.float32):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+def parts_of(rows, total_q, total_k):
+    return [heads((rows, n, 2, 8), i) for i, n in enumerate((total_q, total_k, total_k))]
 
 
-@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (7, 7), (33, 5), (4, 77)])
-def test_equals_the_float64_oracle(queries, keys):
-    query, key, value = (heads((2, n, 3, 8), i) for i, n in enumerate((queries, keys, keys)))
-    np.testing.assert_allclose(
-        attention(query, key, value), oracle(query, key, value), rtol=2e-5, atol=2e-6
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (33, 5), (4, 77)])
+def test_whole_rows_equal_the_oracle(queries, keys):
+    parts = parts_of(2, queries, keys)
+    np.testing.assert_allclose(attention(*parts), masked(*parts), rtol=2e-5, atol=2e-6)
+
+
+# ---------------------------------------------------------------- segments
+
+ROWS, SLOTS, TOKENS = 2, 4, 44
+"""Of random rows: SLOTS segments of 9 tokens with gaps of 2 fit just so."""
+
+
+@st.composite
+def packings(draw):
+    """Rows of query segments and of key segments: odd, short, with gaps, in shapes of one size."""
+    used = [draw(st.integers(0, SLOTS)) for _ in range(ROWS)]
+    sides = []
+    for _ in range(2):
+        laid = []
+        for count in used:
+            at, parts = 0, []
+            for _ in range(count):
+                at += draw(st.integers(0, 2))
+                length = draw(st.integers(1, 9))
+                parts.append((at, length))
+                at += length
+            laid.append(parts)
+        sides.append(laid)
+    return sides
+
+
+@given(packings())
+@settings(max_examples=10, deadline=None)
+def test_segments_attend_to_themselves_alone(case):
+    queries, _ = case
+    ids = np.full((ROWS, TOKENS), PADDING)
+    for row, spans in enumerate(queries):
+        for slot, (offset, length) in enumerate(spans):
+            ids[row, offset : offset + length] = slot
+    np.testing.assert_array_equal(laid_out(queries, SLOTS, TOKENS).ids, ids)
+    parts, packed = parts_of(ROWS, TOKENS, TOKENS), packed_of(*case, TOKENS, TOKENS, SLOTS)
+    expected = masked(*parts, same_sample(ids, packed.key.ids))
+    found = attention(*parts, segments=packed)
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-6)
+
+
+LAID = [[(0, 7), (8, 1), (12, 20)], [(0, 3)]]
+LAID_KEYS = [[(0, 5), (5, 5), (10, 5)], [(0, 5)]]
+FIRST = [[(0, 7)], [(0, 1)], [], [(0, 4)]]
+"""Rows of one slot, which are computed as whole ones."""
+CASES = {"many": (LAID, LAID_KEYS, 40, 20, 4), "one": (FIRST, FIRST, 7, 7, 1)}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_passes_between_segments_nor_from_tokens_of_none(name):
+    packed, parts = packed_of(*CASES[name]), parts_of(len(CASES[name][0]), *CASES[name][2:4])
+    ids = [np.asarray(side.ids) for side in (packed.query, packed.key, packed.key)]
+
+    def run(parts):
+        return [np.asarray(x) for x in graded(lambda *p: attention(*p, segments=packed), parts)]
+
+    clean = run(parts)
+    expected = graded(lambda *p: masked(*p, same_sample(*ids[:2])), parts)
+    for found, exact in zip(clean, expected, strict=True):
+        np.testing.assert_allclose(found, exact, rtol=2e-4, atol=2e-5)
+    outside = [(each == PADDING)[..., None, None] for each in ids]
+    spoilt = run([jnp.where(gone, jnp.nan, x) for gone, x in zip(outside, parts, strict=True)])
+    np.testing.assert_array_equal(spoilt[0], clean[0])
+    for before, gone in zip(clean, (outside[0], *outside), strict=True):
+        assert not np.where(gone, before, 0).any()
+    if name == "one":
+        for found, before in zip(spoilt, clean, strict=True):
+            np.testing.assert_array_equal(found, before)
+        return
+    for place in range(3):
+        spoilt = list(parts)
+        spoilt[place] = jnp.where((ids[place] == 2)[..., None, None], jnp.nan, parts[place])
+        found = np.array(attention(*spoilt, segments=packed))
+        assert np.isnan(found[0, 12:32]).all()
+        found[0, 12:32] = clean[0][0, 12:32]
+        np.testing.assert_array_equal(found, clean[0])
+    changed = attention(*(part.at[0, 0:5].set(7.0) for part in parts), segments=packed)
+    np.testing.assert_array_equal(changed[0, 8:], clean[0][0, 8:])
+
+
+def test_what_cannot_run_is_refused_with_the_reason():
+    parts, packed = (
+        [part.astype(jnp.bfloat16) for part in parts_of(2, 40, 20)],
+        packed_of(*CASES["many"]),
     )
-
-
-LENGTHS = np.array([7, 1, 0, 4])
-
-
-def first_tokens(lengths):
-    """Rows of one segment each, which begins at the first token."""
-    length = jnp.asarray(lengths)[:, None]
-    segments = Segments(jnp.zeros_like(length), length, None)
-    return AttentionSegments(segments, segments, ((0, 1), (int(max(lengths)), 0)), None)
-
-
-def test_tokens_behind_a_row_s_length_neither_attend_nor_are_attended_to():
-    parts = [heads((4, 7, 3, 8), i) for i in range(3)]
-    found = np.asarray(attention(*parts, segments=first_tokens(LENGTHS)))
-    for row, length in enumerate(LENGTHS):
-        alone = oracle(*(part[row : row + 1, :length] for part in parts)) if length else []
-        np.testing.assert_allclose(found[row, :length], np.reshape(alone, (-1, 3, 8)), rtol=2e-5)
-        np.testing.assert_array_equal(found[row, length:], 0)
-
-
-def masked_gradients(parts, implementation):
-    """Of a sum over all outputs, those of masked tokens too."""
-
-    def total(*parts):
-        output = attention(*parts, segments=first_tokens(LENGTHS), implementation=implementation)
-        return jnp.sum(
-            output.astype(jnp.float32) * jnp.cos(jnp.arange(output.size)).reshape(output.shape)
-        )
-
-    return jax.jit(jax.grad(total, argnums=(0, 1, 2)))(*parts)
-
-
-def test_masked_tokens_have_no_gradient_even_if_they_are_not_finite():
-    parts = [heads((4, 7, 3, 8), i) for i in range(3)]
-    masked = (np.arange(7) >= LENGTHS[:, None])[..., None, None]
-    clean = masked_gradients(parts, "xla")
-    spoilt = masked_gradients([jnp.where(masked, jnp.nan, part) for part in parts], "xla")
-    for found, other in zip(clean, spoilt, strict=True):
-        np.testing.assert_array_equal(found, other)
-        np.testing.assert_array_equal(np.where(masked, found, 0), 0)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [16, 37])
-def test_cudnn_masks_as_xla_does(tokens):
-    parts = [heads((4, tokens, 4, 32), i, jnp.bfloat16) for i in range(3)]
-    plain = masked_gradients([part.astype(jnp.float32) for part in parts], "xla")
-    for found, expected in zip(masked_gradients(parts, "cudnn"), plain, strict=True):
-        expected = np.asarray(expected, np.float64)
-        error = np.linalg.norm(np.asarray(found, np.float64) - expected)
-        assert error < 2e-2 * np.linalg.norm(expected)
-
-
-def cudnn_calls(function, *parts):
-    """The custom calls of a function's gradients, lowered for a GPU on any machine."""
-    grads = jax.grad(lambda *p: jnp.sum(function(*p).astype(jnp.float32)), argnums=(0, 1, 2))
-    traced = jax.jit(grads).trace(*parts)
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    calls = [line for line in text.splitlines() if "custom_call @__cudnn" in line]
-    return [re.sub(r"%[\w#:]+", "%", call).strip() for call in calls]
-
-
-@pytest.mark.parametrize("masked", [False, True])
-def test_cudnn_is_called_as_jax_calls_it(masked, monkeypatch):
-    parts = [jax.ShapeDtypeStruct((2, n, 4, 32), jnp.bfloat16) for n in (64, 32, 32)]
-    lengths = (jnp.array([3, 64]), jnp.array([5, 32])) if masked else None
-    found = cudnn_calls(lambda *p: cudnn_rows(*p, lengths), *parts)
-    module = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
-    for name, value in (
-        ("check_cudnn_version", 91300),
-        ("check_compute_capability", True),
-        ("is_cuda_compute_capability_equal", False),
-    ):
-        monkeypatch.setattr(module, name, lambda *_, value=value: value)
-    names = ("query_seq_lengths", "key_value_seq_lengths")
-    given = dict(zip(names, lengths, strict=True)) if masked else {}
-    theirs = cudnn_calls(
-        lambda *p: jax.nn.dot_product_attention(*p, implementation="cudnn", **given), *parts
-    )
-    assert len(found) == 2
-    assert found == theirs
-
-
-def test_a_program_with_cudnn_is_lowered_once_for_all_devices():
-    """JAX lowers its own primitives of attention anew for each device."""
-    lowered = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda event, *_, fun_name="", **__: lowered.append(fun_name) if event == LOWERING else None
-    )
-
-    @jax.jit
-    @jax.grad
-    def total(query):
-        return jnp.sum(cudnn_rows(query, query, query).astype(jnp.float32))
-
-    for device in jax.devices()[:3]:
-        placed = jax.sharding.SingleDeviceSharding(device)
-        query = jax.ShapeDtypeStruct((2, 32, 4, 32), jnp.bfloat16, sharding=placed)
-        total.trace(query).lower(lowering_platforms=("cuda",))
-    assert len(lowered) == 1
-
-
-@pytest.mark.parametrize("lengths", [None, (5, 8)], ids=["whole", "masked"])
-def test_each_device_computes_its_own_rows_and_heads(lengths):
-    mesh = make_mesh(MeshConfig(tensor=2), jax.devices()[:4])
-    sharding, parts = batch_sharding(mesh), [heads((4, 8, 2, 16), i) for i in range(3)]
-    segments = lengths and first_tokens(lengths * 2)
-    run = jax.jit(lambda *p: attention(*p, segments, sharding=sharding))
-    placed = jax.device_put(parts, NamedSharding(mesh, jax.P(sharding.spec[0], None, "tensor")))
-    program = run.lower(*placed).compile().as_text()
-    assert not any(word in program for word in ("all-gather", "all-reduce", "all-to-all"))
-    expected = attention(*parts, segments)
-    np.testing.assert_allclose(run(*placed), expected, rtol=1e-5, atol=1e-6)
-
-
-def test_cudnn_on_a_cpu_is_refused_with_the_reason():
-    if jax.default_backend() == "gpu":
-        pytest.skip("there is a GPU here")
-    query = heads((1, 4, 2, 8), 0, jnp.bfloat16)
-    with pytest.raises(NotImplementedError, match="the backend is 'cpu'"):
-        attention(query, query, query, implementation="cudnn")
-
-
-def test_an_unknown_implementation_is_named():
-    query = heads((1, 4, 2, 8), 0)
     with pytest.raises(ValueError, match="'flash9'"):
-        attention(query, query, query, implementation="flash9")
+        attention(*parts, implementation="flash9")
+    if jax.default_backend() == "gpu":
+        return
+    with pytest.raises(NotImplementedError, match=r"the backend is 'cpu', .*use 'xla'"):
+        attention(*parts, implementation="cudnn")
+    with pytest.raises(NotImplementedError, match=r"backend is 'cpu'.*dual_constraint"):
+        attention(*parts, segments=packed, implementation="cudnn")
+
+
+# ---------------------------------------------------------------- devices
+
+
+@needs_devices
+@pytest.mark.parametrize("name", ["whole", *CASES])
+def test_each_device_computes_its_own_rows_and_heads(name):
+    case = CASES["one" if name == "whole" else name]
+    mesh = make_mesh(MeshConfig(tensor=2), jax.devices()[: 8 if name != "many" else 4])
+    sharding, parts = batch_sharding(mesh), parts_of(len(case[0]), *case[2:4])
+    packed = None if name == "whole" else packed_of(*case)
+    placed = jax.device_put(parts, NamedSharding(mesh, jax.P(sharding.spec[0], None, "tensor")))
+    laid = jax.device_put(packed, sharding)
+    run = jax.jit(lambda p, laid: attention(*p, laid, sharding=sharding)).lower(placed, laid)
+    run = run.compile()
+    assert not any(word in run.as_text() for word in ("all-gather", "all-reduce", "all-to-all"))
+    expected = attention(*parts, packed)
+    np.testing.assert_allclose(run(placed, laid), expected, rtol=1e-5, atol=1e-6)
+
+
+REGION = 24
+
+
+def check_split(context, region, head_dim, dtype, tolerance, axes):
+    """Split samples of odd lengths, and of one token, with borders of ranks inside of them."""
+    devices = jax.devices()[: int(np.prod(list(axes.values())))]
+    sharding = NamedSharding(make_mesh(MeshConfig(**axes), devices), PartitionSpec(BATCH_AXES))
+    long, behind = context * region, 64 - region
+    joint = [(0, 31), (31, 1), (32, long - 39), (long - 7, 7)]
+    whole = [[(0, 17), (17, behind - 17)] if rank % 2 else [(0, behind)] for rank in range(context)]
+    whole = whole if behind else [[]] * context
+    rows = SplitRows(
+        laid_out(whole, 5, behind),
+        laid_out([joint] * context, 5, long),
+        region,
+        (((0, 2), (max(1, behind), 0)), ((0, len(joint)), (long, 0))),
+    )
+    ids = np.concatenate([rows.split.ids[0].reshape(context, region), rows.whole.ids], axis=1)
+    ids[:, region:] += 10 * (1 + np.arange(context))[:, None]
+    parts = [heads((context, 64, 4, head_dim), n, dtype) for n in range(3)]
+    placed = [jax.device_put(x, sharding) for x in parts]
+    found = graded(lambda *p: attention(*p, segments=rows, sharding=sharding), placed)
+    together = [jnp.asarray(x, jnp.float32).reshape(1, -1, *x.shape[2:]) for x in parts]
+    allowed = same_sample(ids.reshape(1, -1), ids.reshape(1, -1))
+    expected = graded(lambda *p: masked(*p, allowed), together)
+    assert_near([np.reshape(x, (1, -1, *x.shape[2:])) for x in found], expected, tolerance)
+
+
+@needs_devices
+@pytest.mark.parametrize(
+    ("context", "region", "axes"),
+    [
+        (4, REGION, {"context": 4}),
+        (2, 64, {"context": 2}),
+        (2, REGION, {"context": 2, "tensor": 2}),
+    ],
+)
+def test_split_samples_attend_as_whole_ones(context, region, axes):
+    check_split(context, region, 6, jnp.float32, 1e-5, axes)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("queries", "keys"), [(16, 16), (37, 37), (272, 2), (1000, 77)])
-def test_cudnn_equals_the_oracle_in_values_and_gradients(queries, keys):
-    parts = [heads((2, n, 4, 32), i, jnp.bfloat16) for i, n in enumerate((queries, keys, keys))]
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs 2 devices")
+@pytest.mark.parametrize("region", [REGION, 64])
+def test_split_samples_attend_as_whole_ones_on_two_gpus(region):
+    check_split(2, region, 64, jnp.bfloat16, 2e-2, {"context": 2})
 
-    def total(implementation, *parts):
-        output = attention(*parts, implementation=implementation)
-        return jnp.sum(
-            output.astype(jnp.float32) * jnp.cos(jnp.arange(output.size)).reshape(output.shape)
-        )
 
-    output = attention(*parts, implementation="cudnn")
-    expected = oracle(*parts)
-    assert np.linalg.norm(np.asarray(output, np.float64) - expected) < 1e-2 * np.linalg.norm(
-        expected
-    )
-    fused = jax.grad(lambda *p: total("cudnn", *p), argnums=(0, 1, 2))(*parts)
-    plain = jax.grad(lambda *p: total("xla", *p), argnums=(0, 1, 2))(
-        *(part.astype(jnp.float32) for part in parts)
-    )
-    for ours, theirs in zip(fused, plain, strict=True):
-        theirs = np.asarray(theirs, np.float64)
-        error = np.linalg.norm(np.asarray(ours, np.float64) - theirs)
-        assert error < 2e-2 * np.linalg.norm(theirs)
+# ---------------------------------------------------------------- blocks of queries
+
+
+def shape(rows, tokens):
+    return jax.ShapeDtypeStruct((rows, tokens, 12, 128), jnp.bfloat16)
+
+
+@given(st.integers(1, 60), st.integers(2, 40_000), st.integers(1, 1200), st.sampled_from([1, 2, 8]))
+@settings(max_examples=50)
+def test_blocks_are_equal_and_even_and_longer_than_the_keys(rows, queries, keys, shards):
+    blocks = query_blocks(shape(rows, queries), shape(rows, keys), shards)
+    assert queries % blocks == 0
+    if blocks > 1:
+        assert queries // blocks % 2 == 0
+        assert queries // blocks >= keys
+        assert queries >= 8 * keys
+
+
+@pytest.mark.parametrize(
+    ("rows", "queries", "keys", "shards", "expected"),
+    [
+        (1, 32_760, 512, 1, 12),  # 4 blocks of keys and 12 heads
+        (2, 32_760, 512, 1, 6),
+        (1, 4096, 512, 1, 8),  # blocks as long as the keys
+        (1, 4094, 512, 1, 1),  # too short
+        (42, 32_760, 512, 1, 1),  # rows enough
+        (1, 32_760, 257, 1, 1),  # odd
+        (1, 32_762, 512, 1, 1),  # twice a prime
+        (8, 32_760, 512, 8, 12),
+        (8, 32_760, 512, 1, 2),
+    ],
+)
+def test_cross_attention_is_split_where_a_device_has_few_rows(
+    rows, queries, keys, shards, expected
+):
+    assert query_blocks(shape(rows, queries), shape(rows, keys), shards) == expected
+
+
+@pytest.mark.parametrize("blocks", [1, 4])
+def test_blocks_change_no_value_and_no_gradient(blocks):
+    parts = parts_of(2, 12, 3)
+
+    def split(*parts):
+        return attention(*in_query_blocks(*parts, blocks)).reshape(parts[0].shape)
+
+    for found, expected in zip(graded(split, parts), graded(attention, parts), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)

@@ -1,15 +1,36 @@
 """Condition tokens whose number differs by sample, and rows in which they attend with others."""
 
+import dataclasses
+from functools import partial
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_oracle import graded, laid_out, masked, same_sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import NamedSharding
 
+from alload_jax.models.common.attention import attention, xla_packed
 from alload_jax.models.common.embedding import ConditionTokens, mean_by_sample, side_by_side
 from alload_jax.models.common.joint_rows import bucketed_joint_rows, packed_joint_rows
-from alload_jax.models.common.segments import PADDING, PackedMetadata, segments_of
+from alload_jax.models.common.segments import (
+    PADDING,
+    PackedMetadata,
+    SplitRows,
+    TiledSegment,
+    empty_layout,
+    joint_clip_layout,
+    lay_out,
+)
+from alload_jax.models.common.sparse_attention import SparseAttentionConfig
+from alload_jax.models.common.sparse_attention.layer import Choice, Heads, attend
+from alload_jax.models.common.sparse_attention.selectors import Features
+from alload_jax.sharding.mesh import BATCH_AXES, MeshConfig, make_mesh
+
+# ---------------------------------------------------------------- condition tokens
 
 WIDTH = 3
 
@@ -17,11 +38,12 @@ WIDTH = 3
 def tokens_of(lengths, room, seed):
     """Tokens of samples [rows][slots], in slots of `room` tokens; padding is not finite."""
     rng = np.random.default_rng(seed)
-    lengths = np.asarray(lengths, np.int32)
-    rows, slots = lengths.shape
-    offset = np.broadcast_to(np.arange(slots, dtype=np.int32) * room, lengths.shape)
-    segments = segments_of(np.stack([offset, lengths]), room * slots)
-    values = rng.normal(size=(rows, room * slots, WIDTH)).astype(np.float32)
+    segments = laid_out(
+        [[(slot * room, length) for slot, length in enumerate(row)] for row in lengths],
+        len(lengths[0]),
+        room * len(lengths[0]),
+    )
+    values = rng.normal(size=(*segments.ids.shape, WIDTH)).astype(np.float32)
     values[segments.ids == PADDING] = np.nan
     return ConditionTokens(values, segments)
 
@@ -35,38 +57,25 @@ def samples_in(tokens):
     }
 
 
-LENGTHS = st.integers(1, 3).flatmap(
-    lambda slots: st.lists(
-        st.tuples(*[st.lists(st.integers(0, 4), min_size=slots, max_size=slots)] * 2),
-        min_size=1,
-        max_size=3,
-    )
-)
-
-
-@settings(max_examples=30, deadline=None)
-@given(LENGTHS)
-def test_side_by_side_keeps_every_token_of_each_sample_in_order(lengths):
-    parts = [tokens_of([row[n] for row in lengths], 4, n) for n in range(2)]
+@settings(max_examples=12, deadline=None)
+@given(st.integers(1, 3), st.integers(1, 3), st.randoms(use_true_random=False))
+def test_side_by_side_keeps_every_token_and_means_are_of_each_sample(rows, slots, chance):
+    parts = [
+        tokens_of([[chance.randint(0, 4) for _ in range(slots)] for _ in range(rows)], 4, seed)
+        for seed in range(2)
+    ]
     joined = side_by_side(parts)
-    found, expected = samples_in(joined), [samples_in(part) for part in parts]
-    for place, values in found.items():
+    expected, means = [samples_in(part) for part in parts], mean_by_sample(parts[0])
+    for place, values in samples_in(joined).items():
         np.testing.assert_array_equal(values, np.concatenate([part[place] for part in expected]))
+        own = expected[0][place]
+        mean = own.mean(axis=0) if len(own) else np.zeros(WIDTH)
+        np.testing.assert_allclose(means[place], mean, rtol=1e-5, atol=1e-6)
     values, ids = np.asarray(joined.values), np.asarray(joined.segments.ids)
     np.testing.assert_array_equal(values[ids == PADDING], 0)
     # Contiguous segments, padding last, as the norms and cuDNN take them.
     order = np.where(ids == PADDING, ids.max(initial=0) + 1, ids)
     assert (np.diff(order, axis=1) >= 0).all()
-
-
-@settings(max_examples=30, deadline=None)
-@given(LENGTHS)
-def test_means_are_those_of_each_sample_by_itself(lengths):
-    tokens = tokens_of([row[0] for row in lengths], 4, 0)
-    found = np.asarray(mean_by_sample(tokens))
-    for place, values in samples_in(tokens).items():
-        expected = values.astype(np.float64).mean(axis=0) if len(values) else np.zeros(WIDTH)
-        np.testing.assert_allclose(found[place], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_dropped_samples_have_no_tokens_and_others_all():
@@ -77,72 +86,284 @@ def test_dropped_samples_have_no_tokens_and_others_all():
     for place in ((0, 1), (1, 0)):
         np.testing.assert_array_equal(found[place], before[place])
     ids = np.asarray(dropped.segments.ids)
-    assert set(ids[0]) == {1, PADDING}
-    assert set(ids[1]) == {0, PADDING}
+    assert [set(row) for row in ids] == [{1, PADDING}, {0, PADDING}]
 
 
-def packed_case():
-    """Two rows of samples with room for their conditions, and those conditions."""
+# ---------------------------------------------------------------- rows
+
+
+def test_packed_rows_hold_each_condition_behind_its_sample_and_pass_gradients_back():
     condition = side_by_side([tokens_of([[1, 0, 3], [1, 2, 0]], 4, 1)])
-    table = np.array([[[0, 5, 7], [1, 5, 0]], [[3, 1, 2], [3, 4, 0]]], np.int32)
-    metadata = PackedMetadata(
-        segments_of(table, 13), condition.segments, None, (1, 1, 1), ((0, 3), (13, 0)), 4
-    )
-    return metadata, condition
-
-
-def test_packed_rows_hold_each_condition_behind_its_sample():
-    metadata, condition = packed_case()
+    lengths = [[(0, 3), (5, 1), (7, 2)], [(1, 3), (5, 4), (0, 0)]]
+    segments = laid_out(lengths, 3, 13)
+    metadata = PackedMetadata(segments, condition.segments, None, (1, 1, 1), ((0, 3), (13, 0)), 4)
+    with pytest.raises(ValueError, match="give their sharding"):
+        packed_joint_rows(dataclasses.replace(metadata, split=object()), condition.segments)
     rows = packed_joint_rows(metadata, condition.segments)
     tokens = np.arange(2 * 13 * WIDTH, dtype=np.float32).reshape(2, 13, WIDTH)
-    joined = rows.join(tokens, condition.values)
-    offset, length, ids = metadata.tokens
+    joined, pull = jax.vjp(rows.join, jnp.asarray(tokens), condition.values)
+    expected, ids = tokens.copy(), segments.ids.copy()
+    cotangent = np.random.default_rng(0).normal(size=tokens.shape).astype(np.float32)
+    to_tokens, to_condition = cotangent.copy(), np.zeros(condition.values.shape, np.float32)
     for (row, slot), own in samples_in(condition).items():
-        begin, end = offset[row, slot], offset[row, slot] + length[row, slot]
-        np.testing.assert_array_equal(joined[row, begin:end], tokens[row, begin:end])
-        np.testing.assert_array_equal(joined[row, end : end + len(own)], own)
-        both = np.asarray(rows.segments.query.ids)[row]
-        assert (both == slot).sum() == length[row, slot] + len(own)
+        begin = condition.segments.offset[row, slot]
+        of_condition, end = slice(begin, begin + len(own)), sum(lengths[row][slot])
+        behind = slice(end, end + len(own))
+        expected[row, behind], ids[row, behind] = own, slot
+        to_condition[row, of_condition] = cotangent[row, behind]
+        to_tokens[row, behind] = 0
+    np.testing.assert_array_equal(joined, expected)
+    np.testing.assert_array_equal(rows.segments.query.ids, ids)
+    for found, exact in zip(pull(cotangent), (to_tokens, to_condition), strict=True):
+        np.testing.assert_array_equal(found, exact)
     back, of_condition = rows.separate(joined, 13)
     np.testing.assert_array_equal(of_condition, condition.values)
-    np.testing.assert_array_equal(np.asarray(back)[ids != PADDING], tokens[ids != PADDING])
-
-
-def test_joining_passes_each_gradient_to_the_token_it_belongs_to():
-    metadata, condition = packed_case()
-    rows = packed_joint_rows(metadata, condition.segments)
-    rng = np.random.default_rng(0)
-    cotangent = rng.normal(size=(2, 13, WIDTH)).astype(np.float32)
-    tokens = jnp.zeros((2, 13, WIDTH))
-    _, pull = jax.vjp(rows.join, tokens, condition.values)
-    to_tokens, to_condition = map(np.asarray, pull(cotangent))
-    place = np.asarray(rows.place)
-    for row, index in np.ndindex(*place.shape):
-        inside = place[row, index] < 13
-        expected = cotangent[row, place[row, index]] if inside else np.zeros(WIDTH)
-        np.testing.assert_array_equal(to_condition[row, index], expected)
-        if inside:
-            cotangent[row, place[row, index]] = 0
-    np.testing.assert_array_equal(to_tokens, cotangent)
+    np.testing.assert_array_equal(back[segments.ids != PADDING], tokens[segments.ids != PADDING])
 
 
 def test_bucketed_rows_end_with_the_condition():
     condition = tokens_of([[2], [0]], 4, 0)
     rows = bucketed_joint_rows(5, condition.segments)
     assert rows.segments.query.length.tolist() == [[7], [5]]
-    tokens = np.ones((2, 5, WIDTH), np.float32)
-    joined = rows.join(tokens, jnp.nan_to_num(condition.values))
+    tokens, values = np.ones((2, 5, WIDTH), np.float32), jnp.nan_to_num(condition.values)
+    joined = rows.join(tokens, values)
     assert joined.shape == (2, 9, WIDTH)
-    back, of_condition = rows.separate(joined, 5)
-    np.testing.assert_array_equal(back, tokens)
-    assert of_condition.shape == (2, 4, WIDTH)
+    for found, exact in zip(rows.separate(joined, 5), (tokens, values), strict=True):
+        np.testing.assert_array_equal(found, exact)
     assert bucketed_joint_rows(5, None).segments is None
 
 
-def test_split_samples_need_a_sharding():
-    metadata, condition = packed_case()
-    split = PackedMetadata(
-        *(metadata.tokens, metadata.condition, object(), metadata.grid, metadata.lengths, 4)
+# ---------------------------------------------------------------- sparse attention
+
+HEADS, CHANNELS, BLOCK, DENSITY = 2, 4, 64, 0.4
+
+
+class Sample(NamedTuple):
+    """(t, h, w) of the latents; tokens of the condition, and room for them."""
+
+    grid: tuple[int, int, int]
+    condition: int
+    room: int
+
+    @property
+    def latents(self):
+        return int(np.prod(self.grid))
+
+
+LONG, OTHER = Sample((4, 9, 10), 70, 75), Sample((5, 8, 8), 0, 3)
+SHORT = Sample((1, 5, 5), 9, 9)
+
+
+def packed_case():
+    """A row of samples, some too short for tiles, and one of none; joint metadata."""
+    samples = [LONG, SHORT, OTHER]
+    ends = np.cumsum([sample.latents + sample.room for sample in samples])
+    offsets, tokens = [0, *ends[:-1].tolist()], int(ends[-1]) + 7
+    latents = [(offset, each.latents) for offset, each in zip(offsets, samples, strict=True)]
+    layout = empty_layout(2, tokens, 14, BLOCK)
+    lay_out(layout, 0, [TiledSegment(n, offsets[n], samples[n].grid) for n in (0, 2)])
+    layout = dataclasses.replace(
+        layout, longest=6, covers_all=False, condition_blocks=4, longest_condition=2
     )
-    with pytest.raises(ValueError, match="give their sharding"):
-        packed_joint_rows(split, condition.segments)
+    condition = laid_out([[(0, 70), (70, 9), (79, 0)], []], 4, 90)
+    metadata = PackedMetadata(
+        *(laid_out([latents, []], 4, tokens), condition, None, (9, 9, 9)),
+        lengths=((0, 4), (500, 0)),
+        longest_condition=80,
+        row_tiles=layout,
+    )
+    rows = packed_joint_rows(jax.tree.map(jnp.asarray, metadata), condition)
+    return rows, xla_packed, [(0, *each) for each in zip(samples, offsets, strict=True)]
+
+
+def bucketed_case():
+    """Rows of one size, whose conditions have other lengths."""
+    layout = joint_clip_layout(LONG.grid, BLOCK, 75)
+    condition = laid_out([[(0, 70)], [(0, 0)], [(0, 75)]], 1, 75)
+    rows = bucketed_joint_rows(LONG.latents, condition, layout.of_rows(3))
+    samples = [(n, LONG._replace(condition=each), 0) for n, each in enumerate((70, 0, 75))]
+    return rows, partial(attention, implementation="xla"), samples
+
+
+def allowed_pairs(rows, samples, heads, density):
+    """[R, H, T, T] bool: the best tiles of the sample and its condition; conditions all of it."""
+    layout = rows.packed.row_tiles
+    source = np.asarray(layout.source).reshape(*layout.tokens.shape, BLOCK)
+    query, key = (np.asarray(part, np.float64) for part in heads)
+    allowed = np.zeros((query.shape[0], HEADS, query.shape[1], query.shape[1]), bool)
+    for row, sample, offset in samples:
+        latents = np.arange(offset, offset + sample.latents)
+        condition = latents[-1] + 1 + np.arange(sample.condition)
+        everything = np.concatenate([latents, condition])
+        tiles = [tile[tile >= 0] for tile in source[row]]
+        tiles = [tile for tile in tiles if len(tile) and offset <= tile[0] <= latents[-1]]
+        allowed[np.ix_([row], range(HEADS), condition, everything)] = True
+        if not tiles:
+            allowed[np.ix_([row], range(HEADS), everything, everything)] = True
+        else:
+            assert sorted(np.concatenate(tiles)) == latents.tolist()
+        keep = int(np.ceil(density * len(tiles)))
+        for head in range(HEADS):
+            means = [[x[row, tile, head].mean(0) for tile in tiles] for x in (query, key)]
+            for number, tile in enumerate(tiles):
+                scores = np.array([means[0][number] @ mean for mean in means[1]])
+                scores[number] = np.inf  # its own is always one of them
+                chosen = [tiles[n] for n in np.argsort(-scores)[:keep]]
+                keys = np.concatenate([*chosen, condition])
+                allowed[np.ix_([row], [head], tile, keys)] = True
+    return jnp.asarray(allowed)
+
+
+@pytest.mark.parametrize(
+    ("make", "selector"),
+    [
+        (packed_case, "pooled"),
+        (bucketed_case, "pooled"),
+        pytest.param(packed_case, "all", marks=pytest.mark.slow),
+    ],
+)
+def test_latents_attend_to_chosen_tiles_and_conditions_to_all(make, selector):
+    rows, within, samples = make()
+    settings = SparseAttentionConfig(forced=(DENSITY,), min_tokens=100, selector=selector)
+    density, ids = 1.0 if selector == "all" else DENSITY, rows.packed.tokens.ids
+    rng = np.random.default_rng(0)
+    arrays = list(rng.normal(size=(3, *ids.shape, HEADS, CHANNELS)).astype(np.float32))
+    arrays[1] += rng.normal(size=(len(ids), 1, HEADS, CHANNELS))  # scores that are far apart
+    allowed = allowed_pairs(rows, samples, arrays[:2], density)
+    choice = Choice(settings, density, within, *jnp.zeros((3,), jnp.int32))
+
+    def sparse(query, key, value):
+        features = Features(query, key) if selector == "pooled" else None
+        densities, numbers = jnp.full(HEADS, DENSITY), jnp.arange(HEADS)
+        heads = Heads(query, key, value, features, densities, numbers)
+        return attend(heads, rows.packed.row_tiles, rows.packed.within_tokens(), choice)
+
+    found, expected = graded(sparse, arrays), graded(lambda *p: masked(*p, allowed), arrays)
+    np.testing.assert_array_equal(np.asarray(found[0])[np.asarray(ids) == PADDING], 0)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=2e-5)
+
+
+# ---------------------------------------------------------------- split samples
+
+SLOTS, BEHIND = 4, 12
+
+
+class Piece(NamedTuple):
+    """Tokens of a sample's latents, room for those of its condition, and those that there are."""
+
+    latents: int
+    room: int
+    condition: int
+
+
+GROUPS = {
+    "condition over a border": (8, [Piece(7, 4, 4), Piece(3, 1, 1)], [Piece(5, 3, 2)] * 2),
+    "condition on ranks without latents": (
+        4,
+        [Piece(3, 12, 11), Piece(1, 0, 0)],
+        [Piece(2, 6, 5), Piece(9, 2, 0)] * 2,
+    ),
+    "dropped condition": (10, [Piece(14, 4, 0), Piece(1, 1, 1)], [Piece(6, 4, 0)] * 2),
+    "several in a region": (
+        9,
+        [Piece(2, 2, 1), Piece(1, 3, 3), Piece(8, 2, 2)],
+        [Piece(11, 1, 1)] * 2,
+    ),
+}
+"""Tokens of a region, split samples one after another, and a whole one behind on each rank."""
+
+
+class Laid(NamedTuple):
+    """A group in rows, and where the tokens of each sample are, as (row, token).
+
+    `copies`: of its condition, a list for every rank that has one; `joined`: the copy of each token
+    that is in the rank's own row.
+    """
+
+    metadata: PackedMetadata
+    latents: list
+    copies: list
+    joined: list
+
+
+def laid_group(region, split, whole):
+    """The metadata as a collator makes it."""
+    ranks, together = len(whole), len(whole) * region
+    tokens, conditions = ([[] for _ in range(ranks)] for _ in range(2))
+    slots, places = np.full((ranks, SLOTS), PADDING, np.int32), Laid(None, [], [], [])
+    starts, start = [], 0
+
+    def add(rank, offset, count, condition):
+        begin = sum(each for _, each in conditions[rank])
+        tokens[rank].append((offset, count))
+        conditions[rank].append((begin, condition))
+        return [(rank, begin + n) for n in range(condition)]
+
+    for number, sample in enumerate(split):
+        starts.append((start, sample.latents))
+        all_places = [divmod(start + n, region) for n in range(sample.latents + sample.room)]
+        copies = {}
+        for rank in sorted({rank for rank, _ in all_places}):
+            own = [(n, at) for n, (r, at) in enumerate(all_places) if r == rank]
+            slots[rank, len(tokens[rank])] = number
+            count = sum(n < sample.latents for n, _ in own)
+            copies[rank] = add(rank, own[0][1], count, sample.condition)
+        behind = all_places[sample.latents : sample.latents + sample.condition]
+        places.latents.append(all_places[: sample.latents])
+        places.copies.append(list(copies.values()))
+        places.joined.append([copies[rank][n] for n, (rank, _) in enumerate(behind)])
+        start += sample.latents + sample.room
+    for rank, sample in enumerate(whole):
+        copy = add(rank, region, sample.latents, sample.condition)
+        places.latents.append([(rank, region + n) for n in range(sample.latents)])
+        places.copies.append([copy])
+        places.joined.append(copy)
+    rows = SplitRows(
+        laid_out([[(0, sample.latents)] for sample in whole], 1, BEHIND),
+        laid_out([starts] * ranks, SLOTS, together),
+        region,
+        (((0, 1), (BEHIND, 0)), ((0, len(split)), (together, 0))),
+        slots=slots,
+    )
+    room = max(sum(each for _, each in row) for row in conditions) + 1
+    both = laid_out(tokens, SLOTS, region + BEHIND), laid_out(conditions, SLOTS, room)
+    metadata = PackedMetadata(*both, rows, (1, 1, 1), ((0, SLOTS), (together, 0)), room)
+    return places._replace(metadata=metadata)
+
+
+@pytest.mark.skipif(
+    len(jax.devices()) < 8 or jax.default_backend() != "cpu", reason="needs 8 CPU devices"
+)
+@pytest.mark.parametrize("name", GROUPS)
+def test_split_samples_attend_to_their_conditions_as_whole_ones(name):
+    laid, ranks = laid_group(*GROUPS[name]), len(GROUPS[name][2])
+    mesh = make_mesh(MeshConfig(context=ranks), jax.devices()[:ranks])
+    sharding = NamedSharding(mesh, jax.P(BATCH_AXES))
+    metadata, rng = jax.device_put(laid.metadata, sharding), np.random.default_rng(0)
+    widths = [part.ids.shape[1] for part in (laid.metadata.tokens, laid.metadata.condition)]
+    both = rng.normal(size=(3, ranks, sum(widths), 4, 2)).astype(np.float32)
+    sample = np.full((ranks, sum(widths)), PADDING)
+    for number, places in enumerate(zip(laid.latents, laid.copies, laid.joined, strict=True)):
+        latents, copies, joined = places
+        for rank, token in [*latents, *((rank, widths[0] + n) for rank, n in joined)]:
+            sample[rank, token] = number
+        for copy in filter(None, copies):  # every rank computes the same
+            for (rank, token), (first, other) in zip(copy, copies[0], strict=True):
+                both[:, rank, widths[0] + token] = both[:, first, widths[0] + other]
+
+    def jointly(*heads):
+        rows = packed_joint_rows(metadata, metadata.condition, sharding)
+        joined = (rows.join(part[:, : widths[0]], part[:, widths[0] :]) for part in heads)
+        mixed = attention(*joined, segments=rows.segments, sharding=sharding)
+        tokens, condition = rows.separate(mixed, widths[0])
+        valid = metadata.tokens.ids[..., None, None] != PADDING
+        return jnp.concatenate([jnp.where(valid, tokens, 0), condition], axis=1)
+
+    # Copies on other ranks and padding are zero: nothing of them reaches an output.
+    found = graded(jointly, jax.device_put(list(both), sharding))
+    flat = [jnp.asarray(part).reshape(1, -1, *part.shape[2:]) for part in both]
+    allowed = same_sample(sample.reshape(1, -1), sample.reshape(1, -1))
+    for ours, theirs in zip(found, graded(lambda *p: masked(*p, allowed), flat), strict=True):
+        ours = np.reshape(ours, theirs.shape)
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
