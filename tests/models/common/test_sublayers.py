@@ -1,7 +1,6 @@
-"""Rotary embedding, heads of attention from their projection, feed-forward layers."""
+"""Parts of blocks: patches, rotary embedding, projections, norms, feed-forward, class labels."""
 
 from functools import partial
-from typing import get_args
 from unittest import mock
 
 import jax
@@ -13,70 +12,58 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from alload_jax.models.common import sublayers
+from alload_jax.models.common.embedding import ClassEmbedding
 from alload_jax.models.common.layers import rematerialise
-from alload_jax.models.common.parts import Linear
+from alload_jax.models.common.parts import Linear, fan_out, patchify, unpatchify
 from alload_jax.models.common.sublayers import (
     FeedForward,
     apply_rotary,
     grid_positions,
     rotary_table,
 )
+from alload_jax.models.families import abstract_model, config_from_fields
 from alload_jax.planning.analytic import keeps_feed_forward
-from alload_jax.planning.remat import RematPolicy
 from alload_jax.sharding.mesh import AXES, BATCH_AXES
 from pallas_kernels import devices
 
-# ---------------------------------------------------------------- rotary
+# ---------------------------------------------------------------- patches and positions
 
 
-def test_positions_run_through_width_then_height_then_frames():
-    positions = grid_positions(2, 3, 4)
-    expected = [(t, h, w) for t in range(2) for h in range(3) for w in range(4)]
-    assert positions.tolist() == [list(place) for place in expected]
+def test_tokens_are_patches_in_the_order_of_their_positions():
+    grid, patch = (2, 3, 2), (1, 2, 3)
+    shape = (2, *(g * p for g, p in zip(grid, patch, strict=True)), 2)
+    latents = np.arange(np.prod(shape)).reshape(shape)
+    tokens, positions = patchify(latents, patch), np.asarray(grid_positions(*grid))
+    assert positions.tolist() == [list(place) for place in np.ndindex(grid)]
+    for number, place in enumerate(positions):
+        inside = (slice(p * n, p * (n + 1)) for n, p in zip(place, patch, strict=True))
+        expected = latents[:, *inside].reshape(2, -1)
+        np.testing.assert_array_equal(tokens[:, number], expected)
+    np.testing.assert_array_equal(unpatchify(tokens, shape, patch), latents)
 
 
-@pytest.mark.parametrize("head_dim", [2, 8, 24, 32, 128])
-def test_equals_complex_multiplication(head_dim):
-    positions = np.asarray(grid_positions(3, 2, 5))
+@pytest.mark.parametrize(
+    ("head_dim", "options", "sizes"),
+    [
+        (2, {}, (2, 0, 0)),
+        (24, {}, (8, 8, 8)),
+        (128, {}, (44, 42, 42)),
+        (12, {"theta": 256.0, "sizes": (4, 6, 2)}, (4, 6, 2)),
+    ],
+)
+def test_rotary_embedding_is_complex_multiplication(head_dim, options, sizes):
+    positions, theta = np.asarray(grid_positions(3, 2, 5)), options.get("theta", 10_000.0)
     x = np.random.default_rng(0).normal(size=(2, 30, 3, head_dim)).astype(np.float32)
-    spatial = 2 * (head_dim // 6)
-    angles = []
-    for axis, size in enumerate((head_dim - 2 * spatial, spatial, spatial)):
-        for i in range(size // 2):
-            angles.append(positions[:, axis] * 10_000.0 ** (-2 * i / size))
-    turn = np.exp(1j * np.stack(angles, -1))
-    expected = (x[..., 0::2] + 1j * x[..., 1::2]) * turn[None, :, None]
-    table = rotary_table(positions, (3, 2, 5), head_dim)
-    turned = np.asarray(apply_rotary(jnp.asarray(x), table))
-    np.testing.assert_allclose(turned[..., 0::2], expected.real, rtol=1e-6, atol=1e-6)
-    np.testing.assert_allclose(turned[..., 1::2], expected.imag, rtol=1e-6, atol=1e-6)
-
-
-def test_channels_are_divided_as_asked():
-    positions, sizes = np.asarray(grid_positions(3, 2, 5)), (4, 6, 2)
-    cos, sin = rotary_table(positions, (3, 2, 5), 12, theta=256.0, sizes=sizes)
     angles = [
-        positions[:, axis] * 256.0 ** (-2 * i / size)
+        positions[:, axis] * theta ** (-2 * i / size)
         for axis, size in enumerate(sizes)
         for i in range(size // 2)
     ]
-    np.testing.assert_allclose(cos, np.cos(np.stack(angles, -1)), atol=1e-6)
-    np.testing.assert_allclose(sin, np.sin(np.stack(angles, -1)), atol=1e-6)
-
-
-def test_products_depend_on_differences_of_position_alone():
-    rng = np.random.default_rng(1)
-    query, key = (jnp.asarray(rng.normal(size=(1, 1, 1, 32)), jnp.float32) for _ in range(2))
-
-    def product(here, there):
-        turned = [
-            apply_rotary(x, rotary_table(np.asarray([place]), (16, 16, 16), 32))
-            for x, place in ((query, here), (key, there))
-        ]
-        return float((turned[0] * turned[1]).sum())
-
-    moved = product((7, 8, 9), (5, 10, 12))
-    np.testing.assert_allclose(product((2, 0, 1), (0, 2, 4)), moved, rtol=1e-4)
+    expected = (x[..., 0::2] + 1j * x[..., 1::2]) * np.exp(1j * np.stack(angles, -1))[:, None]
+    table = rotary_table(positions, (3, 2, 5), head_dim, **options)
+    turned = np.asarray(apply_rotary(jnp.asarray(x), table))
+    np.testing.assert_allclose(turned[..., 0::2], expected.real, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(turned[..., 1::2], expected.imag, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("place", [(4, 0, 0), (0, 2, 0), (0, 0, 7), (-1, 0, 0), (0, 0, -9)])
@@ -91,8 +78,61 @@ def test_positions_outside_the_limits_are_refused(place):
         assert np.isnan(part[1]).any()
 
 
-# ---------------------------------------------------------------- query key
+def test_class_tokens_are_a_row_of_the_table_and_the_sinusoid_of_their_place():
+    embedding = ClassEmbedding(10, 8, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    labels = np.array([[3, 10, 7], [7, 3, 0]])
+    angle = np.arange(3)[:, None] * 100.0 ** (-np.arange(4) / 4)
+    place = np.concatenate([np.cos(angle), np.sin(angle)], axis=1)
+    expected = np.asarray(embedding.table.embedding[...])[labels] + place
+    np.testing.assert_allclose(embedding(jnp.asarray(labels)), expected, rtol=1e-5, atol=1e-6)
 
+
+def test_the_gradient_of_shared_input_adds_each_to_the_sum_of_those_behind_it():
+    """As cuBLAS's epilogue needs it: a product, to which an array is added."""
+    x = jnp.ones(3)
+    parts, pull = jax.vjp(lambda x: fan_out(x, 3), x)
+    assert all((part == x).all() for part in parts)
+    np.testing.assert_array_equal(pull((x, 2 * x, 4 * x))[0], 7 * x)
+    first, second = jax.make_jaxpr(pull)((x, 2 * x, 3 * x)).jaxpr.eqns
+    assert (first.primitive.name, second.primitive.name) == ("add", "add")
+    assert second.invars[1] is first.outvars[0]
+
+
+# ---------------------------------------------------------------- norms
+
+FIELDS = {"dim": 24, "ffn_dim": 32, "num_heads": 2, "num_layers": 1, "in_channels": 4}
+FIELDS |= {"text": {"dim": 16, "length": 8}, "image": {"dim": 16}, "dtype": "float32"}
+FAMILIES = {"wan": {}, "hunyuan_video": {"glyphs": {"dim": 16, "length": 8}}}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_norms_of_models_keep_their_digits_at_any_mean(family):
+    config = config_from_fields({"family": family} | FIELDS | FAMILIES[family])
+    graph, shapes = abstract_model(config)[:2]
+    ones = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: np.full(leaf.shape, "scale" in jax.tree_util.keystr(path), np.float32),
+        shapes,
+    )
+    norms = (nnx.LayerNorm, nnx.RMSNorm)
+    found = [module for _, module in nnx.iter_graph(nnx.merge(graph, ones))]
+    found = [module for module in found if isinstance(module, norms)]
+    assert {type(module) for module in found} == set(norms)
+    for module in found:
+        norm, state = nnx.split(module)
+        size = jax.tree.leaves(state)[0].shape[-1]
+        norm = nnx.merge(norm, jax.tree.map(lambda leaf, n=size: leaf.reshape(-1, n)[0], state))
+        for mean in (0.0, 1000.0):
+            x = mean + np.random.default_rng(0).normal(size=(16, size)).astype(np.float32)
+            exact = x.astype(np.float64)
+            centre = 0 if isinstance(module, nnx.RMSNorm) else exact.mean(-1, keepdims=True)
+            power = ((exact - centre) ** 2).mean(-1, keepdims=True) + module.epsilon
+            # A row's mean is known to a unit of float32, four of its size.
+            np.testing.assert_allclose(
+                norm(jnp.asarray(x)), (exact - centre) / np.sqrt(power), 0, 2.0**-22 * (4 + mean)
+            )
+
+
+# ---------------------------------------------------------------- queries and keys
 
 HEADS, DIM = 4, 32
 CASES = {
@@ -135,24 +175,16 @@ def close(one, other):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_heads_are_projected_normed_and_rotated(name):
+def test_heads_are_projected_normed_and_rotated_with_and_without_kernels(name, monkeypatch):
     x, linear, norm, rotary = made(name)
-    per_head = CASES[name][2]
-    y = linear(x)
-    shape = (*x.shape[:2], HEADS, DIM // HEADS)
-    expected = norm(y.reshape(shape)) if per_head else norm(y).reshape(shape)
+    y, shape = linear(x), (*x.shape[:2], HEADS, DIM // HEADS)
+    expected = norm(y.reshape(shape)) if CASES[name][2] else norm(y).reshape(shape)
     expected = expected if rotary is None else apply_rotary(expected, rotary)
-    (_, heads), _ = with_gradient(x, linear, norm, rotary)
-    close(heads, expected)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_kernels_compute_the_same(name, monkeypatch):
-    expected = with_gradient(*made(name))
-    monkeypatch.setattr(
-        sublayers, "rms_norm_rotary", partial(sublayers.rms_norm_rotary, interpret=True)
-    )
-    close(with_gradient(*made(name)), expected)
+    plain = with_gradient(x, linear, norm, rotary)
+    close(plain[0][1], expected)
+    interpreted = partial(sublayers.rms_norm_rotary, interpret=True)
+    monkeypatch.setattr(sublayers, "rms_norm_rotary", interpreted)
+    close(with_gradient(x, linear, norm, rotary), plain)
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
@@ -184,14 +216,6 @@ def test_kernels_compute_the_same_on_a_mesh(tensor, monkeypatch):
 # ---------------------------------------------------------------- feed forward
 
 
-POLICIES = get_args(RematPolicy)
-
-
-def layer_of(dim, hidden, dtype):
-    layer = FeedForward(dim, hidden, dtype=dtype, rngs=nnx.Rngs(0))
-    return nnx.split(layer)
-
-
 def gated(graph, policy):
     """A loss in which the layer's output has a gate, whose gradient needs the output."""
 
@@ -206,44 +230,33 @@ def gated(graph, policy):
     return loss
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_gelu_runs_once_more_only_where_the_layer_is_applied_again(policy):
-    dim, hidden = 64, 1024
-    graph, state = layer_of(dim, hidden, jnp.bfloat16)
-    shapes = (state, jnp.zeros((2, 2048, dim), jnp.bfloat16), jnp.zeros((), jnp.bfloat16))
+@pytest.mark.parametrize(
+    ("policy", "runs"),
+    [("none", 1), ("full", 2), ("feed_forward_and_attention", 1), ("matmuls_and_attention", 1)],
+)
+def test_gelu_runs_once_more_only_where_the_layer_is_applied_again(policy, runs):
+    graph, state = nnx.split(FeedForward(64, 1024, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+    shapes = (state, jnp.zeros((2, 2048, 64), jnp.bfloat16), jnp.zeros((), jnp.bfloat16))
     grad = jax.jit(jax.grad(gated(graph, policy), argnums=(0, 1, 2)))
     with (
         mock.patch.object(devices, "unsupported_triton_device", return_value=None),
         mock.patch.object(devices, "device_kind", return_value="NVIDIA H200"),
     ):
         text = grad.trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
-    runs = {name: text.count(f'name = "bias_gelu_{name}"') for name in ("forward", "backward")}
-    again = not keeps_feed_forward(policy)
-    assert runs == {"forward": 2 if again else 1, "backward": 1}
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_all_policies_give_the_same_gradients(policy):
-    graph, state = layer_of(16, 48, jnp.float32)
-    x = jax.random.normal(jax.random.key(0), (2, 8, 16))
-    found, expected = (
-        jax.jit(jax.grad(gated(graph, each), argnums=(0, 1, 2)))(state, x, jnp.float32(0.5))
-        for each in (policy, "none")
-    )
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+    found = {name: text.count(f'name = "bias_gelu_{name}"') for name in ("forward", "backward")}
+    assert found == {"forward": runs, "backward": 1}
 
 
 def test_a_second_derivative_is_that_of_the_functions_apart():
-    graph, state = layer_of(8, 24, jnp.float32)
+    graph, state = nnx.split(FeedForward(8, 24, dtype=jnp.float32, rngs=nnx.Rngs(0)))
     x = jax.random.normal(jax.random.key(1), (1, 3, 8))
 
     def slope(x, kept):
         return jnp.sum(jnp.sin(nnx.merge(graph, state)(x, output_kept=kept)))
 
-    along = jnp.cos(x)
     found = [
-        jax.jvp(jax.grad(lambda x, kept=kept: slope(x, kept)), (x,), (along,))[1]
+        jax.jvp(jax.grad(lambda x, kept=kept: slope(x, kept)), (x,), (jnp.cos(x),))
         for kept in (True, False)
     ]
-    np.testing.assert_allclose(*found, rtol=1e-4, atol=1e-5)
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
