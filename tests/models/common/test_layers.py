@@ -1,14 +1,17 @@
-"""How layers are run as a loop or one by one, and their kernels in 16 bits."""
+"""Loops over layers: kernels in 16 bits, recomputation, and tensors in the host's memory."""
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import jaxprs_in_params
+from jax.sharding import NamedSharding, PartitionSpec
 
+from alload_jax.models.common.host_loop import Step, host_scan
 from alload_jax.models.common.stored import (
     Float8Kernel,
     SlottedKernel,
@@ -17,24 +20,25 @@ from alload_jax.models.common.stored import (
     with_cast_kernels,
     with_slots,
 )
-from alload_jax.models.families import build_model, config_from_fields, gradient_dtypes
+from alload_jax.models.families import abstract_model, config_from_fields, gradient_dtypes
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
 from alload_jax.training.state import abstract_state
 from alload_jax.training.step import make_accumulate, zero_accumulator
 from alload_jax.training.trial_step import random_batch, training_spec
 
-# ---------------------------------------------------------------- layers
+FIELDS = {"in_channels": 4, "dim": 32, "ffn_dim": 64, "num_heads": 2, "num_layers": 3}
+FAMILIES = ["wan", "hunyuan_video"]
 
 
-TINY = {"dim": 8, "ffn_dim": 16, "num_heads": 2, "num_layers": 4, "in_channels": 4}
+def config_of(family, dtype="bfloat16", **fields):
+    return config_from_fields(FIELDS | {"family": family, "dtype": dtype} | fields)
 
 
 @pytest.mark.parametrize(
-    ("policies", "barriers"),
-    [(["full"], 0), (["attention", "full"], 2), (["full", "attention", "full", "attention"], 4)],
+    ("policies", "barriers"), [(["full"], 0), (["full", "attention", "full", "attention"], 4)]
 )
 def test_layers_of_an_iteration_are_computed_again_in_turn(policies, barriers):
-    spec = training_spec(config_from_fields(TINY | {"remat": "none", "remat_layers": policies}))
+    spec = training_spec(config_of("wan", num_layers=4, remat="none", remat_layers=policies))
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     weights = abstract_state(spec, mesh, 0).weights
     batch = jax.eval_shape(lambda: random_batch(spec.model, (1, 1, 4, 4), 1))
@@ -48,24 +52,29 @@ def test_layers_of_an_iteration_are_computed_again_in_turn(policies, barriers):
 # ---------------------------------------------------------------- stacked kernels
 
 
-FIELDS = {"in_channels": 4, "dim": 32, "ffn_dim": 64, "num_heads": 2, "num_layers": 3}
-
-
-def config_of(family, dtype="bfloat16", **fields):
-    return config_from_fields(FIELDS | {"family": family, "dtype": dtype} | fields)
-
-
 def blocks_of(config):
-    return build_model(config, nnx.Rngs(0)).blocks
+    graph, shapes = abstract_model(config)[:2]
+    rng = np.random.default_rng(0)
+    values = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype), shapes)
+    return nnx.merge(graph, values).blocks
 
 
-@pytest.mark.parametrize("family", ["wan", "hunyuan_video"])
-def test_a_copy_has_the_kernels_in_16_bits_and_all_else_as_it_was(family):
-    blocks = blocks_of(config_of(family))
+@pytest.mark.parametrize(
+    ("config", "count"),
+    [
+        (config_of("wan"), 10),
+        (config_of("hunyuan_video"), 12),
+        (config_of("wan", "float32"), 0),
+        (config_of("wan", lora={"rank": 2}), 10),
+    ],
+    ids=["wan", "hunyuan_video", "float32", "adapters"],
+)
+def test_a_copy_has_the_kernels_in_16_bits_and_all_else_as_it_was(config, count):
+    blocks = blocks_of(config)
     before = nnx.to_pure_dict(nnx.state(blocks))
-    copy = with_cast_kernels(blocks)
+    copy = nnx.to_pure_dict(nnx.state(with_cast_kernels(blocks)))
     narrow = {"/".join(map(str, path)) for path, *_ in narrow_linears(blocks)}
-    assert len(narrow) == (10 if family == "wan" else 12)
+    assert len(narrow) == count
 
     def compare(path, value, original):
         name = "/".join(str(key.key) for key in path)
@@ -73,14 +82,8 @@ def test_a_copy_has_the_kernels_in_16_bits_and_all_else_as_it_was(family):
         assert value.dtype == ("bfloat16" if cast else "float32")
         np.testing.assert_array_equal(value, original.astype(value.dtype))
 
-    jax.tree_util.tree_map_with_path(compare, nnx.to_pure_dict(nnx.state(copy)), before)
+    jax.tree_util.tree_map_with_path(compare, copy, before)
     jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(blocks)), before)
-
-
-def test_layers_in_float32_are_copied_as_they_are():
-    blocks = blocks_of(config_of("wan", "float32"))
-    states = [nnx.to_pure_dict(nnx.state(each)) for each in (blocks, with_cast_kernels(blocks))]
-    jax.tree.map(np.testing.assert_array_equal, *states)
 
 
 def test_a_kernel_in_float8_stays_in_float8():
@@ -92,60 +95,33 @@ def test_a_kernel_in_float8_stays_in_float8():
     assert kept.values.dtype == jnp.float8_e4m3fn
 
 
-@pytest.mark.parametrize("family", ["wan", "hunyuan_video"])
-def test_layers_compiled_one_by_one_split_no_kernels_in_float32(family):
-    found = {}
-    for scan in (False, True):
-        config = config_of(family, scan_layers=scan)
-        batch = jax.eval_shape(lambda config=config: random_batch(config, (1, 1, 4, 4), 8))
-        shapes = jax.eval_shape(lambda config=config: build_model(config, nnx.Rngs(0)))
-        graph, state = nnx.split(shapes)
+def test_layers_compiled_one_by_one_split_no_kernels_in_float32():
+    def equations(jaxpr):
+        for equation in jaxpr.eqns:
+            yield equation
+            for inner in jaxprs_in_params(equation.params):
+                yield from equations(inner)
 
-        def loss(state, batch, graph=graph):
+    def split(scan):
+        config = config_of("wan", scan_layers=scan)
+        graph, shapes = abstract_model(config)[:2]
+        batch = jax.eval_shape(lambda: random_batch(config, (1, 1, 4, 4), 8))
+
+        def loss(params, batch):
             time = jnp.zeros(len(batch.latents))
-            output = nnx.merge(graph, state)(batch.latents, time, batch.condition)
-            return jnp.sum(output)
+            return jnp.sum(nnx.merge(graph, params)(batch.latents, time, batch.condition))
 
-        jaxpr = jax.make_jaxpr(jax.grad(loss))(state, batch).jaxpr
-        found[scan] = [each.invars[0].aval for each in equations(jaxpr) if is_split(each)]
-    # The modulation of HunyuanVideo's layers computes in float32.
-    modulation = (3, 32, 6 * 32)
-    split = [aval for aval in found[False] if aval.ndim == 3 and aval.shape != modulation]
-    kernels = [aval for aval in split if min(aval.shape[1:]) >= 32]
-    assert kernels
-    assert {str(aval.dtype) for aval in kernels} == {"bfloat16"}
-    assert not [aval for aval in found[True] if aval.shape[:1] == (3,) and aval.ndim == 3]
+        found = equations(jax.make_jaxpr(jax.grad(loss))(shapes, batch).jaxpr)
+        splits = [each for each in found if each.primitive.name == "split"]
+        kernels = [each.invars[0].aval for each in splits if each.params["axis"] == 0]
+        return {str(aval.dtype) for aval in kernels if aval.ndim == 3 and min(aval.shape[1:]) > 6}
+
+    assert (split(False), split(True)) == ({"bfloat16"}, set())
 
 
-def equations(jaxpr):
-    for equation in jaxpr.eqns:
-        yield equation
-        for inner in jaxprs_in_params(equation.params):
-            yield from equations(inner)
-
-
-def is_split(equation):
-    return equation.primitive.name == "split" and equation.params["axis"] == 0
-
-
-def test_adapters_beside_frozen_kernels_are_not_cast():
-    config = config_of("wan", lora={"rank": 2})
-    copy = with_cast_kernels(blocks_of(config))
-    query = copy.self_attention.query
-    assert query.kernel.get_value().dtype == "bfloat16"
-    assert query.lora_down.get_value().dtype == "float32"
-
-
-# ---------------------------------------------------------------- gradient slots
-
-
-LAYERS = {"in_channels": 4, "dim": 32, "ffn_dim": 64, "num_heads": 2, "num_layers": 2}
-
-
-@settings(deadline=None, max_examples=20)
-@given(st.integers(0, 1000), st.sampled_from(["bfloat16", "float16"]))
-def test_a_slots_gradient_is_the_one_before_the_cast(seed, dtype):
-    keys = jax.random.split(jax.random.key(seed), 3)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_slots_gradient_is_the_one_before_the_cast(dtype):
+    keys = jax.random.split(jax.random.key(0), 3)
     kernel = jax.random.normal(keys[0], (6, 4))
     x, weights = (
         jax.random.normal(key, (5, n), dtype) for key, n in zip(keys[1:], (6, 4), strict=True)
@@ -164,22 +140,146 @@ def test_a_slots_gradient_is_the_one_before_the_cast(seed, dtype):
     np.testing.assert_array_equal(loss(kernel), of_slot(jnp.full(kernel.shape, jnp.nan, dtype)))
 
 
-@pytest.mark.parametrize("family", ["wan", "hunyuan_video"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_only_kernels_of_layers_that_compute_in_16_bits_have_narrow_gradients(family):
-    fields = LAYERS | {"family": family}
-    narrow = gradient_dtypes(config_from_fields(fields | {"dtype": "bfloat16"}))
+    narrow = gradient_dtypes(config_of(family))
     assert set(narrow.values()) == {jnp.dtype("bfloat16")}
     assert all(name.endswith("/kernel") for name in narrow)
     assert any(name.endswith("feed_forward/hidden/kernel") for name in narrow)
     assert not [name for name in narrow if "modulation" in name or "time" in name]
-    assert gradient_dtypes(config_from_fields(fields | {"dtype": "float32"})) == {}
+    assert gradient_dtypes(config_of(family, "float32")) == {}
 
 
 def test_parameters_without_a_slot_are_those_that_are_differentiated():
     values = {"a": {"kernel": jnp.ones((2, 3, 4)), "bias": jnp.ones(2)}}
     slots = {"a": {"kernel": jnp.zeros((2, 3, 4), jnp.bfloat16), "bias": jnp.full(2, 5.0)}}
     found = with_slots(values, slots, {"a/kernel": jnp.bfloat16, "absent/kernel": jnp.bfloat16})
-    assert isinstance(found["a"]["kernel"], SlottedKernel)
     assert found["a"]["kernel"].shape == (2, 3, 4)
     np.testing.assert_array_equal(found["a"]["kernel"][1], values["a"]["kernel"][1])
     np.testing.assert_array_equal(found["a"]["bias"], slots["a"]["bias"])
+
+
+# ---------------------------------------------------------------- the host's memory
+
+WIDTH, ROWS = 4, 3
+KEPT = jax.checkpoint_policies.save_only_these_names("middle", "last")
+WRAPS = {
+    "nothing": partial(jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable),
+    "named": partial(jax.checkpoint, policy=KEPT),
+    "all": lambda function: function,
+}
+
+
+def block(shared, x, layer):
+    """Uses a kernel, a bias, a stored number that has no gradient, and what all layers share."""
+    scale, places = shared
+    y = checkpoint_name(jnp.tanh(x[places] @ layer["kernel"] + layer["bias"]), "middle")
+    z = checkpoint_name(jnp.sin(y * layer["count"] + scale) @ layer["kernel"].T, "last")
+    return x + z, {"loss": jnp.sum(z**2, axis=-1)}
+
+
+def arguments_of(length):
+    """x, floats of the layers, what all share, and stored numbers of the layers."""
+    rng = np.random.default_rng(length)
+    shapes = ((ROWS, WIDTH), (length, WIDTH, WIDTH), (length, WIDTH), (WIDTH,))
+    x, kernel, bias, scale = (jnp.asarray(rng.normal(0, 0.5, each), jnp.float32) for each in shapes)
+    counts = jnp.arange(length, dtype=jnp.int32) % 3
+    return (x, {"kernel": kernel, "bias": bias}, scale), counts
+
+
+def loop_and_scan(wraps, counts, to_host=True):
+    """Losses of the loop and of a scan, as functions of (x, floats of layers, scale)."""
+    places = jnp.array([2, 0, 1])
+
+    def loop(x, layers, scale):
+        def step(x, group, n):
+            return block((scale, places), x, jax.tree.map(lambda leaf: leaf[n], group))
+
+        steps = [
+            Step(partial(step, n=n), WRAPS[wrap], to_host=to_host) for n, wrap in enumerate(wraps)
+        ]
+        groups = jax.tree.map(lambda leaf: leaf.reshape(-1, len(wraps), *leaf.shape[1:]), layers)
+        x, auxiliary = host_scan(steps, x, groups, "last")
+        stacked = jnp.stack([each["loss"] for each in auxiliary], axis=1)
+        return x, stacked.reshape(-1, ROWS)
+
+    def scan(x, layers, scale):
+        x, auxiliary = jax.lax.scan(partial(block, (scale, places)), x, layers)
+        return x, auxiliary["loss"]
+
+    def loss(run, x, floats, scale):
+        x, losses = run(x, floats | {"count": counts}, scale)
+        return jnp.sum(x * jnp.arange(WIDTH)) + 0.1 * jnp.sum(losses), losses
+
+    return partial(loss, loop), partial(loss, scan)
+
+
+@pytest.mark.parametrize(
+    ("groups", "wraps", "frozen"),
+    [
+        (1, ["named"], ()),
+        (2, ["nothing"], ("kernel",)),
+        (3, ["all", "named", "nothing"], ("bias",)),
+        (4, ["named", "all"], ("kernel", "bias")),
+        (4, ["nothing", "named"], ()),
+    ],
+)
+def test_values_and_gradients_are_those_of_a_scan(groups, wraps, frozen):
+    (x, floats, scale), counts = arguments_of(groups * len(wraps))
+    held = {name: floats.pop(name) for name in frozen}
+    graded, plain = [], []
+    for loss in loop_and_scan(wraps, counts):
+
+        def of_trained(x, trained, scale, loss=loss):
+            return loss(x, trained | held, scale)
+
+        gradient = jax.value_and_grad(of_trained, argnums=(0, 1, 2), has_aux=True)
+        graded.append(jax.jit(gradient)(x, floats, scale))
+        plain.append(jax.jit(of_trained)(x, floats, scale))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), *graded)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), *plain)
+
+
+@pytest.mark.parametrize(
+    ("wraps", "to_host", "moved", "carry"),
+    [(["nothing"], True, 1, 1), (["named"], True, 3, 2), (["named"], False, 0, 1)],
+)
+def test_what_steps_keep_moves_and_the_last_output_a_turn_later(wraps, to_host, moved, carry):
+    arguments, counts = arguments_of(4)
+    loss, _ = loop_and_scan(wraps, counts, to_host)
+    jaxpr = jax.make_jaxpr(jax.grad(lambda *given: loss(*given)[0], argnums=1))(*arguments)
+    [scan] = [each for each in jaxpr.eqns if each.primitive.name == "scan"]
+    moves = [each for each in scan.params["jaxpr"].eqns if each.primitive.name == "device_put"]
+    shapes = [variable.aval.shape for each in moves for variable in each.outvars]
+    assert (shapes, scan.params["num_carry"]) == ([(ROWS, WIDTH)] * moved, carry)
+    # Parameters are not kept a second time.
+    _, backward, _ = jax.vjp(loss, *arguments, has_aux=True)
+    kernels = [leaf for leaf in jax.tree.leaves(backward) if leaf.shape[-3:] == (1, WIDTH, WIDTH)]
+    assert len(kernels) == 1
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(lambda scale: loss(*arguments[:2], scale)[0], arguments[2:], arguments[2:])
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="one device")
+def test_rows_may_be_split_over_devices():
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((2,), ("data",), auto, devices=jax.devices()[:2])
+    (x, layers, scale), _ = arguments_of(4)
+    x = jnp.concatenate([x, x])[:4]
+
+    def looped(x, layers, scale):
+        def step(x, layer):
+            return x + jnp.tanh(x @ layer["kernel"] + scale), {}
+
+        steps = [Step(step, WRAPS["nothing"], to_host=True)]
+        return jnp.sum(host_scan(steps, x, layers, "last")[0] ** 2)
+
+    def plain(x, layers, scale):
+        for kernel in layers["kernel"]:
+            x = x + jnp.tanh(x @ kernel + scale)
+        return jnp.sum(x**2)
+
+    split = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
+    found = jax.jit(jax.grad(looped, argnums=(0, 1, 2)))(split, layers, scale)
+    expected = jax.grad(plain, argnums=(0, 1, 2))(x, layers, scale)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), found, expected)
