@@ -1,7 +1,13 @@
-"""Adapters of linear layers, and how frozen parameters are stored."""
+"""Adapters of linear layers, the sums of what is exported, and how parameters are stored."""
 
+import contextlib
 import dataclasses
+import hashlib
 import json
+import random
+import re
+import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,15 +17,15 @@ import pytest
 import safetensors.numpy
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import TextConfig
 from alload_jax.models.common.lora import LORA_PATTERN, LoraConfig, dropout_keys
+from alload_jax.models.common.safetensor_files import CONFIG_SHA256, SHA256, check_sum
 from alload_jax.models.common.stored import Float8Kernel, quantise, readable, stored_tree
 from alload_jax.models.families import abstract_model, build_model, split_model, training_graph
 from alload_jax.models.lora_files import (
+    BASE_NOTE,
     Adapter,
     Target,
     adapters_of,
@@ -30,6 +36,8 @@ from alload_jax.models.lora_files import (
     write_lora,
 )
 from alload_jax.models.wan.transformer import WanConfig
+from alload_jax.models.weights import load_weights, read_transformer, save_weights
+from alload_jax.sharding.mesh import MeshConfig, make_mesh
 from alload_jax.training.checkpoint_files import checksum
 
 PLAIN = WanConfig(
@@ -63,41 +71,35 @@ def output(config, params):
     return np.asarray(run(params))
 
 
-@pytest.mark.slow
-def test_a_new_model_with_adapters_has_the_weights_and_outputs_of_one_without():
-    plain = split_model(build_model(PLAIN, nnx.Rngs(3))).params
-    config = with_lora(rank=5)
-    adapted = split_model(build_model(config, nnx.Rngs(3))).params
-    ours, base = flatten_dict(adapted, sep="/"), flatten_dict(plain, sep="/")
+def test_a_new_model_with_adapters_has_the_weights_of_one_without():
+    small = dataclasses.replace(PLAIN, num_layers=1)
+    configs = small, dataclasses.replace(small, lora=LoraConfig(rank=5))
+    base, ours = (
+        flatten_dict(split_model(build_model(each, nnx.Rngs(3))).params, sep="/")
+        for each in configs
+    )
     for name, value in base.items():
         np.testing.assert_array_equal(ours[name], value)
     new = ours.keys() - base.keys()
+    assert new == {name for name in ours if re.search(LORA_PATTERN, name)}
     assert len(new) == 2 * 10  # query, key, value and out twice, and two of the feed-forward layer
     for name in new:
         assert bool(jnp.any(ours[name] != 0)) == name.endswith("lora_down")
-    np.testing.assert_array_equal(output(config, adapted), output(PLAIN, plain))
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"rank": 4},
-        {"rank": 2, "alpha": 5.0, "targets": ("self_attention/query$", "patch_embedding", "head")},
-    ],
-)
-def test_the_output_is_that_of_merged_kernels(fields):
-    config = with_lora(**fields)
+def test_the_output_is_that_of_merged_kernels():
+    targets = ("self_attention/query$", "patch_embedding", "head")
+    config = with_lora(rank=2, alpha=5.0, targets=targets)
     params = random_params(config)
     expected = {}
     flat = {k: np.asarray(v, np.float64) for k, v in flatten_dict(params, sep="/").items()}
     for name, value in flat.items():
-        if "lora_" in name:
-            continue
         layer = name.removesuffix("kernel")
         if f"{layer}lora_down" in flat and name.endswith("kernel"):
-            scale = (config.lora.alpha or config.lora.rank) / config.lora.rank
-            value = value + scale * flat[f"{layer}lora_down"] @ flat[f"{layer}lora_up"]
-        expected[name] = value.astype(np.float32)
+            value = value + 5 / 2 * flat[f"{layer}lora_down"] @ flat[f"{layer}lora_up"]
+        if "lora_" not in name:
+            expected[name] = value.astype(np.float32)
+    assert len(flat) == len(expected) + 6
     expected = unflatten_dict(expected, sep="/")
     found = merge_adapters(params, config.lora)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), found, expected)
@@ -109,25 +111,23 @@ def test_the_output_is_that_of_merged_kernels(fields):
     [
         ({"rank": 0}, r"model.lora.rank is 0"),
         ({"alpha": -1.0}, r"model.lora.alpha is -1.0"),
+        ({"alpha": 0.0}, r"model.lora.alpha is 0.0"),
         ({"dropout": 1.0}, r"model.lora.dropout is 1.0"),
+        ({"dropout": -0.1}, r"model.lora.dropout is -0.1"),
         ({"targets": ("(",)}, "is not a regular expression"),
+        ({"targets": ("to_q",)}, r"'to_q' matches no linear layer; names are.*blocks/"),
     ],
 )
 def test_wrong_settings_are_refused(fields, words):
     with pytest.raises(InputError, match=words):
-        LoraConfig(**fields)
-
-
-def test_a_pattern_that_matches_no_layer_is_refused_with_names():
-    with pytest.raises(InputError, match=r"'to_q' matches no linear layer; names are.*blocks/"):
-        abstract_model(with_lora(targets=("to_q",)))
+        abstract_model(with_lora(**fields))
 
 
 def test_dropout_differs_by_layer_and_batch_and_keeps_the_mean():
     config = with_lora(rank=4, dropout=0.4, targets=("feed_forward/hidden",))
     graph, shapes = training_graph(config)
     params = random_params(config)
-    drawn = [dropout_keys(shapes, jax.random.key(n)) for n in range(300)]
+    drawn = [dropout_keys(shapes, jax.random.key(n)) for n in range(100)]
     layers = np.asarray(flatten_dict(drawn[0], sep="/")["blocks/feed_forward/hidden/dropout_key"])
     assert len({tuple(layer) for layer in layers}) == 3
     x = jnp.ones((8, 16))
@@ -153,36 +153,35 @@ def test_dropout_differs_by_layer_and_batch_and_keeps_the_mean():
 # ---------------------------------------------------------------- files
 
 
-@pytest.mark.parametrize("keys", ["diffusers", "original"])
-@pytest.mark.parametrize("fields", [{"rank": 3}, {"rank": 2, "alpha": 5.0, "targets": ("key$",)}])
+@pytest.mark.parametrize(
+    ("keys", "fields"),
+    [("diffusers", {"rank": 3}), ("original", {"rank": 2, "alpha": 5.0, "targets": ("key$",)})],
+)
 def test_a_file_comes_back_as_it_was(fields, keys, tmp_path):
     config = with_lora(**fields)
     params = random_params(config)
     adapters = adapters_of(params, config.lora)
     file = tmp_path / "x.safetensors"
-    assert write_lora(file, adapters, config, keys) == (3 if keys == "original" else 2) * len(
-        adapters
-    )
-    found = read_lora(file, PLAIN).adapters
-    assert found.keys() == adapters.keys()
+    count = write_lora(file, adapters, config, keys, text_length=4)
+    assert count == (3 if keys == "original" else 2) * len(adapters)
+    found = read_lora(file, PLAIN)
+    assert found.text_length == 4
+    assert found.adapters.keys() == adapters.keys()
     for target, adapter in adapters.items():
-        theirs = found[target]
-        np.testing.assert_allclose(
-            theirs.scale * theirs.down @ theirs.up,
-            adapter.scale * adapter.down @ adapter.up,
-            rtol=1e-5,
-            atol=1e-6,
+        theirs, ours = (
+            each.scale * each.down @ each.up for each in (found.adapters[target], adapter)
         )
+        np.testing.assert_allclose(theirs, ours, rtol=1e-5, atol=1e-6)
     merged = merge_adapters(params, config.lora)
     base = {k: v for k, v in flatten_dict(params).items() if not k[-1].startswith("lora_")}
-    again = merge_file(unflatten_dict(base), read_lora(file, PLAIN))
+    again = merge_file(unflatten_dict(base), found)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), again, merged)
     back = flatten_dict(given_adapters(read_lora(file, config), config), sep="/")
-    for name, value in flatten_dict(params, sep="/").items():
-        if "lora_down" in name:
-            up = name.replace("down", "up")
-            product = value @ flatten_dict(params, sep="/")[up]
-            np.testing.assert_allclose(back[name] @ back[up], product, rtol=1e-4, atol=1e-6)
+    flat = flatten_dict(params, sep="/")
+    for down in (name for name in flat if "lora_down" in name):
+        up = down.replace("down", "up")
+        product = flat[down] @ flat[up]
+        np.testing.assert_allclose(back[down] @ back[up], product, rtol=1e-4, atol=1e-6)
 
 
 def test_differences_of_weights_and_biases_are_merged(tmp_path):
@@ -215,10 +214,20 @@ PAIR = {
 }
 
 
+def float8_file():
+    header = {
+        key: {"dtype": "F8_E4M3", "shape": list(value.shape), "data_offsets": [32 * n, 32 * n + 32]}
+        for n, (key, value) in enumerate(PAIR.items())
+    }
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + bytes(64)
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
         ({}, "holds no tensors"),
+        (float8_file(), "is F8_E4M3, not float 16 to 64"),
         ({"transformer.blocks.0.attn1.to_q.lora_A.weight": ZEROS}, "only one of the two"),
         ({k.replace("blocks.0", "blocks.9"): v for k, v in PAIR.items()}, "has no weight in the"),
         (PAIR | {"transformer.blocks.0.attn1.to_q.dora_scale": ZEROS}, "of no known kind"),
@@ -243,65 +252,139 @@ PAIR = {
 )
 def test_files_that_do_not_fit_are_refused_in_one_line(content, words, tmp_path):
     file = tmp_path / "x.safetensors"
-    safetensors.numpy.save_file(content, file)
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    else:
+        safetensors.numpy.save_file(content, file)
     with pytest.raises(InputError, match=words) as error:
         read_lora(file, PLAIN)
     assert "\n" not in str(error.value)
     assert str(file) in str(error.value)
 
 
-def test_a_float8_file_is_refused(tmp_path):
-    header = {
-        key: {"dtype": "F8_E4M3", "shape": list(value.shape), "data_offsets": [32 * n, 32 * n + 32]}
-        for n, (key, value) in enumerate(PAIR.items())
-    }
-    text = json.dumps(header).encode()
-    file = tmp_path / "x.safetensors"
-    file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(64))
-    with pytest.raises(InputError, match="is F8_E4M3, not float 16 to 64"):
-        read_lora(file, PLAIN)
-
-
-def test_a_file_remembers_how_texts_were_padded(tmp_path):
-    config = with_lora(rank=2)
-    file = tmp_path / "x.safetensors"
-    adapters = adapters_of(random_params(config), config.lora)
-    write_lora(file, adapters, config, "diffusers", text_length=4)
-    assert read_lora(file, PLAIN).text_length == 4
-    safetensors.numpy.save_file(PAIR, file)
-    assert read_lora(file, PLAIN).text_length is None
-
-
 def test_adapters_that_a_model_lacks_or_of_another_rank_are_refused(tmp_path):
     file = tmp_path / "x.safetensors"
     safetensors.numpy.save_file(PAIR, file)
+    read = read_lora(file, PLAIN)
+    assert read.text_length is None
     with pytest.raises(InputError, match=r"model\.lora\.rank is 4; set it to 2"):
-        given_adapters(read_lora(file, PLAIN), with_lora(rank=4))
+        given_adapters(read, with_lora(rank=4))
     config = with_lora(rank=2, targets=("feed_forward",))
     with pytest.raises(InputError, match=r"self_attention/query, which model\.lora.targets leaves"):
-        given_adapters(read_lora(file, PLAIN), config)
+        given_adapters(read, config)
     # Layers that the file lacks can still learn.
-    found = given_adapters(read_lora(file, PLAIN), with_lora(rank=2))
-    query = found["blocks"]["self_attention"]["query"]
+    query = given_adapters(read, with_lora(rank=2))["blocks"]["self_attention"]["query"]
     assert (query["lora_down"][1:] != 0).all()
     assert not query["lora_up"].any()
-
-
-def test_layers_without_a_released_name_cannot_be_written(tmp_path):
-    adapters = {Target("other/kernel", None): Adapter(ZEROS.T, ZEROS, 1.0)}
+    nameless = {Target("other/kernel", None): Adapter(ZEROS.T, ZEROS, 1.0)}
     with pytest.raises(InputError, match="lack that layer"):
-        write_lora(tmp_path / "x.safetensors", adapters, PLAIN, "diffusers")
-    assert not list(tmp_path.iterdir())
+        write_lora(tmp_path / "y.safetensors", nameless, PLAIN, "diffusers")
+    assert list(tmp_path.iterdir()) == [file]
+
+
+# ---------------------------------------------------------------- sums of exported files
+
+MESH = make_mesh(MeshConfig(), jax.devices()[:1])
+SMALL = dataclasses.replace(PLAIN, num_layers=1)
+
+
+@pytest.fixture
+def export(tmp_path):
+    save_weights(tmp_path / "export", random_params(SMALL), SMALL, shard_bytes=8_000)
+    return tmp_path / "export"
+
+
+@pytest.fixture
+def adapters(tmp_path):
+    config = dataclasses.replace(SMALL, lora=LoraConfig(rank=2))
+    found = adapters_of(random_params(config), config.lora)
+    write_lora(tmp_path / "lora.safetensors", found, config, "diffusers", base="x", text_length=4)
+    return tmp_path / "lora.safetensors"
+
+
+def content_of(place):
+    """What is read of an exported folder, or of a file of adapters."""
+    if place.is_dir():
+        config = read_transformer(place)
+        return config, jax.tree.leaves(load_weights(place, config, MESH))
+    lora = read_lora(place, SMALL)
+    parts = [(each.down, each.up, each.scale) for each in lora.adapters.values()]
+    return (list(lora.adapters), lora.text_length), jax.tree.leaves(parts)
+
+
+def test_no_flipped_bit_of_an_export_is_silent(export, adapters):
+    """Each alone, most of them in headers."""
+    chance = random.Random(0)
+    for place, count in ((export, 60), (adapters, 120)):
+        files = sorted(export.iterdir()) if place is export else [adapters]
+        healthy, values = content_of(place)
+        for _ in range(count):
+            file = chance.choice(files)
+            bits = 8 * file.stat().st_size
+            bit = chance.randrange(bits if chance.random() < 0.3 else min(bits, 8 * 1500))
+            good = file.read_bytes()
+            damaged = bytearray(good)
+            damaged[bit // 8] ^= 1 << bit % 8
+            file.write_bytes(damaged)
+            with contextlib.suppress(InputError):
+                now, found = content_of(place)
+                assert now == healthy, f"bit {bit} of {file.name}"
+                jax.tree.map(np.testing.assert_array_equal, found, values)
+            file.write_bytes(good)
+
+
+def test_the_sums_are_those_of_the_bytes(export, adapters):
+    for file in (adapters, *export.glob("*.safetensors")):
+        with safetensors.safe_open(file, framework="numpy") as handle:
+            notes = handle.metadata()
+        assert notes["format"] == "pt"  # which diffusers asks for
+        blank = file.read_bytes().replace(notes[SHA256].encode(), b"0" * 64)
+        assert hashlib.sha256(blank).hexdigest() == notes[SHA256]
+        if file != adapters:
+            theirs = hashlib.sha256((export / "config.json").read_bytes()).hexdigest()
+            assert notes[CONFIG_SHA256] == theirs
+        else:
+            assert notes[BASE_NOTE] == "x"
+
+
+def test_a_sum_is_of_one_file_also_where_another_takes_its_place(adapters, monkeypatch):
+    opened, safe_open = Path.open, safetensors.safe_open
+
+    def open_once(path, *args):
+        content = opened(path, *args)
+        path.unlink()
+        path.touch()
+        return content
+
+    def open_header(*args, **options):
+        handle = safe_open(*args, **options)
+        monkeypatch.setattr(Path, "open", open_once)
+        return handle
+
+    monkeypatch.setattr(safetensors, "safe_open", open_header)
+    check_sum(adapters)
+
+
+def test_a_changed_config_is_named(export):
+    place = export / "config.json"
+    place.write_text(json.dumps(json.loads(place.read_text()) | {"eps": 0.1}))
+    with pytest.raises(InputError, match=r"config\.json: is damaged or was changed: its SHA-256"):
+        content_of(export)
+
+
+def test_a_file_alone_needs_no_config(tmp_path):
+    """As ComfyUI and users move it."""
+    save_weights(tmp_path / "whole", random_params(SMALL), SMALL)
+    (file,) = (tmp_path / "whole").glob("*.safetensors")
+    load_weights(shutil.copy(file, tmp_path / "alone.safetensors"), SMALL, MESH)
 
 
 # ---------------------------------------------------------------- frozen parameters
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.integers(0, 2**31), st.floats(1e-20, 1e20))
-def test_float8_errs_by_at_most_a_sixteenth_of_a_number(seed, size):
-    rng = np.random.default_rng(seed)
-    kernel = (size * rng.standard_t(2, size=(2, 9, 5))).astype(np.float32)
+@pytest.mark.parametrize("size", [1e-20, 1.0, 1e20])
+def test_float8_errs_by_at_most_a_sixteenth_of_a_number(size):
+    kernel = (size * np.random.default_rng(0).standard_t(2, size=(2, 90, 5))).astype(np.float32)
     kernel[0, :, 3] = 0
     stored = quantise(jnp.asarray(kernel))
     assert stored["values"].dtype == ml_dtypes.float8_e4m3fn
@@ -332,24 +415,15 @@ def test_only_the_kernels_of_blocks_are_float8_and_the_model_reads_them():
     assert 1e-4 < error < 0.1
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.integers(0, 2**31), st.sampled_from(["float32", "bfloat16", "float8_e4m3fn"]))
-def test_the_checksum_sees_every_bit_and_place(seed, dtype):
-    rng = np.random.default_rng(seed)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])
+def test_the_checksum_sees_every_bit_and_place(dtype):
+    rng = np.random.default_rng(0)
     value = rng.normal(size=(4, 6)).astype(getattr(ml_dtypes, dtype, np.float32))
     before = checksum({"a": jnp.asarray(value)})
-    assert checksum({"a": jnp.asarray(value.copy())}) == before
-    changed = value.copy()
-    bits = changed.view(f"uint{8 * value.itemsize}")
-    row, column, bit = rng.integers(4), rng.integers(6), rng.integers(8 * value.itemsize)
-    bits[row, column] ^= bits.dtype.type(1 << bit)
-    assert checksum({"a": jnp.asarray(changed)}) != before
-    assert checksum({"a": jnp.asarray(value[::-1].copy())}) != before
     assert checksum({"a": jnp.asarray(value.reshape(6, 4))}) == before  # alike in memory
-
-
-def test_the_pattern_of_what_is_trained_matches_adapters_alone():
-    import re
-
-    names = flatten_dict(abstract_model(with_lora()).params, sep="/")
-    assert {bool(re.search(LORA_PATTERN, n)) == ("lora_" in n) for n in names} == {True}
+    assert checksum({"a": jnp.asarray(value[::-1].copy())}) != before
+    for bit in range(8 * value.itemsize):
+        changed = value.copy()
+        bits = changed.view(f"uint{8 * value.itemsize}")
+        bits[rng.integers(4), rng.integers(6)] ^= bits.dtype.type(1 << bit)
+        assert checksum({"a": jnp.asarray(changed)}) != before
