@@ -1,6 +1,7 @@
 """The golden files that tests/parity/draw_hunyuan_video.py drew from diffusers."""
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,9 +58,12 @@ def golden_config(case, **changes):
     return dataclasses.replace(config, **changes)
 
 
-def golden_params(case, config):
-    mesh = make_mesh(MeshConfig(data=1), jax.devices()[:1])
-    return load_weights(GOLDEN / case / "transformer", config, mesh)
+MESH = make_mesh(MeshConfig(data=1), jax.devices()[:1])
+
+
+@functools.cache
+def golden_params(case):
+    return load_weights(GOLDEN / case / "transformer", golden_config(case), MESH)
 
 
 def error_of(value, expected):
