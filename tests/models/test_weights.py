@@ -1,7 +1,6 @@
-"""Wan's transformer against diffusers' own, by golden files, and its weights in and out."""
+"""Weights and configs of checkpoints: how they are read and written, and what is refused."""
 
 import dataclasses
-import functools
 import json
 import shutil
 
@@ -10,14 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from flax import nnx
-from flax.traverse_util import flatten_dict
-from wan_golden import CASES, GOLDEN, golden_calls
+from golden_models import (
+    MESH,
+    WEIGHTS,
+    golden_calls,
+    golden_config,
+    golden_params,
+    outputs_of,
+    transformer,
+)
 
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import TextConfig
 from alload_jax.models.common.safetensor_files import INDEX
-from alload_jax.models.families import abstract_model, parameter_count, read_model_config
+from alload_jax.models.families import parameter_count, read_model_config
 from alload_jax.models.wan.family import FAMILY
 from alload_jax.models.wan.transformer import WanConfig
 from alload_jax.models.weights import (
@@ -28,121 +33,7 @@ from alload_jax.models.weights import (
 )
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
 
-ONE_DEVICE = make_mesh(MeshConfig(data=1), jax.devices()[:1])
-T2V = GOLDEN / "t2v" / "transformer"
-WEIGHTS = "diffusion_pytorch_model.safetensors"
-
-
-def golden_config(case, **changes):
-    config = read_model_config(GOLDEN / case / "transformer" / "config.json")
-    return dataclasses.replace(config, **{"dtype": "float32"} | changes)
-
-
-@functools.cache
-def golden_params(case):
-    return load_weights(GOLDEN / case / "transformer", golden_config(case), ONE_DEVICE)
-
-
-def golden_tensors(case):
-    return safetensors.numpy.load_file(GOLDEN / case / "transformer" / WEIGHTS)
-
-
-def outputs_of(case, calls, **changes):
-    graph = abstract_model(golden_config(case, **changes)).graph
-    run = jax.jit(lambda params, *inputs: nnx.merge(graph, params)(*inputs))
-    return [run(golden_params(case), c.latents, c.timestep, c.text, c.image) for c in calls]
-
-
-def error_of(value, expected):
-    return np.linalg.norm(np.asarray(value) - expected) / np.linalg.norm(expected)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=() if case in ("t2v", "flf2v") else pytest.mark.slow)
-        for case in CASES
-    ],
-)
-def test_equals_diffusers_in_outputs_and_all_gradients(case):
-    config = golden_config(case)
-    graph, calls, expected = abstract_model(config).graph, *golden_calls(case)
-
-    def total(params):
-        model = nnx.merge(graph, params)
-        outputs = [model(c.latents, c.timestep, c.text, c.image) for c in calls]
-        return sum(jnp.sum(o * c.cotangent) for o, c in zip(outputs, calls, strict=True)), outputs
-
-    graded = jax.jit(jax.value_and_grad(total, has_aux=True))
-    (_, outputs), grads = graded(golden_params(case))
-    for output, call in zip(outputs, calls, strict=True):
-        assert error_of(output, call.output) < 2e-5
-    flat = flatten_dict(grads, sep="/")
-    wanted = FAMILY.tensors(config, "diffusers")
-    assert {tensor.key for tensor in wanted} == set(expected)
-    assert {tensor.path for tensor in wanted} == set(flat)
-    for tensor in wanted:
-        ours = flat[tensor.path] if tensor.layer is None else flat[tensor.path][tensor.layer]
-        theirs = tensor.to_theirs(np.asarray(ours))
-        assert error_of(theirs, expected[tensor.key]) < 1e-4, tensor.key
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("residual_dtype", ["compute", "float32"])
-def test_kernels_in_bfloat16_stay_near_diffusers(case, residual_dtype):
-    """Within twice what bfloat16 alone makes: the same model without our kernels."""
-    calls, _ = golden_calls(case)
-
-    def errors(norm):
-        changes = {"residual_dtype": residual_dtype, "norm": norm, "dtype": "bfloat16"}
-        found = outputs_of(case, calls, **changes)
-        return [error_of(each, c.output) for each, c in zip(found, calls, strict=True)]
-
-    for kernel, plain in zip(errors("triton"), errors("xla"), strict=True):
-        assert kernel < 2 * plain < 0.1
-
-
-def test_a_float32_residual_rounds_less():
-    call = golden_calls("t2v")[0][1]
-    exact, compute = (
-        error_of(*outputs_of("t2v", [call], dtype="bfloat16", residual_dtype=each), call.output)
-        for each in ("float32", "compute")
-    )
-    assert exact < compute
-
-
-# ---------------------------------------------------------------- weights in and out
-
-
-@pytest.mark.parametrize("case", ["flf2v", "t2v_plain_cross"])
-def test_goes_out_and_comes_back_bit_for_bit_by_the_names_of_both_repositories(case, tmp_path):
-    config, params, golden = golden_config(case), golden_params(case), golden_tensors(case)
-    files = save_weights(tmp_path / "out", params, config, shard_bytes=40_000)
-    assert len(files) > 1
-    stored = {}
-    for file in files:
-        stored |= safetensors.numpy.load_file(file)
-    assert stored.keys() == golden.keys()
-    for key, value in golden.items():
-        np.testing.assert_array_equal(stored[key], value, strict=True)
-    folders = (tmp_path / "out", GOLDEN / case / "transformer")
-    ours, theirs = (json.loads((folder / "config.json").read_text()) for folder in folders)
-    for fields in (ours, theirs):
-        del fields["_diffusers_version"], fields["qk_norm"]
-    assert ours == theirs
-
-    pairs = zip(
-        *(FAMILY.tensors(config, names) for names in ("diffusers", "original")), strict=True
-    )
-    renamed = {theirs.key: golden[ours.key] for ours, theirs in pairs}
-    assert len(renamed) == len(golden)
-    of_comfy_ui = {f"model.diffusion_model.{key}": value for key, value in renamed.items()}
-    for name, tensors in (("original", renamed), ("comfy", of_comfy_ui)):
-        safetensors.numpy.save_file(tensors, tmp_path / f"{name}.safetensors")
-    for name in ("out", "original.safetensors", "comfy.safetensors"):
-        back = load_weights(tmp_path / name, config, ONE_DEVICE)
-        jax.tree.map(np.testing.assert_array_equal, back, params)
+T2V = transformer("wan/t2v")
 
 
 def test_names_of_the_original_repository():
@@ -159,26 +50,26 @@ def test_names_of_the_original_repository():
 
 
 def test_weights_arrive_on_the_meshs_shardings():
-    params = load_weights(T2V, golden_config("t2v"), make_mesh(MeshConfig(data=4, fsdp=2)))
+    params = load_weights(T2V, golden_config("wan/t2v"), make_mesh(MeshConfig(data=4, fsdp=2)))
     kernel = params["blocks"]["feed_forward"]["hidden"]["kernel"]
     *rest, width = kernel.shape
     assert kernel.addressable_shards[0].data.shape == (*rest, width // 2)
-    jax.tree.map(np.testing.assert_array_equal, params, golden_params("t2v"))
+    jax.tree.map(np.testing.assert_array_equal, params, golden_params("wan/t2v"))
 
 
 def test_bfloat16_files_are_half_as_large_and_know_how_long_their_texts_were(tmp_path):
-    config, params = golden_config("t2v", text=TextConfig(10, 7)), golden_params("t2v")
+    config, params = golden_config("wan/t2v", text=TextConfig(10, 7)), golden_params("wan/t2v")
     [file] = save_weights(tmp_path / "half", params, config, dtype="bfloat16")
     assert file.stat().st_size < 0.6 * (T2V / WEIGHTS).stat().st_size
     rounded = jax.tree.map(lambda p: np.asarray(p.astype(jnp.bfloat16), np.float32), params)
-    back = load_weights(file, config, ONE_DEVICE)
+    back = load_weights(file, config, MESH)
     jax.tree.map(np.testing.assert_array_equal, back, rounded)
     assert read_transformer(tmp_path / "half").text == config.text
     assert read_transformer(T2V).text == TextConfig(10, 512)
 
 
 def test_nothing_is_written_over_nor_left_by_a_failed_export(tmp_path, monkeypatch):
-    config, params = golden_config("t2v"), golden_params("t2v")
+    config, params = golden_config("wan/t2v"), golden_params("wan/t2v")
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "work").write_text("mine")
     (tmp_path / "empty").mkdir()
@@ -197,7 +88,7 @@ def test_nothing_is_written_over_nor_left_by_a_failed_export(tmp_path, monkeypat
         save_weights(tmp_path / "out", params, config)
     for changes, words in (({"text": None}, "model.text is null"), ({"qk_norm": False}, "qk_norm")):
         with pytest.raises(InputError, match=words):  # which diffusers lacks
-            save_weights(tmp_path / "out", {}, golden_config("t2v", **changes))
+            save_weights(tmp_path / "out", {}, golden_config("wan/t2v", **changes))
     assert sorted(tmp_path.rglob("*")) == before
     assert (tmp_path / "kept" / "work").read_text() == "mine"
 
@@ -215,7 +106,7 @@ def with_index(text):
 
 def with_tensors(change):
     def spoil(folder, file):
-        golden = golden_tensors("t2v")
+        golden = safetensors.numpy.load_file(T2V / WEIGHTS)
         change(golden)
         safetensors.numpy.save_file(golden, file)
 
@@ -270,7 +161,7 @@ def test_damaged_checkpoints_are_one_line(spoil, words, tmp_path):
     shutil.copytree(T2V, folder)
     spoil(folder, folder / WEIGHTS)
     with pytest.raises(InputError, match=words) as raised:
-        load_weights(folder, golden_config("t2v"), ONE_DEVICE)
+        load_weights(folder, golden_config("wan/t2v"), MESH)
     assert "\n" not in str(raised.value)
 
 
@@ -320,17 +211,16 @@ def test_the_originals_config_file(tmp_path):
 
 
 def test_differences_of_architecture_are_all_named():
-    ours, theirs = golden_config("t2v"), golden_config("t2v", num_layers=5, ffn_dim=3)
+    ours, theirs = golden_config("wan/t2v"), golden_config("wan/t2v", num_layers=5, ffn_dim=3)
     words = "model.ffn_dim is 40, but 3 there; model.num_layers is 2, but 5 there"
     with pytest.raises(InputError, match=words):
-        require_same_architecture(ours, theirs, GOLDEN)
+        require_same_architecture(ours, theirs, T2V)
     longer = dataclasses.replace(ours, text=TextConfig(10, 9), num_classes=3, remat="full")
-    require_same_architecture(longer, ours, GOLDEN)
+    require_same_architecture(longer, ours, T2V)
 
 
 def test_an_image_is_given_exactly_where_the_model_takes_one():
-    call = golden_calls("t2v")[0][0]
-    with pytest.raises(ValueError, match=r"image is given, but model\.image is None"):
-        outputs_of("t2v", [call._replace(image=np.zeros((2, 5, 10)))])
-    with pytest.raises(ValueError, match="image is missing"):
-        outputs_of("flf2v", [golden_calls("flf2v")[0][0]._replace(image=None)])
+    for case, image, words in (("t2v", np.zeros((2, 5, 10)), "given"), ("flf2v", None, "missing")):
+        call = golden_calls(f"wan/{case}")[0][0]
+        with pytest.raises(ValueError, match=f"image is {words}, but model"):
+            outputs_of(f"wan/{case}", [call._replace(arguments=(*call.arguments[:3], image))])
