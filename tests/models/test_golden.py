@@ -19,35 +19,43 @@ from golden_models import (
     golden_config,
     golden_params,
     outputs_of,
+    packed,
     transformer,
 )
 
 from alload_jax.models.families import abstract_model, family_of
 from alload_jax.models.weights import load_weights, save_weights
 
-QUICK = ("wan/t2v", "wan/flf2v", "hunyuan_video/both")
 
-
-def graded(case, calls, **changes):
+def graded(case, calls, in_one_row=False, **changes):
     """Outputs and gradients of their products with the cotangents."""
-    graph = abstract_model(golden_config(case, **changes)).graph
+    graph, rows = abstract_model(golden_config(case, **changes)).graph, packed(case, calls)
 
     def total(params):
         model = nnx.merge(graph, params)
-        outputs = [model(*call.arguments) for call in calls]
+        if in_one_row:
+            found = model.forward_packed(*rows.arguments).velocity
+            outputs = list(rows.latents(case, calls, found))
+        else:
+            outputs = [model(*call.arguments) for call in calls]
         return sum(jnp.sum(o * c.cotangent) for o, c in zip(outputs, calls, strict=True)), outputs
 
     (_, outputs), grads = jax.jit(jax.value_and_grad(total, has_aux=True))(golden_params(case))
     return outputs, grads
 
 
+ROWS = [(case, False) for case in WAN + HUNYUAN]
+ROWS += [(case, True) for case in ("wan/t2v", "wan/flf2v", "hunyuan_video/both")]
+QUICK = [*ROWS[-2:], ("wan/t2v", False), ("hunyuan_video/both", False)]
+
+
 @pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=() if case in QUICK else pytest.mark.slow) for case in WAN + HUNYUAN],
+    ("case", "in_one_row"),
+    [pytest.param(*row, marks=() if row in QUICK else pytest.mark.slow) for row in ROWS],
 )
-def test_equals_diffusers_in_outputs_and_all_gradients(case):
+def test_equals_diffusers_in_outputs_and_all_gradients(case, in_one_row):
     config, (calls, expected) = golden_config(case), golden_calls(case)
-    outputs, grads = graded(case, calls)
+    outputs, grads = graded(case, calls, in_one_row)
     for output, call in zip(outputs, calls, strict=True):
         assert error_of(output, call.output) < 2e-5
     flat = flatten_dict(grads, sep="/")
