@@ -9,8 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_oracle import graded, laid_out, masked, same_sample
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 
 from alload_jax.models.common.attention import attention, xla_packed
@@ -32,105 +30,45 @@ from alload_jax.sharding.mesh import BATCH_AXES, MeshConfig, make_mesh
 
 # ---------------------------------------------------------------- condition tokens
 
-WIDTH = 3
-
-
-def tokens_of(lengths, room, seed):
-    """Tokens of samples [rows][slots], in slots of `room` tokens; padding is not finite."""
-    rng = np.random.default_rng(seed)
-    segments = laid_out(
-        [[(slot * room, length) for slot, length in enumerate(row)] for row in lengths],
-        len(lengths[0]),
-        room * len(lengths[0]),
-    )
-    values = rng.normal(size=(*segments.ids.shape, WIDTH)).astype(np.float32)
-    values[segments.ids == PADDING] = np.nan
-    return ConditionTokens(values, segments)
-
-
-def samples_in(tokens):
-    """The tokens of every sample, by (row, slot)."""
-    offset, length, _ = (np.asarray(part) for part in tokens.segments)
-    return {
-        (row, slot): np.asarray(tokens.values)[row, offset[row, slot] :][: length[row, slot]]
-        for row, slot in np.ndindex(*length.shape)
-    }
-
-
-@settings(max_examples=12, deadline=None)
-@given(st.integers(1, 3), st.integers(1, 3), st.randoms(use_true_random=False))
-def test_side_by_side_keeps_every_token_and_means_are_of_each_sample(rows, slots, chance):
-    parts = [
-        tokens_of([[chance.randint(0, 4) for _ in range(slots)] for _ in range(rows)], 4, seed)
-        for seed in range(2)
-    ]
-    joined = side_by_side(parts)
-    expected, means = [samples_in(part) for part in parts], mean_by_sample(parts[0])
-    for place, values in samples_in(joined).items():
-        np.testing.assert_array_equal(values, np.concatenate([part[place] for part in expected]))
-        own = expected[0][place]
-        mean = own.mean(axis=0) if len(own) else np.zeros(WIDTH)
-        np.testing.assert_allclose(means[place], mean, rtol=1e-5, atol=1e-6)
-    values, ids = np.asarray(joined.values), np.asarray(joined.segments.ids)
-    np.testing.assert_array_equal(values[ids == PADDING], 0)
-    # Contiguous segments, padding last, as the norms and cuDNN take them.
-    order = np.where(ids == PADDING, ids.max(initial=0) + 1, ids)
-    assert (np.diff(order, axis=1) >= 0).all()
-
 
 def test_dropped_samples_have_no_tokens_and_others_all():
-    tokens = tokens_of([[2, 3], [4, 0]], 4, 0)
-    dropped = tokens.without(jnp.asarray([[True, False], [False, True]]))
-    found, before = samples_in(dropped), samples_in(tokens)
-    assert len(found[0, 0]) == len(found[1, 1]) == 0
-    for place in ((0, 1), (1, 0)):
-        np.testing.assert_array_equal(found[place], before[place])
-    ids = np.asarray(dropped.segments.ids)
-    assert [set(row) for row in ids] == [{1, PADDING}, {0, PADDING}]
+    segments = laid_out([[(0, 2), (4, 3)], [(0, 4), (4, 0)]], 2, 8)
+    tokens = ConditionTokens(np.ones((2, 8, 3), np.float32), segments)
+    dropped = tokens.without(jnp.asarray([[True, False], [False, True]])).segments
+    assert dropped.length.tolist() == [[0, 3], [4, 0]]
+    expected = np.where([[False] * 4 + [True] * 4, [True] * 4 + [False] * 4], segments.ids, PADDING)
+    np.testing.assert_array_equal(dropped.ids, expected)
 
 
-# ---------------------------------------------------------------- rows
-
-
-def test_packed_rows_hold_each_condition_behind_its_sample_and_pass_gradients_back():
-    condition = side_by_side([tokens_of([[1, 0, 3], [1, 2, 0]], 4, 1)])
-    lengths = [[(0, 3), (5, 1), (7, 2)], [(1, 3), (5, 4), (0, 0)]]
-    segments = laid_out(lengths, 3, 13)
-    metadata = PackedMetadata(segments, condition.segments, None, (1, 1, 1), ((0, 3), (13, 0)), 4)
-    with pytest.raises(ValueError, match="give their sharding"):
-        packed_joint_rows(dataclasses.replace(metadata, split=object()), condition.segments)
-    rows = packed_joint_rows(metadata, condition.segments)
-    tokens = np.arange(2 * 13 * WIDTH, dtype=np.float32).reshape(2, 13, WIDTH)
-    joined, pull = jax.vjp(rows.join, jnp.asarray(tokens), condition.values)
-    expected, ids = tokens.copy(), segments.ids.copy()
-    cotangent = np.random.default_rng(0).normal(size=tokens.shape).astype(np.float32)
-    to_tokens, to_condition = cotangent.copy(), np.zeros(condition.values.shape, np.float32)
-    for (row, slot), own in samples_in(condition).items():
-        begin = condition.segments.offset[row, slot]
-        of_condition, end = slice(begin, begin + len(own)), sum(lengths[row][slot])
-        behind = slice(end, end + len(own))
-        expected[row, behind], ids[row, behind] = own, slot
-        to_condition[row, of_condition] = cotangent[row, behind]
-        to_tokens[row, behind] = 0
-    np.testing.assert_array_equal(joined, expected)
-    np.testing.assert_array_equal(rows.segments.query.ids, ids)
-    for found, exact in zip(pull(cotangent), (to_tokens, to_condition), strict=True):
-        np.testing.assert_array_equal(found, exact)
-    back, of_condition = rows.separate(joined, 13)
-    np.testing.assert_array_equal(of_condition, condition.values)
-    np.testing.assert_array_equal(back[segments.ids != PADDING], tokens[segments.ids != PADDING])
-
-
-def test_bucketed_rows_end_with_the_condition():
-    condition = tokens_of([[2], [0]], 4, 0)
-    rows = bucketed_joint_rows(5, condition.segments)
-    assert rows.segments.query.length.tolist() == [[7], [5]]
-    tokens, values = np.ones((2, 5, WIDTH), np.float32), jnp.nan_to_num(condition.values)
-    joined = rows.join(tokens, values)
-    assert joined.shape == (2, 9, WIDTH)
-    for found, exact in zip(rows.separate(joined, 5), (tokens, values), strict=True):
-        np.testing.assert_array_equal(found, exact)
-    assert bucketed_joint_rows(5, None).segments is None
+def test_side_by_side_keeps_every_token_and_means_are_of_each_sample():
+    rng = np.random.default_rng(0)
+    lengths = np.array([[[2, 0, 3], [1, 4, 0]], [[0, 0, 4], [3, 1, 2]]])
+    parts = []
+    for each in lengths:
+        spans = [[(4 * slot, length) for slot, length in enumerate(row)] for row in each]
+        segments = laid_out(spans, 3, 12)
+        values = rng.normal(size=(2, 12, 3)).astype(np.float32)
+        values[segments.ids == PADDING] = np.nan
+        parts.append(ConditionTokens(values, segments))
+    joined, means = side_by_side(parts), mean_by_sample(parts[0])
+    expected, ids = np.zeros((2, 24, 3), np.float32), np.full((2, 24), PADDING)
+    for row in range(2):
+        at = 0
+        for slot in range(3):
+            own = [
+                part.values[row, 4 * slot :][: part.segments.length[row, slot]] for part in parts
+            ]
+            end = at + sum(map(len, own))
+            expected[row, at:end], ids[row, at:end] = np.concatenate(own), slot
+            mean = own[0].mean(axis=0) if len(own[0]) else np.zeros(3)
+            np.testing.assert_allclose(means[row, slot], mean, rtol=1e-5, atol=1e-6)
+            assert (joined.segments.offset[row, slot], joined.segments.length[row, slot]) == (
+                at,
+                end - at,
+            )
+            at = end
+    np.testing.assert_array_equal(joined.values, expected)
+    np.testing.assert_array_equal(joined.segments.ids, ids)
 
 
 # ---------------------------------------------------------------- sparse attention
@@ -351,6 +289,9 @@ def test_split_samples_attend_to_their_conditions_as_whole_ones(name):
         for copy in filter(None, copies):  # every rank computes the same
             for (rank, token), (first, other) in zip(copy, copies[0], strict=True):
                 both[:, rank, widths[0] + token] = both[:, first, widths[0] + other]
+
+    with pytest.raises(ValueError, match="give their sharding"):
+        packed_joint_rows(metadata, metadata.condition)
 
     def jointly(*heads):
         rows = packed_joint_rows(metadata, metadata.condition, sharding)
