@@ -73,10 +73,9 @@ def test_equals_diffusers_in_outputs_and_all_gradients(case, in_one_row):
     ("remat", "scan"), [("full", True), ("attention", False), ("feed_forward_and_attention", True)]
 )
 def test_what_hunyuan_video_keeps_for_the_backward_pass_changes_no_gradient(remat, scan):
-    case = "hunyuan_video/both"
-    calls = golden_calls(case)[0][1:2]
+    calls = golden_calls(BOTH)[0][1:2]
     found, expected = (
-        jax.tree.leaves(graded(case, calls, **changes)[1])
+        jax.tree.leaves(graded(BOTH, calls, **changes)[1])
         for changes in ({"remat": remat, "scan_layers": scan}, {})
     )
     for one, other in zip(found, expected, strict=True):
@@ -144,3 +143,41 @@ def test_weights_go_out_and_come_back_bit_for_bit(case, tmp_path, monkeypatch):
     for name in written:
         back = load_weights(tmp_path / name, config, MESH)
         jax.tree.map(np.testing.assert_array_equal, back, params)
+
+
+# ---------------------------------------------------------------- HunyuanVideo's condition
+
+BOTH = "hunyuan_video/both"
+
+
+def test_padding_changes_no_bit_whatever_it_holds():
+    call = golden_calls(BOTH)[0][1]
+    *inputs, condition = call.arguments
+
+    def with_padding(value):
+        padded = {}
+        for name, tokens in condition.items():
+            padding = (tokens.segments.ids < 0)[..., None]
+            padded[name] = tokens._replace(values=np.where(padding, value, tokens.values))
+        return call._replace(arguments=(*inputs, padded))
+
+    padded = [with_padding(np.float32(value)) for value in (0, 9)]
+    zeros, others, clean = outputs_of(BOTH, [*padded, call])
+    np.testing.assert_array_equal(zeros, others)
+    np.testing.assert_allclose(clean, zeros, rtol=1e-5, atol=1e-6)
+
+
+def test_a_sample_without_any_text_is_finite_with_all_its_gradients():
+    graph = abstract_model(golden_config(BOTH)).graph
+    *inputs, condition = golden_calls(BOTH)[0][0].arguments
+    none = np.ones((len(inputs[0]), 1), bool)
+    condition = {name: tokens.without(none) for name, tokens in condition.items()}
+
+    def total(params):
+        return jnp.sum(nnx.merge(graph, params)(*inputs, condition) ** 2)
+
+    value, grads = jax.jit(jax.value_and_grad(total))(golden_params(BOTH))
+    assert np.isfinite(value)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
+    # No token of a kind, no gradient.
+    assert not np.any(grads["condition_embedding"]["kind"]["embedding"])

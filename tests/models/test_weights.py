@@ -22,7 +22,7 @@ from golden_models import (
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import TextConfig
 from alload_jax.models.common.safetensor_files import INDEX
-from alload_jax.models.families import parameter_count, read_model_config
+from alload_jax.models.families import family_of, parameter_count, read_model_config
 from alload_jax.models.wan.family import FAMILY
 from alload_jax.models.wan.transformer import WanConfig
 from alload_jax.models.weights import (
@@ -165,7 +165,10 @@ def test_damaged_checkpoints_are_one_line(spoil, words, tmp_path):
     assert "\n" not in str(raised.value)
 
 
-FIELDS = json.loads((T2V / "config.json").read_text())
+FIELDS, HUNYUAN_FIELDS = (
+    json.loads((transformer(f"{family}/t2v") / "config.json").read_text())
+    for family in ("wan", "hunyuan_video")
+)
 
 
 @pytest.mark.parametrize(
@@ -191,6 +194,11 @@ FIELDS = json.loads((T2V / "config.json").read_text())
                 ("cross_attn_norm", "yes"),
             )
         ),
+        (HUNYUAN_FIELDS | {"use_meanflow": True}, "config.json: use_meanflow is true"),
+        (HUNYUAN_FIELDS | {"qk_norm": None}, "config.json: qk_norm is None"),
+        (HUNYUAN_FIELDS | {"num_layers": "2"}, "config.json: num_layers is '2'"),
+        (HUNYUAN_FIELDS | {"rope_axes_dim": [8, 2]}, "config.json: .*three whole numbers"),
+        (HUNYUAN_FIELDS | {"mlp_ratio": 0}, "config.json: mlp_ratio is 0"),
     ],
 )
 def test_config_files_that_are_none_or_hold_wrong_values_are_named(content, words, tmp_path):
@@ -224,3 +232,21 @@ def test_an_image_is_given_exactly_where_the_model_takes_one():
         call = golden_calls(f"wan/{case}")[0][0]
         with pytest.raises(ValueError, match=f"image is {words}, but model"):
             outputs_of(f"wan/{case}", [call._replace(arguments=(*call.arguments[:3], image))])
+
+
+@pytest.mark.parametrize(("dim", "ffn_dim"), [(200, 464), (1664, 480), (1792, 976), (2048, 8192)])
+def test_widths_survive_the_ratio_that_diffusers_keeps(dim, ffn_dim):
+    changes = {"dim": dim, "ffn_dim": ffn_dim, "num_heads": 2, "rotary_dims": None}
+    config = golden_config("hunyuan_video/t2v", glyph_hidden=2048, **changes)
+    fields = family_of(config).export_fields(config)
+    assert family_of(config).read_fields(fields).ffn_dim == ffn_dim
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"glyphs": None}, "model.glyphs"), ({"patch_size": (1, 2, 1)}, "square"), ({}, "2048")],
+)
+def test_what_diffusers_cannot_load_is_not_exported(changes, words):
+    config = golden_config("hunyuan_video/t2v", **changes)
+    with pytest.raises(InputError, match=words):
+        family_of(config).export_fields(config)

@@ -84,9 +84,8 @@ def test_the_same_sample_gives_the_same_bytes_and_replaces_what_was_there(tmp_pa
     size = (1 if suffix == ".png" else 4, 16, 16, 3)
     first, second = tmp_path / f"a{suffix}", tmp_path / "new" / f"b{suffix.upper()}"
     first.write_text("old")
-    notes = {name: name for name in "abcdefgh"}
-    for path in (first, second):
-        write_clip(path, clip(*size), notes)
+    for path, names in ((first, "abcdefgh"), (second, "hgfedcba")):
+        write_clip(path, clip(*size), {name: 1 for name in names})
     assert first.read_bytes() == second.read_bytes()
     assert sorted(path.name for path in tmp_path.rglob("*.*")) == [first.name, second.name]
 

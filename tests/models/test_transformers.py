@@ -1,7 +1,4 @@
-"""Wan's transformer: what it keeps for the gradient, its arithmetic and settings.
-
-Golden files hold its values, and tests/training those of packed rows.
-"""
+"""Transformers: what they keep for the gradient, and their settings; golden files hold values."""
 
 import dataclasses
 import functools
@@ -13,12 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from flax.traverse_util import flatten_dict
 
 from alload_jax.errors import InputError
-from alload_jax.models.common.config import ImageConfig
+from alload_jax.models.common.config import ImageConfig, TextConfig
 from alload_jax.models.common.cudnn import cudnn_rows
 from alload_jax.models.common.layers import rematerialise
+from alload_jax.models.common.lora import LoraConfig
 from alload_jax.models.families import abstract_model, family_of
+from alload_jax.models.hunyuan_video.transformer import HunyuanVideoConfig
 from alload_jax.models.wan.transformer import WanConfig, WanTransformer
 from alload_jax.planning.remat import RematPolicy
 
@@ -154,28 +154,58 @@ def test_a_fresh_model_predicts_zero():
     assert not np.asarray(model(*inputs(CONFIG, 2, (1, 4, 4)))).any()
 
 
+CLASSES = HunyuanVideoConfig(dim=16, ffn_dim=24, num_heads=2, num_layers=1, dtype="float32")
+TEXT = dataclasses.replace(CLASSES, text=TextConfig(6, 3), glyphs=TextConfig(5, 2))
+
+
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("config", "change", "words"),
     [
-        ({"dim": 30, "num_heads": 4}, "dim / num_heads"),
-        ({"dim": 12, "num_heads": 4}, "dim / num_heads"),
-        ({"num_layers": 0}, "model.num_layers is 0"),
-        ({"patch_size": (1, 0, 2)}, "model.patch_size"),
-        ({"freq_dim": 3}, "model.freq_dim is 3"),
-        ({"freq_dim": 0}, "model.freq_dim is 0"),
-        ({"image": ImageConfig(4)}, "model.image is set without model.text"),
+        (CONFIG, {"dim": 30, "num_heads": 4}, "dim / num_heads"),
+        (CONFIG, {"dim": 12, "num_heads": 4}, "dim / num_heads"),
+        (CONFIG, {"num_layers": 0}, "model.num_layers is 0"),
+        (CONFIG, {"patch_size": (1, 0, 2)}, "model.patch_size"),
+        (CONFIG, {"freq_dim": 3}, "model.freq_dim is 3"),
+        (CONFIG, {"freq_dim": 0}, "model.freq_dim is 0"),
+        (CONFIG, {"image": ImageConfig(4)}, "model.image is set without model.text"),
         (
+            CONFIG,
             {"num_layers": 4, "remat_layers": ("full", "full", "none")},
             "remat_layers has 3 policies",
         ),
-        ({"remat": "full", "remat_layers": ("full",)}, "give one"),
-        ({"memory_budget": 0.0}, "model.memory_budget is 0.0 GB"),
-        ({"norm": "torch"}, "model.norm is 'torch'"),
+        (CONFIG, {"remat": "full", "remat_layers": ("full",)}, "give one"),
+        (CONFIG, {"memory_budget": 0.0}, "model.memory_budget is 0.0 GB"),
+        (CONFIG, {"norm": "torch"}, "model.norm is 'torch'"),
+        (TEXT, {"dim": 30, "num_heads": 2}, "whole, even number"),
+        (TEXT, {"rotary_dims": (2, 2, 2)}, "rotary_dims is .2, 2, 2."),
+        (TEXT, {"rotary_dims": (3, 3, 2)}, "must be even"),
+        (TEXT, {"refiner_layers": 0}, "model.refiner_layers is 0"),
+        (TEXT, {"text": None}, "without model.text"),
+        (TEXT, {"image": ImageConfig(4, 3)}, "model.image.positions is 3"),
     ],
 )
-def test_impossible_shapes_are_refused(change, words):
-    with pytest.raises(InputError, match=words):
-        WanConfig(**change)
+def test_impossible_settings_are_one_line(config, change, words):
+    with pytest.raises(InputError, match=words) as raised:
+        dataclasses.replace(config, **change)
+    assert "\n" not in str(raised.value)
+
+
+def test_adapters_by_default_are_on_the_projections_of_both_streams():
+    config = dataclasses.replace(TEXT, lora=LoraConfig(rank=2))
+    names = flatten_dict(abstract_model(config).params, sep="/")
+    found = {name.removesuffix("/lora_up") for name in names if name.endswith("/lora_up")}
+    linears = ("query", "key", "value", "out", "feed_forward/hidden", "feed_forward/out")
+    streams = ("video", "condition")
+    assert found == {f"blocks/{stream}/{name}" for stream in streams for name in linears}
+
+
+def test_a_model_of_classes_takes_them_as_any_family_does():
+    assert CLASSES.condition_parts() == ()
+    with pytest.raises(InputError, match=r"model\.text"):
+        family_of(CLASSES).export_fields(CLASSES)
+    model = family_of(CLASSES).build(CLASSES, nnx.Rngs(0))
+    found = model(jnp.ones((2, 3, 4, 2, 1)), jnp.ones(2), jnp.zeros((2, 1), jnp.int32))
+    assert found.shape == (2, 3, 4, 2, 1)
 
 
 class FakeGpu:
@@ -193,6 +223,10 @@ class FakeGpu:
         ({}, "gfx942", "needs an NVIDIA GPU"),
         ({"attention": "xla"}, "9.0", "model.attention is xla"),
         ({"dtype": "float32"}, "9.0", "dtype is float32"),
+        ({"dim": 24}, "9.0", "head_dim is 12, not a multiple of 8 up to 256"),
+        ({"dim": 512}, "9.0", ""),
+        ({"dim": 528}, "9.0", "head_dim is 264, not a multiple of 8 up to 256"),
+        ({"dim": 272}, "8.0", "head_dim is 136, not a multiple of 8 up to 128"),
     ],
 )
 def test_what_keeps_a_model_from_packed_rows_is_named(changes, capability, reason, monkeypatch):
