@@ -83,7 +83,7 @@ LEVELS = st.one_of(
     shift_power=st.sampled_from([0, 0.3, 0.5]),
     seq_len=st.integers(1, 100_000),
 )
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_levels_are_drawn_from_their_distribution(ends, seq_len, **values):
     try:
         config = TimestepConfig(lowest=ends[0], highest=ends[1], shift_seq_len=256, **values)

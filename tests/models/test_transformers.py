@@ -97,7 +97,6 @@ LADDER = [
     ("attention",),
     ("attention", "feed_forward_and_attention"),
     ("feed_forward_and_attention",),
-    ("feed_forward_and_attention", "matmuls_and_attention"),
     ("matmuls_and_attention",),
     ("norms_matmuls_and_attention",),
     ("none",),

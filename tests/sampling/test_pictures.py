@@ -85,7 +85,7 @@ def test_the_same_sample_gives_the_same_bytes_and_replaces_what_was_there(tmp_pa
     first, second = tmp_path / f"a{suffix}", tmp_path / "new" / f"b{suffix.upper()}"
     first.write_text("old")
     for path, names in ((first, "abcdefgh"), (second, "hgfedcba")):
-        write_clip(path, clip(*size), {name: 1 for name in names})
+        write_clip(path, clip(*size), dict.fromkeys(names, 1))
     assert first.read_bytes() == second.read_bytes()
     assert sorted(path.name for path in tmp_path.rglob("*.*")) == [first.name, second.name]
 

@@ -235,9 +235,11 @@ def test_values_and_gradients_are_those_of_a_scan(groups, wraps, frozen):
 
         gradient = jax.value_and_grad(of_trained, argnums=(0, 1, 2), has_aux=True)
         graded.append(jax.jit(gradient)(x, floats, scale))
-        plain.append(jax.jit(of_trained)(x, floats, scale))
+        if groups == 1:  # without a gradient
+            plain.append(jax.jit(of_trained)(x, floats, scale))
     jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), *graded)
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), *plain)
+    if plain:
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), *plain)
 
 
 @pytest.mark.parametrize(

@@ -315,7 +315,7 @@ def content_of(place):
 def test_no_flipped_bit_of_an_export_is_silent(export, adapters):
     """Each alone, most of them in headers."""
     chance = random.Random(0)
-    for place, count in ((export, 60), (adapters, 120)):
+    for place, count in ((export, 40), (adapters, 80)):
         files = sorted(export.iterdir()) if place is export else [adapters]
         healthy, values = content_of(place)
         for _ in range(count):
