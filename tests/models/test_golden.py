@@ -29,11 +29,12 @@ from alload_jax.models.weights import load_weights, save_weights
 
 def graded(case, calls, in_one_row=False, **changes):
     """Outputs and gradients of their products with the cotangents."""
-    graph, rows = abstract_model(golden_config(case, **changes)).graph, packed(case, calls)
+    graph = abstract_model(golden_config(case, **changes)).graph
+    rows = packed(case, calls) if in_one_row else None
 
     def total(params):
         model = nnx.merge(graph, params)
-        if in_one_row:
+        if rows:
             found = model.forward_packed(*rows.arguments).velocity
             outputs = list(rows.latents(case, calls, found))
         else:
