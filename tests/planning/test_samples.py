@@ -1,6 +1,7 @@
-"""Samples of manifests: their tokens, their buckets, and files that hold none."""
+"""Samples of manifests and of named workloads: their tokens, their buckets, and what is refused."""
 
-from collections import defaultdict
+import math
+from collections import Counter, defaultdict
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +19,7 @@ from alload_jax.planning.samples import (
     read_samples,
     samples_from_columns,
 )
+from alload_jax.planning.workloads import make_workload, names
 
 TRIPLES = st.tuples(*[st.integers(1, 9)] * 3)
 
@@ -26,7 +28,7 @@ TRIPLES = st.tuples(*[st.integers(1, 9)] * 3)
 
 
 @given(st.lists(SHAPES, min_size=1, max_size=20), TRIPLES, TRIPLES)
-@examples(60)
+@examples(40)
 def test_tokens_are_the_exact_count_of_patches_of_latents_that_cover_every_pixel(
     shapes, vae_stride, patch_size
 ):
@@ -37,8 +39,7 @@ def test_tokens_are_the_exact_count_of_patches_of_latents_that_cover_every_pixel
     grid = geometry.latent_grid(*np.array(shapes).T)
     covered = (grid - [1, 0, 0]) * vae_stride  # the first frame has a latent of its own
     needed = np.array(shapes) - [1, 0, 0]
-    assert (covered >= needed).all()
-    assert (covered - vae_stride < needed).all()
+    assert ((covered >= needed) & (covered - vae_stride < needed)).all()
 
 
 def test_the_default_geometry_is_that_of_wan_and_small_integers_do_not_overflow():
@@ -48,14 +49,8 @@ def test_the_default_geometry_is_that_of_wan_and_small_integers_do_not_overflow(
     assert Geometry().seq_len(*sizes).tolist() == [tokens([127, 65_535, 30_000], Geometry())]
 
 
-@pytest.mark.parametrize("name", ["vae_stride", "patch_size"])
-@pytest.mark.parametrize("value", [(0, 8, 8), (4, -8, 8), (4, 8), (4, 8, 8, 8)])
-def test_a_bad_triple_is_refused_by_name_and_value(name, value):
-    refused((name, value, "at least 1"), Geometry, **{name: value})
-
-
 @given(SHAPES, TRIPLES, TRIPLES, st.tuples(*[st.integers(1, 5)] * 3))
-@examples(100)
+@examples(60)
 def test_a_size_is_divisible_where_nothing_is_rounded_up(shape, vae_stride, patch_size, patches):
     steps = np.multiply(vae_stride, patch_size)
     later, rest = divmod(shape[0] - 1, vae_stride[0])
@@ -71,7 +66,7 @@ def test_a_size_is_divisible_where_nothing_is_rounded_up(shape, vae_stride, patc
 
 
 @given(manifests())
-@examples(60)
+@examples(40)
 def test_buckets_are_the_samples_grouped_by_shape_shortest_first(manifest):
     samples = manifest.samples()
     assert samples.seq_len.tolist() == manifest.lengths()
@@ -84,7 +79,6 @@ def test_buckets_are_the_samples_grouped_by_shape_shortest_first(manifest):
     keys = zip(buckets.seq_len.tolist(), map(tuple, buckets.shape.tolist()), strict=True)
     found = [(key, some.tolist()) for key, some in zip(keys, members, strict=True)]
     assert found == sorted(expected.items())
-    assert len(buckets) == len(expected)
     assert {buckets.name(k) for k in range(len(buckets))} == set(manifest.names())
 
 
@@ -97,7 +91,6 @@ def test_equal_lengths_of_different_shapes_are_different_buckets():
 @pytest.mark.parametrize(
     ("columns", "expected", "sized"),
     [
-        ({"seq_len": [4, 7, 4]}, [4, 7, 4], False),
         ({"frames": [1, 5], "seq_len": [3, 9]}, [3, 9], False),
         ({"frames": [1], "height": [32], "width": [32], "seq_len": [99]}, [4], True),
     ],
@@ -109,6 +102,7 @@ def test_sizes_win_over_lengths_which_are_taken_where_sizes_are_missing(columns,
 
 
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 3)), min_size=1), st.integers(1, 300))
+@examples(50)
 def test_most_samples_within_tokens_are_the_shortest(drawn, tokens):
     seq_len, counts = np.asarray(drawn).T
     samples = Samples(np.zeros((len(seq_len), 3), np.int64), seq_len)
@@ -124,12 +118,14 @@ def test_most_samples_within_tokens_are_the_shortest(drawn, tokens):
 # ---------------------------------------------------------------- files
 
 
-def write(path, columns):
-    table = pa.table(columns)
-    if path.suffix == ".csv":
-        pa.csv.write_csv(table, path)
-    else:
-        pa.parquet.write_table(table, path)
+def write(path, content):
+    """A file of bytes, or of a table's columns."""
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif path.suffix == ".csv":
+        pa.csv.write_csv(pa.table(content), path)
+    elif content is not None:
+        pa.parquet.write_table(pa.table(content), path)
     return path
 
 
@@ -138,12 +134,12 @@ def same(left, right):
 
 
 @given(manifest=manifests())
-@examples(15)
+@examples(8)
 def test_csv_and_parquet_say_the_same(tmp_path_factory, manifest):
     folder = tmp_path_factory.mktemp("manifest")
     columns = manifest.columns | {"note": ["extra"] * len(manifest.lengths())}
-    for name in ("m.csv", "m.parquet"):
-        path = write(folder / name, columns)
+    for name in ("m.CSV", "m.parquet"):
+        path = write(folder / name.lower(), columns).rename(folder / name)
         assert same(read_samples(path, manifest.geometry), manifest.samples())
 
 
@@ -151,49 +147,13 @@ def test_csv_and_parquet_say_the_same(tmp_path_factory, manifest):
 def test_any_number_type_with_whole_numbers_is_accepted(tmp_path, dtype):
     path = write(tmp_path / "m.parquet", {"seq_len": pa.array([1, 100, 7], dtype)})
     assert same(read_samples(path, Geometry()), of_lengths(1, 100, 7))
+    largest = write(tmp_path / "m.csv", b"seq_len\n1000000000\n")
+    assert read_samples(largest, Geometry()).seq_len.tolist() == [10**9]
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("frames", 0),
-        ("height", -3),
-        ("width", 2.5),
-        *(("seq_len", value) for value in (float("nan"), float("inf"), -0.0, 1e19)),
-    ],
-)
-def test_values_other_than_positive_whole_numbers_are_refused(tmp_path, name, value):
-    names = ["seq_len"] if name == "seq_len" else ["frames", "height", "width"]
-    columns = {each: [8, 8, value if each == name else 8, 8] for each in names}
-    path = write(tmp_path / "m.parquet", columns)
-    said = (path, "row 2", name, f"{float(value)}".removesuffix(".0"), "whole number")
-    refused(said, read_samples, path, Geometry())
-
-
-INTEGERS = {
-    "no rows": pa.array([], pa.int64()),
-    "missing": pa.array([4, None, 4], pa.int64()),
-}
-
-
-@pytest.mark.parametrize(
-    ("suffix", "columns", "said"),
-    [
-        ("csv", {"seq_len": INTEGERS["missing"], "a": [1, 2, 3]}, ["row 1", "whole number"]),
-        ("parquet", {"seq_len": INTEGERS["missing"]}, ["row 1", "seq_len", "whole number"]),
-        ("csv", {"seq_len": INTEGERS["no rows"]}, ["no rows", "at least one sample"]),
-        ("parquet", {"seq_len": INTEGERS["no rows"]}, ["no rows", "at least one sample"]),
-        ("parquet", {"seq_len": ["a", "b"]}, ["column seq_len", "whole numbers"]),
-        ("parquet", {"seq_len": [True, False]}, ["column seq_len", "whole numbers"]),
-        ("parquet", {"frames": [8], "height": [8]}, ["needs frames, height and width, or seq_len"]),
-        ("parquet", {"length": [8], "path": [8]}, ["or seq_len", "length", "path"]),
-    ],
-)
-def test_tables_without_samples_are_refused(tmp_path, suffix, columns, said):
-    path = write(tmp_path / f"m.{suffix}", columns)
-    refused((path, *said), read_samples, path, Geometry())
-
-
+NONE = pa.array([], pa.int64())
+SIZED = {"frames": [8], "height": [8], "width": [2.5]}
+FAR = {"frames": [1, 9], "height": [16, 10**6], "width": [16, 10**6]}
 UNREADABLE = "not a readable manifest"
 
 
@@ -202,18 +162,103 @@ UNREADABLE = "not a readable manifest"
     [
         ("m.parquet", None, ["no such manifest", ".parquet or .csv"]),
         *(("m.parquet", x, [UNREADABLE]) for x in (b"", b"seq_len\n4\n", b"PAR1 no more PAR1")),
-        *(("m.csv", x, []) for x in (b"", b"seq_len,a\n4\n", b"seq_len,seq_len\n4,4\n")),
+        *(("m.csv", x, [UNREADABLE]) for x in (b"", b"seq_len,a\n4\n")),
+        ("m.csv", b"seq_len,seq_len\n4,4\n", ["column seq_len exists twice"]),
+        ("m.csv", {"seq_len": [4, None], "a": [1, 2]}, ["row 1 has seq_len = nan"]),
+        ("m.csv", {"seq_len": NONE}, ["no rows", "at least one sample"]),
+        ("m.parquet", {"seq_len": NONE}, ["no rows", "at least one sample"]),
+        ("m.parquet", {"seq_len": ["a", "b"]}, ["column seq_len", "whole numbers"]),
+        ("m.parquet", {"seq_len": [True, False]}, ["column seq_len", "whole numbers"]),
+        ("m.parquet", {"frames": [8], "height": [8]}, ["needs frames, height and width, or"]),
+        ("m.parquet", {"length": [8], "path": [8]}, ["or seq_len", "length, path"]),
+        ("m.parquet", SIZED, ["row 0 has width = 2.5"]),
+        ("m.parquet", FAR, ["row 1 is 9×1000000×1000000", "8.79e+09 tokens", "at most 1,000"]),
+        *(
+            ("m.parquet", {"seq_len": [8.0, x]}, [f"row 1 has seq_len = {x}", "whole number"])
+            for x in (0.0, -3.0, math.nan, math.inf, 1e9 + 1)
+        ),
     ],
 )
 def test_files_that_are_no_manifest_are_refused(tmp_path, name, content, said):
-    path = tmp_path / name
-    if content is not None:
-        path.write_bytes(content)
+    path = write(tmp_path / name, content)
     refused((path, *said), read_samples, path, Geometry())
 
 
-def test_a_truncated_file_and_a_folder_are_refused(tmp_path):
+def test_truncated_files_folders_and_bad_geometries_are_refused(tmp_path):
     path = write(tmp_path / "m.parquet", {"seq_len": list(range(1, 1000))})
     path.write_bytes(path.read_bytes()[:-100])
     refused((path, UNREADABLE), read_samples, path, Geometry())
     refused((tmp_path,), read_samples, tmp_path, Geometry())
+    for name in ("vae_stride", "patch_size"):
+        for value in ((0, 8, 8), (4, 8), (4, 8, 8, 8)):
+            refused((name, value, "at least 1"), Geometry, **{name: value})
+
+
+# ---------------------------------------------------------------- workloads
+
+PIXELS = {"192p": 192 * 336, "256p": 256**2, "480p": 480 * 832, "512p": 512**2}
+PIXELS |= {"720p": 720 * 1280, "1080p": 1080 * 1920}
+RATIOS = {(1, 1): 2, (4, 3): 2, (3, 4): 1, (3, 2): 1, (2, 3): 1, (16, 9): 5, (9, 16): 3}
+RATIOS |= {(21, 9): 1, (9, 21): 0.5}
+FEW = range(17, 82, 16)
+TABLE = {
+    "wan-480p": [(0.5, "480p", [1]), (0.3, "480p", [81]), (0.2, "480p", range(17, 78, 4))],
+    "mixed-resolution": [
+        *((0.1, area, [1]) for area in ("256p", "512p", "480p")),
+        *((0.05, "720p", [1]), (0.2, "192p", [81]), (0.3, "480p", FEW), (0.15, "720p", FEW)),
+    ],
+}
+"""(share of the samples, area, frames), as the module's docstring and the papers say."""
+IMAGES = [(1 / 4, area, [1]) for area in ("256p", "480p", "720p", "1080p")]
+VIDEOS = [(1 / 3, area, [161]) for area in ("480p", "720p", "1080p")]
+
+
+def shares_of(parts):
+    """Shape → share of the samples."""
+    found = Counter()
+    for share, area, frames in parts:
+        for (wide, high), weight in RATIOS.items():
+            sides = (PIXELS[area] * high / wide, PIXELS[area] * wide / high)
+            height, width = (16 * round(math.sqrt(side) / 16) for side in sides)
+            for count in frames:
+                found[count, height, width] += share / len(frames) * weight / 16.5
+    return found
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_workload_has_the_shares_of_its_table_and_follows_its_seed(name):
+    samples, again, other = (make_workload(name, 50_000, seed) for seed in (3, 3, 4))
+    assert (samples.shape == again.shape).all()
+    assert (samples.shape != other.shape).any()
+    assert (samples.seq_len == Geometry().seq_len(*samples.shape.T)).all()
+    if name in TABLE:
+        expected = shares_of(TABLE[name])
+    else:  # the number in the name is the share of the tokens that is video
+        share = int(name[-2:]) / 100
+        means = [
+            sum(part * tokens(shape, Geometry()) for shape, part in shares_of(parts).items())
+            for parts in (IMAGES, VIDEOS)
+        ]
+        image, video = (1 - share) / means[0], share / means[1]
+        kinds = [(part * image, *rest) for part, *rest in IMAGES]
+        kinds += [(part * video, *rest) for part, *rest in VIDEOS]
+        expected = shares_of([(part / (image + video), *rest) for part, *rest in kinds])
+    shapes, counts = np.unique(samples.shape, axis=0, return_counts=True)
+    found = dict(zip(map(tuple, shapes.tolist()), (counts / 50_000).tolist(), strict=True))
+    assert found.keys() <= expected.keys()
+    for shape, part in expected.items():
+        assert found.get(shape, 0) == pytest.approx(part, abs=5 * math.sqrt(part / 50_000)), shape
+
+
+def test_geometry_and_aspect_ratios_are_parameters_and_what_is_no_workload_is_refused():
+    coarse = Geometry((4, 16, 16), (1, 2, 2))
+    samples, other = make_workload("wan-480p", 100), make_workload("wan-480p", 100, 0, coarse)
+    assert (samples.shape == other.shape).all()
+    assert (other.seq_len < samples.seq_len).all()
+    square = make_workload("wan-480p", 100, aspect_ratios={(1, 1): 1.0})
+    assert (square.shape[:, 1] == square.shape[:, 2]).all()
+    thin = make_workload("wan-480p", 1, aspect_ratios={(1, 10_000): 1.0})
+    assert thin.shape[0, 2] == 16
+    refused(["wan-480p"], make_workload, "wan-481p", 10)
+    for size in (0, 10**9 + 1):
+        refused(["at least 1 and at most 1,000,000,000"], make_workload, "wan-480p", size)
