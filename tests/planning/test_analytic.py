@@ -5,14 +5,16 @@ import json
 import math
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
-from planning_cases import refusal
+from planning_cases import refused, write_json
 
 from alload_jax.models.common.config import ImageConfig, TextConfig
 from alload_jax.models.common.cudnn import launched_tokens
-from alload_jax.models.families import parameter_count
+from alload_jax.models.families import abstract_model, parameter_count
 from alload_jax.models.hunyuan_video.costs import HUNYUAN_VIDEO_1_5
+from alload_jax.models.hunyuan_video.transformer import HunyuanVideoConfig
 from alload_jax.models.wan.costs import WAN_1_3B as WAN
 from alload_jax.models.wan.costs import WAN_14B, WanArchitecture
 from alload_jax.models.wan.transformer import WanConfig
@@ -27,8 +29,16 @@ from alload_jax.planning.analytic import (
     step_cost,
     step_memory,
 )
-from alload_jax.planning.architecture import architecture_named, from_fields
-from alload_jax.planning.cost import bucketed_cost, read_cost_file, write_cost_file
+from alload_jax.planning.architecture import (
+    ActivationCounts,
+    Architecture,
+    ForwardFlops,
+    architecture_named,
+    from_fields,
+    model_names,
+    register_architecture,
+)
+from alload_jax.planning.cost import FORMAT, bucketed_cost, read_cost_file, write_cost_file
 from alload_jax.planning.devices import DEVICES, device_named
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -99,112 +109,6 @@ def test_predictions_match_measurements_of_joint_attention():
             assert predicted == pytest.approx(case["peak_bytes"], rel=TOLERANCE)
 
 
-def measured_memory():
-    """(remat, rows, tokens, bytes, how many times as much is predicted at most) on an H200."""
-    bars = cases_of("step_bars_h200.json")
-    for case in bars:
-        # Without a loop XLA keeps less of what `none` could.
-        most = 1.14 if case["remat"] == "none" else 1.05
-        tokens = case["rows"] * math.prod(case["latents"]) // 4
-        yield case["remat"], case["rows"], tokens, case["bytes"], most
-    [auto] = cases_of("step_auto_h200.json")
-    yield auto["policies"][0], 1, auto["tokens"], auto["peak_bytes"], 1.05
-    for case in cases_of("step_same_1560_h200.json"):
-        yield "attention", 42, 42 * 1560, case["peak_bytes"], 1.05
-
-
-def test_packed_rows_of_short_and_long_samples_take_a_work_space():
-    """10 layers, 81,920 tokens in 8 slots of up to 75,600."""
-    [packed, _] = cases_of("step_mixed_resolution_h200.json")
-    model = dataclasses.replace(WAN, num_layers=10)
-    single = Trained(bytes_each=18, accumulates=False)
-    found = step_memory(model, H200, "attention", trained=single).bytes_of(81_920, 8)
-    lengths = ((0, 8), (7950, 5), (18000, 3), (27030, 2), (33390, 1), (75600, 0))
-    beyond = launched_tokens(1, 81_920, lengths) - 81_920
-    found += 4 * WAN.dim * beyond - WORKSPACE_BYTES
-    assert packed["peak_bytes"] < found < 1.05 * packed["peak_bytes"]
-
-
-def test_predicted_memory_matches_measurements():
-    single = Trained(bytes_each=18, accumulates=False)  # gradients of matrices have 16 bits
-    for remat, rows, tokens, bytes_, most in measured_memory():
-        found = step_memory(WAN, H200, remat, trained=single).bytes_of(tokens, rows)
-        assert 0.99 * bytes_ < found - WORKSPACE_BYTES < most * bytes_, (remat, rows, tokens)
-
-
-def memory_cases():
-    cases = json.loads((RESULTS / "memory_measured_h200.json").read_text())
-    return cases["share_for_jax"], cases["cases"]
-
-
-def memory_of(case):
-    """The memory model of a measured run of train.py, and bytes that JAX could use."""
-    name, flags = case["config"], dict(zip(case["flags"][::2], case["flags"][1::2], strict=True))
-    architecture = WAN_14B if "14b" in name else WAN
-    trained = ALL_TRAINED
-    if "lora" in name:
-        dim, ffn = architecture.dim, architecture.ffn_dim
-        count = 32 * architecture.num_layers * (8 * 2 * dim + 2 * (dim + ffn))
-        dtype = flags.get("--parameters.frozen_dtype", "bfloat16")
-        trained = Trained(count, dtype, STATE_BYTES - 4)  # without a moving average
-    remat = flags.get("--model.remat", "full")
-    found = step_memory(architecture, H200, remat, trained=trained)
-    return found, case["memory_gb"] * 1e9
-
-
-def test_predicted_memory_of_adapters_matches_measured_runs():
-    measured = [case for case in memory_cases()[1] if case["fits"]]
-    assert {case["config"] for case in measured if case["memory_gb"] == 24} >= {
-        "wan2_1_t2v_1_3b_lora",
-        "wan2_1_t2v_14b_lora",
-    }
-    for case in measured:  # when a step took a little more
-        found, _ = memory_of(case)
-        assert 0.9 < found.bytes_of(case["tokens"]) / case["peak_bytes"] < 1, case
-
-
-def test_clips_that_are_predicted_to_fit_did():
-    share, cases = memory_cases()
-    assert {case["fits"] for case in cases} == {True, False}
-    for case in cases:
-        found, memory = memory_of(case)
-        fits = found.max_tokens(memory * share, 0.05) >= case["tokens"]
-        assert fits == case["fits"], case
-
-
-MODELS = [
-    WanConfig(dim=48, ffn_dim=100, num_heads=3, num_layers=2, in_channels=5, num_classes=7),
-    WanConfig(dim=32, ffn_dim=64, num_heads=2, num_layers=3, text=TextConfig(24, 9)),
-    WanConfig(dim=32, num_heads=2, patch_size=(2, 1, 4), qk_norm=False, cross_norm=False),
-    WanConfig(dim=32, num_heads=2, in_channels=6, out_channels=3, freq_dim=64),
-    WanConfig(dim=32, num_heads=2, text=TextConfig(24, 9), image=ImageConfig(20, 30)),
-]
-
-
-@pytest.mark.parametrize("config", MODELS)
-def test_parameters_are_those_of_the_model(config):
-    found = from_fields(json.loads(json.dumps(config.architecture())))
-    assert found.parameters() == parameter_count(config)
-    assert from_fields(json.loads(json.dumps(found.fields()))) == found
-
-
-def test_wan_models_have_the_published_parameter_counts_and_devices_two_names():
-    assert WAN.parameters() == 1_418_996_800
-    assert WAN_14B.parameters() == pytest.approx(14.3e9, rel=0.01)
-    for name in ("h200", "NVIDIA H200", "nvidia h200"):
-        assert device_named(name) == H200
-    for device in DEVICES.values():
-        costs = analytic_costs(dataclasses.replace(WAN, num_layers=2), device, "full")
-        assert min(costs.m_mem, *dataclasses.astuple(costs.quadratic)[:3]) > 0
-
-
-def test_forward_flops_are_the_formula():
-    shape = WanArchitecture(dim=6, ffn_dim=10, num_heads=3, num_layers=4, text_length=7)
-    d, f, t, s = 6, 10, 7, 11
-    block = 12 * s * d**2 + 4 * s * d * f + 4 * s**2 * d + 4 * t * d**2 + 4 * s * t * d
-    assert shape.forward_flops(s) == 4 * block
-
-
 def test_recomputation_costs_time_and_kept_activations_cost_memory():
     seconds = [seconds_of(WAN, H200, remat, 1, 32_760) for remat in REMAT]
     per_token = [step_memory(WAN, H200, remat).per_token for remat in REMAT]
@@ -226,46 +130,225 @@ def test_a_file_contains_everything_that_planning_needs(tmp_path):
     assert 1 < found.power.p < 2
 
 
-def test_shards_share_the_state():
+# ---------------------------------------------------------------- memory
+
+
+def test_predicted_memory_matches_measurements():
+    single = Trained(bytes_each=18, accumulates=False)  # gradients of matrices have 16 bits
+    cases = []  # (remat, rows, tokens, bytes, how many times as much is predicted at most)
+    for case in cases_of("step_bars_h200.json"):
+        tokens = case["rows"] * math.prod(case["latents"]) // 4
+        # Without a loop XLA keeps less of what `none` could.
+        most = 1.14 if case["remat"] == "none" else 1.05
+        cases.append((case["remat"], case["rows"], tokens, case["bytes"], most))
+    [auto] = cases_of("step_auto_h200.json")
+    cases.append((auto["policies"][0], 1, auto["tokens"], auto["peak_bytes"], 1.05))
+    for case in cases_of("step_same_1560_h200.json"):
+        cases.append(("attention", 42, 42 * 1560, case["peak_bytes"], 1.05))
+    for remat, rows, tokens, bytes_, most in cases:
+        found = step_memory(WAN, H200, remat, trained=single).bytes_of(tokens, rows)
+        assert 0.99 * bytes_ < found - WORKSPACE_BYTES < most * bytes_, (remat, rows, tokens)
+    # 10 layers, 81,920 tokens in 8 slots of short and long samples, which take a work space.
+    [packed, _] = cases_of("step_mixed_resolution_h200.json")
+    model = dataclasses.replace(WAN, num_layers=10)
+    found = step_memory(model, H200, "attention", trained=single).bytes_of(81_920, 8)
+    lengths = ((0, 8), (7950, 5), (18000, 3), (27030, 2), (33390, 1), (75600, 0))
+    beyond = launched_tokens(1, 81_920, lengths) - 81_920
+    found += 4 * WAN.dim * beyond - WORKSPACE_BYTES
+    assert packed["peak_bytes"] < found < 1.05 * packed["peak_bytes"]
+
+
+def test_runs_of_adapters_take_the_predicted_memory_and_fit_where_it_says_so():
+    content = json.loads((RESULTS / "memory_measured_h200.json").read_text())
+    for case in content["cases"]:
+        name, given = case["config"], case["flags"]
+        flags = dict(zip(given[::2], given[1::2], strict=True))
+        architecture, trained = WAN_14B if "14b" in name else WAN, ALL_TRAINED
+        if "lora" in name:
+            dim, ffn = architecture.dim, architecture.ffn_dim
+            count = 32 * architecture.num_layers * (8 * 2 * dim + 2 * (dim + ffn))
+            dtype = flags.get("--parameters.frozen_dtype", "bfloat16")
+            trained = Trained(count, dtype, STATE_BYTES - 4)  # without a moving average
+        remat = flags.get("--model.remat", "full")
+        found = step_memory(architecture, H200, remat, trained=trained)
+        memory = case["memory_gb"] * 1e9 * content["share_for_jax"]
+        assert (found.max_tokens(memory, 0.05) >= case["tokens"]) == case["fits"], case
+        if case["fits"]:  # when a step took a little more
+            assert 0.9 < found.bytes_of(case["tokens"]) / case["peak_bytes"] < 1, case
+
+
+def test_shards_share_the_state_and_replicas_all_of_it_but_the_weights():
+    """As arrays of ZeRO: each replica holds float32 weights, and frozen ones, whole."""
     whole, shared = (step_memory(WAN, H200, "full", shards) for shards in (1, 8))
     assert shared.base - WORKSPACE_BYTES == (whole.base - WORKSPACE_BYTES) / 8
     assert shared.per_token == whole.per_token
-
-
-def test_replicas_share_all_of_the_state_but_the_weights():
-    """As arrays of ZeRO: each replica holds float32 weights, and frozen ones, whole."""
-    lora = Trained(1_000_000, "bfloat16")
-    total = WAN.parameters()
-    for trained, count, whole in (
+    lora, total = Trained(1_000_000, "bfloat16"), WAN.parameters()
+    for trained, count, kept in (
         (ALL_TRAINED, total, 4 * total),
         (lora, 1_000_000, 4 * 1_000_000 + 2 * (total - 1_000_000)),
     ):
         given = step_memory(WAN, H200, "full", 2, trained, replicas=8)
-        expected = (whole + 20 * count / 8) / 2
+        expected = (kept + 20 * count / 8) / 2
         assert given.base - WORKSPACE_BYTES == pytest.approx(expected, abs=1)
-        assert given.per_token == step_memory(WAN, H200, "full", 2, trained).per_token
 
 
-@pytest.mark.parametrize(("dtype", "bytes_"), [("float32", 4), ("bfloat16", 2)])
-def test_a_frozen_parameter_takes_its_own_bytes_and_no_more(dtype, bytes_):
-    lora = Trained(1_000_000, dtype)
-    frozen = WAN.parameters() - 1_000_000
-    expected = 24 * 1_000_000 + bytes_ * frozen
-    assert state_bytes(WAN.parameters(), lora) == expected
+@pytest.mark.parametrize(("dtype", "bytes_"), [("float32", 4), ("bfloat16", 2), ("float8", 1)])
+def test_a_frozen_parameter_takes_its_own_bytes_and_no_update_or_gradient(dtype, bytes_):
+    lora, total = Trained(1_000_000, dtype), WAN.parameters()
+    expected = 24 * 1_000_000 + bytes_ * (total - 1_000_000)
+    assert state_bytes(total, lora) == expected
     costs = analytic_costs(WAN, H200, shards=2, trained=lora)
     assert costs.memory.base == expected / 2 + WORKSPACE_BYTES
-    adapters = 2 * WAN.dim
-    assert costs.memory.per_token == analytic_costs(WAN, H200).memory.per_token + adapters
+    assert costs.memory.per_token == analytic_costs(WAN, H200).memory.per_token + 2 * WAN.dim
     assert costs.m_mem > analytic_costs(WAN, H200, shards=2).m_mem
-
-
-def test_frozen_parameters_need_neither_update_nor_gradient():
     full = step_cost(WAN, H200, "none")
-    half = step_cost(WAN, H200, "none", Trained(WAN.parameters() // 2))
-    assert half.c0 == pytest.approx(full.c0 - 26 * WAN.parameters() / H200.bandwidth)
+    half = step_cost(WAN, H200, "none", Trained(total // 2))
+    assert half.c0 == pytest.approx(full.c0 - 26 * total / H200.bandwidth)
     assert half.c_sequence == pytest.approx(full.c_sequence * 2.5 / 3)
     assert half.c2 == full.c2
-    assert step_cost(WAN, H200, "none", Trained(WAN.parameters())) == full
+    assert step_cost(WAN, H200, "none", Trained(total)) == full
+
+
+# ---------------------------------------------------------------- counts of families
+
+CLASSES = HunyuanVideoConfig(dim=16, ffn_dim=24, num_heads=2, num_layers=3)
+TEXT_ONLY = dataclasses.replace(CLASSES, text=TextConfig(6, 9), refiner_layers=3, in_channels=4)
+FULL = dataclasses.replace(
+    TEXT_ONLY, glyphs=TextConfig(5, 7), glyph_hidden=12, image=ImageConfig(4), out_channels=2
+)
+PUBLISHED = HunyuanVideoConfig(
+    dim=2048,
+    ffn_dim=8192,
+    num_heads=16,
+    num_layers=54,
+    in_channels=65,
+    out_channels=32,
+    patch_size=(1, 1, 1),
+    text=TextConfig(3584, 1000),
+    glyphs=TextConfig(1472, 256),
+    image=ImageConfig(1152),
+)
+MODELS = [
+    WanConfig(dim=48, ffn_dim=100, num_heads=3, num_layers=2, in_channels=5, num_classes=7),
+    WanConfig(dim=32, ffn_dim=64, num_heads=2, num_layers=3, text=TextConfig(24, 9)),
+    WanConfig(dim=32, num_heads=2, patch_size=(2, 1, 4), qk_norm=False, cross_norm=False),
+    WanConfig(dim=32, num_heads=2, in_channels=6, out_channels=3, freq_dim=64),
+    WanConfig(dim=32, num_heads=2, text=TextConfig(24, 9), image=ImageConfig(20, 30)),
+    *(CLASSES, TEXT_ONLY, FULL, PUBLISHED),
+]
+
+
+@pytest.mark.parametrize("config", MODELS)
+def test_parameters_are_those_of_the_model(config):
+    found = from_fields(json.loads(json.dumps(config.architecture())))
+    assert found.parameters() == parameter_count(config)
+    assert from_fields(json.loads(json.dumps(found.fields()))) == found
+    if config is PUBLISHED:
+        assert found == architecture_named("hunyuan-video-1.5") == HUNYUAN_VIDEO_1_5
+
+
+def test_published_models_have_their_counts_and_devices_two_names():
+    assert HUNYUAN_VIDEO_1_5.parameters() == 8_326_608_160
+    assert WAN.parameters() == 1_418_996_800
+    assert WAN_14B.parameters() == pytest.approx(14.3e9, rel=0.01)
+    for name in ("h200", "NVIDIA H200", " nvidia h200"):
+        assert device_named(name) == H200
+    for device in DEVICES.values():
+        costs = analytic_costs(dataclasses.replace(WAN, num_layers=2), device, "full")
+        assert min(costs.m_mem, *dataclasses.astuple(costs.quadratic)[:3]) > 0
+
+
+def test_flops_are_the_formula_and_those_of_the_kernels_that_each_token_meets():
+    shape = WanArchitecture(dim=6, ffn_dim=10, num_heads=3, num_layers=4, text_length=7)
+    d, f, t, s = 6, 10, 7, 11
+    block = 12 * s * d**2 + 4 * s * d * f + 4 * s**2 * d + 4 * t * d**2 + 4 * s * t * d
+    assert shape.forward_flops(s) == 4 * block
+    # A token of either stream meets its stream's kernels but the modulation's, once a layer.
+    flops = from_fields(FULL.architecture()).flops()
+    for stream in ("video", "condition"):
+        leaves = jax.tree_util.tree_leaves_with_path(abstract_model(FULL).params["blocks"][stream])
+        met = {jax.tree_util.keystr(path): leaf.size for path, leaf in leaves}
+        kernels = [size for name, size in met.items() if "kernel" in name and "modul" not in name]
+        assert 2 * sum(kernels) == flops.matmul_per_token
+    assert flops.attention_per_pair == 4 * FULL.num_layers * FULL.dim
+    # The refiner and the modulation are little of a picture of 720p, with a text.
+    flops, picture = HUNYUAN_VIDEO_1_5.flops(), 45 * 80 + 300
+    bare = dataclasses.replace(flops, matmul_per_sequence=0.0, attention_per_sequence=0.0)
+    assert flops.of(picture) < 1.03 * bare.of(picture)
+    costs, lengths = analytic_costs(HUNYUAN_VIDEO_1_5, H200, "full", shards=8), [4_000, 112_000]
+    least = [3 * HUNYUAN_VIDEO_1_5.forward_flops(length) / 989e12 for length in lengths]
+    ratio = costs.quadratic.sequence_cost(np.array(lengths)) / least
+    assert ((ratio > 1) & (ratio < 4)).all()
+
+
+@dataclasses.dataclass(frozen=True)
+class JointArchitecture(Architecture):
+    """Only joint attention over latents and text, whose costs are easy to count."""
+
+    width: int
+    depth: int
+    text: int = 7
+
+    @classmethod
+    def from_fields(cls, fields):
+        return cls(**{field.name: fields[field.name] for field in dataclasses.fields(cls)})
+
+    def fields(self):
+        return {"family": "joint"} | dataclasses.asdict(self)
+
+    def parameters(self):
+        return 4 * self.depth * self.width**2
+
+    def flops(self):
+        products, pairs = 8.0 * self.depth * self.width**2, 4.0 * self.depth * self.width
+        return ForwardFlops(
+            matmul_per_token=products,
+            matmul_per_sequence=products * self.text,
+            attention_per_pair=pairs,
+            attention_per_token=2 * pairs * self.text,
+            attention_per_sequence=pairs * self.text**2,
+        )
+
+    def activations(self):
+        return ActivationCounts(10.0, 20.0, 5.0, 4.0 * self.width * self.depth)
+
+    def kept_activations(self, remat):
+        return self.depth * self.width * (1.0 if remat == "full" else 8.0)
+
+    def kernels(self):
+        return 9 * self.depth
+
+
+TINY = JointArchitecture(64, 3)
+register_architecture("joint", JointArchitecture, named={"joint-tiny": TINY})
+
+
+def test_a_family_from_outside_has_the_costs_of_its_counts():
+    products, seq_len = 8 * 3 * 64**2, 11
+    assert TINY.forward_flops(seq_len) == products * (11 + 7) + 4 * 3 * 64 * (11 + 7) ** 2
+    assert TINY.step_flops(np.array([11, 11])) == 6 * TINY.forward_flops(11)
+    cost = step_cost(TINY, dataclasses.replace(H200, attention_share=0.5), "none")
+    assert cost.c2 == pytest.approx(3.5 * 4 * 3 * 64 / (H200.peak_flops * 0.5))
+    costs = analytic_costs(TINY, H200, "full")
+    assert costs.memory.base == 24 * TINY.parameters() + WORKSPACE_BYTES
+    assert costs.memory.per_token == 2 * (3 * 64 + 5)
+    assert costs.bytes_per_split_token == 3 * 2 * 4 * 64 * 3
+    assert bytes_per_split_token(TINY, "none") == costs.bytes_per_split_token * 2 / 3
+
+
+def test_a_family_from_outside_is_found_by_name_and_fields_and_told_from_others(tmp_path):
+    assert model_names()[:2] == ("wan2.1-1.3b", "wan2.1-14b")
+    assert architecture_named("joint-tiny") is TINY
+    assert from_fields(json.loads(json.dumps(TINY.fields()))) == TINY
+    assert isinstance(from_fields(WAN.fields()), WanArchitecture)
+    assert "family" not in WAN.fields()
+    costs = analytic_costs(TINY, H200)
+    assert costs.unlike({"dim": 8}) == "family joint (here wan)"
+    assert costs.unlike(TINY.fields(), "NVIDIA H200") == ""
+    assert costs.unlike({"family": "joint"}, "cpu") == "device NVIDIA H200 (here cpu)"
+    wan = write_json(tmp_path / "cost.json", {"format": FORMAT, "model": {"dim": 8}})
+    assert read_cost_file(wan).unlike({"dim": 8}, "cpu") == ""
+    assert read_cost_file(wan).unlike({"dim": 8, "family": "joint"}) == "family wan (here joint)"
 
 
 @pytest.mark.parametrize(
@@ -273,17 +356,25 @@ def test_frozen_parameters_need_neither_update_nor_gradient():
     [
         (lambda: device_named("tpu"), "choose one of h200 (NVIDIA H200)"),
         (lambda: architecture_named("wan3"), "choose one of wan2.1-1.3b"),
-        (
-            lambda: analytic_costs(WAN, H200, "most"),
-            "choose one of full, offload, offload_attention, offload_feed_forward_and_attention, ",
-        ),
+        (lambda: analytic_costs(WAN, H200, "most"), "choose one of full, offload, offload_att"),
         (lambda: analytic_costs(WAN_14B, H200), "shard it over more devices"),
         (lambda: analytic_costs(WAN, H200, shards=0), "give at least 1"),
         (lambda: analytic_costs(WAN, H200, trained=Trained(0)), "from 1 to 1418996800"),
         (lambda: state_bytes(10, Trained(11)), "11 parameters are to be trained"),
         (lambda: Trained(3, "int8"), "choose one of float32, bfloat16"),
-        (lambda: from_fields({"dim": 8}), "model.ffn_dim is None"),
+        *(
+            (lambda n=n: from_fields({"dim": 8, "ffn_dim": n}), f"model.ffn_dim is {n!r}")
+            for n in (None, 0, True)
+        ),
+        (lambda: from_fields({"family": "mamba"}), "model family 'mamba' is unknown"),
+        (
+            lambda: from_fields({"family": "hunyuan_video", "dim": 16, "num_heads": 2}),
+            "model.ffn_dim is None",
+        ),
     ],
 )
 def test_refusals_are_one_line(action, words):
-    assert words in refusal(action)
+    refused([words], action)
+    assert state_bytes(10, Trained(1)) == 24 + 36
+    with pytest.raises(ValueError, match="'wan' exists already"):
+        register_architecture("wan", JointArchitecture)
