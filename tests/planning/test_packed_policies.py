@@ -1,8 +1,6 @@
 """Properties of every packed plan on random data, and the balance of `balanced` on workloads."""
 
-import cProfile
 import itertools
-import pstats
 
 import numpy as np
 import pytest
@@ -85,12 +83,6 @@ def places_every_token_of_every_sample_once(plan, samples, **_):
     assert len(np.unique(whole)) == len(whole)
 
 
-def leaves_no_step_empty(plan, topology, **_):
-    turn = plan.step * topology.micro_batches_per_step + plan.micro_batch
-    held = np.bincount(turn[plan.micro_batch_of_part()], minlength=turn.max() + 1)
-    assert (held > 0).all()
-
-
 def aligns_parts_of_a_row_and_lets_none_overlap(plan, policy, **_):
     assert (plan.padded_len == policy.m_mem).all()
     for row in range(len(plan.rows)):
@@ -104,7 +96,10 @@ def aligns_parts_of_a_row_and_lets_none_overlap(plan, policy, **_):
         assert (begin[~is_split] % policy.align == 0).all()
 
 
-def keeps_micro_batches_in_order(plan, topology, **_):
+def keeps_micro_batches_in_order_and_leaves_no_step_empty(plan, topology, **_):
+    turn = plan.step * topology.micro_batches_per_step + plan.micro_batch
+    held = np.bincount(turn[plan.micro_batch_of_part()], minlength=turn.max() + 1)
+    assert (held > 0).all()
     place = np.column_stack([plan.step, plan.micro_batch, plan.rank])
     assert (np.unique(place, axis=0) == place).all()
     assert plan.steps == plan.step[-1] + 1
@@ -156,16 +151,15 @@ def is_no_faster_than_its_bound(plan, samples, policy, **_):
 
 
 @given(cases(), st.integers(0, 9))
-@examples(150)
+@examples(100)
 def test_every_packed_plan_keeps_its_promises_and_depends_on_its_seed_alone(case, seed):
     samples, policy, topology = case
     for epoch in range(2):
         plan = policy.plan_epoch(samples, topology, rng(seed + epoch))
         for promise in (
             places_every_token_of_every_sample_once,
-            leaves_no_step_empty,
             aligns_parts_of_a_row_and_lets_none_overlap,
-            keeps_micro_batches_in_order,
+            keeps_micro_batches_in_order_and_leaves_no_step_empty,
             splits_a_sample_into_one_run_of_tokens_over_the_ranks_of_its_group,
             holds_no_more_samples_in_rows_and_regions_than_allowed,
             keeps_rows_of_several_samples_within_m_comp,
@@ -178,33 +172,8 @@ def test_every_packed_plan_keeps_its_promises_and_depends_on_its_seed_alone(case
     assert (plan.packing.offset == again.packing.offset).all()
 
 
-def naive_first_fit(footprint, shape):
-    rows = []
-    for tokens in sorted(footprint, reverse=True):
-        for row in rows:
-            if sum(row) + tokens <= shape.capacity and len(row) < shape.segments:
-                row.append(tokens)
-                break
-        else:
-            rows.append([tokens])
-    return rows
-
-
-@given(
-    st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(50, 90), st.integers(1, 9)
-)
-@examples(80)
-def test_first_fit_is_that_of_the_textbook(lengths, tokens, segments):
-    shape = RowShape(tokens, segments)
-    footprint = np.sort(np.array(lengths))[::-1]
-    row, rows = first_fit_decreasing(footprint, shape)
-    expected = naive_first_fit(lengths, shape)
-    found = [footprint[row == k].tolist() for k in range(rows)]
-    assert found == expected
-
-
 @given(st.lists(st.floats(0.01, 10), min_size=1, max_size=40), st.integers(1, 12))
-@examples(80)
+@examples(50)
 def test_the_target_load_is_what_oversized_samples_leave_for_the_other_bins(weights, bins):
     weights = np.sort(np.array(weights))[::-1]
     target = target_load(weights, bins)
@@ -213,24 +182,13 @@ def test_the_target_load_is_what_oversized_samples_leave_for_the_other_bins(weig
     assert target == pytest.approx(rest / (bins - len(oversized)))
 
 
-def test_greedy_assignment_evens_out_tokens_and_cost():
-    lengths = np.sort(rng().choice([100, 300, 700, 3000], 4000, p=[0.5, 0.3, 0.15, 0.05]))[::-1]
-    weight = lengths.astype(float) ** 2
-    tokens = int(lengths.sum() / 200 / 0.99)
-    bins = Bins(np.full(200, tokens), np.zeros(200), np.full(200, 1000), np.inf)
-    found = assign_greedily(lengths, weight, bins, target_load(weight, 200))
-    assert (found == UNPLACED).mean() < 0.03
-    assert (tokens - bins.free).min() > 0.97 * tokens
-    assert bins.load.max() / bins.load.mean() < 1.02
-
-
 @given(
     st.lists(st.floats(0.1, 10), min_size=0, max_size=40),
     st.booleans(),
     st.booleans(),
     st.integers(1, 6),
 )
-@examples(80)
+@examples(50)
 def test_steps_hold_each_unit_once_and_all_where_they_must(costs, place_all, bounded, size):
     cost = np.array(costs)
     units = Units(cost, cost, np.ones(len(cost), int))
@@ -249,32 +207,8 @@ def test_steps_hold_each_unit_once_and_all_where_they_must(costs, place_all, bou
             assert cost[members].max() <= 1.01 * cost[members].mean() * (1 + 1e-12)
 
 
-@pytest.mark.parametrize(
-    ("cost", "samples", "size", "placed"),
-    [
-        ([1.0, 1.0203], [1, 1], 2, []),  # by more than 1 % of the mean
-        ([1.0, 1.0201], [1, 1], 2, [0, 1]),
-        ([9.0, 1.0, 1.0, 1.0, 1.0], [1] * 5, 2, [1, 2, 3, 4]),
-        ([1.0] * 6, [3, 0, 1, 0, 2, 0], 3, [0, 2, 4]),  # those with samples
-    ],
-)
-def test_units_that_cost_much_more_than_the_mean_wait(cost, samples, size, placed):
-    cost = np.array(cost)
-    steps = group_into_steps(Units(cost, cost, np.array(samples)), size)
-    assert sorted(steps.ravel()) == placed
-
-
-def test_eased_bounds_are_wider_at_both_ends():
-    bounds = SampleBounds(least=6, mean=8, most=10)
-    assert bounds.eased(2) == SampleBounds(least=3, mean=8, most=20)
-    for samples in (2, 6):  # of each of two units: 4 or 12 a step
-        units = Units(np.ones(2), np.ones(2), np.full(2, samples))
-        assert not len(group_into_steps(units, 2, bounds))
-        assert len(group_into_steps(units, 2, bounds.eased(2))) == 1
-
-
 @given(st.integers(0, 99), st.integers(2, 8), st.floats(1.2, 4))
-@examples(60)
+@examples(40)
 def test_samples_of_a_step_stay_within_bounds(seed, size, spread):
     """Costly units hold few samples, as rows of a long video do."""
     random = rng(seed)
@@ -293,7 +227,7 @@ COUNTS = st.lists(st.integers(0, 9), min_size=1, max_size=6)
 
 
 @given(COUNTS, COUNTS, st.integers(0, 40))
-@examples(80)
+@examples(50)
 def test_the_fewest_units_are_replaced_that_lift_a_step_but_for_its_first(few, others, least):
     samples = np.array(few + others)
     units = Units(np.ones(len(samples)), np.ones(len(samples)), samples)
@@ -308,14 +242,69 @@ def test_the_fewest_units_are_replaced_that_lift_a_step_but_for_its_first(few, o
         assert sorted(np.array(others)[taken], reverse=True) == dense[: enough[0]]
 
 
+def test_units_that_cost_more_than_the_mean_or_hold_samples_out_of_bounds_wait():
+    for cost, samples, size, placed in (
+        ([1.0, 1.0203], [1, 1], 2, []),  # by more than 1 % of the mean
+        ([1.0, 1.0201], [1, 1], 2, [0, 1]),
+        ([9.0, 1.0, 1.0, 1.0, 1.0], [1] * 5, 2, [1, 2, 3, 4]),
+        ([1.0] * 6, [3, 0, 1, 0, 2, 0], 3, [0, 2, 4]),  # those with samples
+    ):
+        units = Units(np.array(cost), np.array(cost), np.array(samples))
+        assert sorted(group_into_steps(units, size).ravel()) == placed
+    bounds = SampleBounds(least=6, mean=8, most=10)
+    assert bounds.eased(2) == SampleBounds(least=3, mean=8, most=20)
+    for samples in (2, 6):  # of each of two units: 4 or 12 a step
+        units = Units(np.ones(2), np.ones(2), np.full(2, samples))
+        assert not len(group_into_steps(units, 2, bounds))
+        assert len(group_into_steps(units, 2, bounds.eased(2))) == 1
+
+
+@given(
+    st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(50, 90), st.integers(1, 9)
+)
+@examples(50)
+def test_first_fit_is_that_of_the_textbook(lengths, tokens, segments):
+    footprint = np.sort(np.array(lengths))[::-1]
+    row, rows = first_fit_decreasing(footprint, RowShape(tokens, segments))
+    expected = []
+    for length in footprint.tolist():
+        for held in expected:
+            if sum(held) + length <= tokens and len(held) < segments:
+                held.append(length)
+                break
+        else:
+            expected.append([length])
+    assert [footprint[row == k].tolist() for k in range(rows)] == expected
+
+
+def test_greedy_assignment_evens_out_tokens_and_cost():
+    lengths = np.sort(rng().choice([100, 300, 700, 3000], 4000, p=[0.5, 0.3, 0.15, 0.05]))[::-1]
+    weight = lengths.astype(float) ** 2
+    tokens = int(lengths.sum() / 200 / 0.99)
+    bins = Bins(np.full(200, tokens), np.zeros(200), np.full(200, 1000), np.inf)
+    found = assign_greedily(lengths, weight, bins, target_load(weight, 200))
+    assert (found == UNPLACED).mean() < 0.03
+    assert (tokens - bins.free).min() > 0.97 * tokens
+    assert bins.load.max() / bins.load.mean() < 1.02
+
+
 # ----------------------------------------------------------------------------- how good it is
+
+
+def plan_of(samples, ranks, m_mem, **fields):
+    config = PlanningConfig("balanced", m_mem=m_mem, **fields)
+    return make_plan(config, samples, ranks, 0, CostFile(quadratic=WAN))
+
+
+def planned(lengths, ranks, m_mem, **fields):
+    return plan_of(of_lengths(*lengths), ranks, m_mem, **fields)
 
 
 @pytest.mark.parametrize(
     ("name", "row", "size", "ranks"),
     [
         ("wan-480p", 66_816, 10_000, 8),
-        ("mixed-resolution", 81_920, 40_000, 64),
+        ("mixed-resolution", 81_920, 20_000, 32),
         ("long-video-V35", 350_000, 2000, 8),
         ("log-normal", 350_000, 2000, 8),
     ],
@@ -335,7 +324,6 @@ def test_balanced_is_near_its_bound_and_full_and_mixes_every_epoch_anew(name, ro
         found = plan_metrics(epoch, samples.seq_len, WAN, row)
         assert found.idle < 0.01
         assert found.padding < 0.02
-        assert (found.dropped, found.duplicated) == (0, 0)
         assert abs(found.order_correlation) <= MOST_CORRELATION
         assert found.step_samples_min > 1 / 2.5 / 1.05
         assert found.step_samples_max < 2.5 * 1.05
@@ -345,37 +333,22 @@ def test_balanced_is_near_its_bound_and_full_and_mixes_every_epoch_anew(name, ro
     assert sum(each.share for each in neighbours) < most * sum(each.random for each in neighbours)
 
 
-def plan_of(samples, ranks, m_mem, **fields):
-    config = PlanningConfig("balanced", m_mem=m_mem, **fields)
-    return make_plan(config, samples, ranks, 0, CostFile(quadratic=WAN))
-
-
-def planned(lengths, ranks, m_mem, **fields):
-    return plan_of(of_lengths(*lengths), ranks, m_mem, **fields)
-
-
-def test_a_sample_above_the_threshold_is_split_though_another_has_its_footprint():
-    """This plan grew without limit: no row and no split region had room for the 1,007 tokens."""
+def test_steps_hold_samples_where_lengths_are_alike_or_split():
+    for context, m_mem in ((4, 10_000), (2, 66_816)):
+        found = planned([15_000] * 400, 8, m_mem, context=context).epoch(0)
+        held = np.bincount(found.step[found.micro_batch_of_part()], minlength=found.steps)
+        assert (held > 0).all()
+    # This plan grew without limit: no row and no split region had room for the 1,007 tokens.
     plan = planned([1000, 1007], 2, 1024, align=128, context=2)
     assert sorted(set(plan.epoch(0).sample.tolist())) == [0, 1]
-
-
-@pytest.mark.parametrize(("context", "m_mem"), [(4, 10_000), (2, 66_816)])
-def test_uniform_lengths_leave_no_step_without_a_sample(context, m_mem):
-    plan = planned([15_000] * 1000, 8, m_mem, context=context)
-    found = plan.epoch(0)
-    held = np.bincount(found.step[found.micro_batch_of_part()], minlength=found.steps)
-    assert (held > 0).all()
 
 
 def test_an_epochs_end_idles_no_rank_but_for_samples_that_no_rank_can_share():
     """Steps of 64 ranks are few in an epoch, whose last ones hold what remains."""
     samples = make_workload("long-video-V60", 30_000)
     plan = plan_of(samples, 64, 350_000)
-    found = [
-        plan_metrics(plan.epoch(number), samples.seq_len, WAN, 350_000).excess
-        for number in range(3)
-    ]
+    epochs = [plan.epoch(number) for number in range(3)]
+    found = [plan_metrics(epoch, samples.seq_len, WAN, 350_000).excess for epoch in epochs]
     assert np.mean(found) < 0.03
 
 
@@ -407,7 +380,7 @@ def test_the_window_takes_the_fastest_of_its_ways_to_fill_rows(name, m_mem, spre
 
 @pytest.mark.parametrize(
     ("lengths", "ranks", "m_mem", "padding"),
-    [([32_760] * 800, 8, 60_000, 0.01), ([256] * 9500 + [75_600] * 500, 16, 75_600, 0.03)],
+    [([32_760] * 400, 8, 60_000, 0.01), ([256] * 9500 + [75_600] * 500, 16, 75_600, 0.03)],
 )
 def test_rows_are_as_long_and_have_as_many_slots_as_saves_padding(lengths, ranks, m_mem, padding):
     shuffled = np.random.default_rng(0).permutation(lengths).tolist()
@@ -432,7 +405,9 @@ def test_splitting_brings_a_step_with_one_long_video_near_the_mean():
         (Balanced(99, WAN), ["balanced", "3 (300 tokens)", "at least 300", "to at least 4"]),
         (Balanced(99, WAN, context=2), ["2 ranks hold 198", "at least 150", "to at least 4"]),
         (Balanced(99, WAN, context=3), ["planning.context is 3", "4 ranks"]),
+        (Balanced(400, WAN, row_tokens=99), ["row_tokens is 99 tokens", "row_tokens to at least"]),
         (FirstFit(100, align=64), ["planning.align is 64", "m_mem to 64"]),
+        (FirstFit(100, align=101), ["planning.align is 101, more than m_mem = 100"]),
     ],
 )
 def test_rows_that_hold_no_sample_or_fit_no_ranks_are_refused_with_a_remedy(policy, named):
@@ -443,14 +418,11 @@ def test_rows_that_hold_no_sample_or_fit_no_ranks_are_refused_with_a_remedy(poli
         assert set(plan.sample) == {0, 1, 2, 3}
 
 
-def test_bounds_that_leave_rows_nearly_empty_are_planned_at_once():
-    samples = of_lengths(*rng().integers(1, 3000, 5000).tolist())
-    for bound in ({"max_segments": 1}, {"m_comp": 1e-9}):
+def test_bounds_and_splitting_take_no_more_steps_than_they_must():
+    samples = of_lengths(*rng().integers(1, 3000, 3000).tolist())
+    for bound in ({"max_segments": 1}, {"m_comp": 1e-9}):  # rows are nearly empty
         plan = Balanced(40_000, WAN, **bound).plan_epoch(samples, RankTopology(8), rng())
-        assert plan.steps < 1.2 * 5000 / 8
-
-
-def test_a_short_epoch_with_splitting_takes_no_more_steps_than_one_without():
+        assert plan.steps < 1.2 * 3000 / 8
     samples = of_lengths(*np.exp(rng().normal(6, 1.2, 3000)).astype(int).clip(1, 9000).tolist())
     policies = [Balanced(9000, WAN, context=context) for context in (1, 8, 64)]
     steps = [policy.plan_epoch(samples, RankTopology(64), rng()).steps for policy in policies]
@@ -462,12 +434,11 @@ def test_a_window_is_not_deferred_whole_because_some_steps_hold_too_many_samples
     samples = make_workload("long-video-V60", 100_000)
     policy = Balanced(1_050_000, WAN, max_segments=500)
     plan = Plan(samples, policy, RankTopology(16), seed=0)
-    found = plan_metrics(plan.epoch(0), samples.seq_len, WAN, 1_050_000)
-    assert found.idle < 0.02
+    assert plan_metrics(plan.epoch(0), samples.seq_len, WAN, 1_050_000).idle < 0.02
 
 
 def test_few_ranks_with_samples_that_fill_rows_alone_are_planned_in_seconds(monkeypatch):
-    """Counted in calls, 1.1 million; steps under the bound on samples are made once."""
+    """Counted in steps that are made: those under the bound on samples are made once."""
     by_cost, enriched, made = grouping._by_cost, grouping._enriched_steps, []
 
     def counted(*given):
@@ -483,8 +454,5 @@ def test_few_ranks_with_samples_that_fill_rows_alone_are_planned_in_seconds(monk
 
     monkeypatch.setattr(grouping, "_by_cost", counted)
     monkeypatch.setattr(grouping, "_enriched_steps", made_once)
-    lengths = np.random.default_rng(0).permutation([333] * 1613 + [33_390] * 1613)
-    profile = cProfile.Profile()
-    plan = profile.runcall(planned, lengths.tolist(), 2, 33_408)
-    assert plan.epoch(0).steps > 250
-    assert pstats.Stats(profile).total_calls < 3.4e6
+    lengths = np.random.default_rng(0).permutation([333] * 800 + [33_390] * 800)
+    assert planned(lengths.tolist(), 2, 33_408).epoch(0).steps > 125
