@@ -4,8 +4,6 @@ import json
 
 import pytest
 
-from alload_jax import cli
-from alload_jax.errors import run_command
 from alload_jax.planning.cost import (
     CostFile,
     QuadraticCost,
@@ -44,31 +42,36 @@ def run(tmp_path):
     return folder
 
 
-def test_a_runs_step_times_become_a_cost_model(run, tmp_path, capsys):
+@pytest.fixture
+def calibrated(alload, run):
+    """The cost model of the run, and what the command prints."""
+
+    def calibrate():
+        status, out, _ = alload("calibrate", "--from-run", "run", "--out", "cost.json")
+        assert status == 0
+        return read_cost_file("cost.json"), out
+
+    return calibrate
+
+
+def test_a_runs_step_times_become_a_cost_model(run, calibrated):
     with (run / "metrics.jsonl").open("a") as file:  # validations have lines of their own
         file.write('{"step": 40, "validation/set": "a", "validation/loss": 1.0}\n')
-    out = tmp_path / "cost.json"
-    flags = ["calibrate", "--from-run", str(run), "--out", str(out)]
-    assert run_command(cli.main, flags) == 0
-    assert "40 steps, mean error 0.0%" in capsys.readouterr().out
-    costs = read_cost_file(out)
+    costs, said = calibrated()
+    assert "40 steps, mean error 0.0%" in said
     assert costs.quadratic.c1 == pytest.approx(1e-4, rel=1e-3)
     assert costs.quadratic.c2 == pytest.approx(1e-7, rel=1e-3)
     assert (costs.device, costs.origin) == ("cpu", "measured")
-
-
-def test_the_start_of_the_run_tells_what_a_program_costs(run, tmp_path):
+    # Its start tells what a program costs.
     summary = {"programs": 4, "compile_seconds": 20.0, "first_step_seconds": 32.0}
     (run / "summary.json").write_text(json.dumps(summary))
-    out = tmp_path / "cost.json"
-    assert run_command(cli.main, ["calibrate", "--from-run", str(run), "--out", str(out)]) == 0
-    costs = read_cost_file(out)
+    costs, _ = calibrated()
     assert (costs.program_seconds, costs.start_seconds) == (5.0, 12.0)
     assert costs.first_step_seconds(10) == pytest.approx(62.0)
 
 
 @pytest.mark.parametrize("planned", [True, False])
-def test_a_run_with_sparse_attention_gives_its_terms_too(run, tmp_path, planned):
+def test_a_run_with_sparse_attention_gives_its_terms_too(run, tmp_path, calibrated, planned):
     config = CONFIG.replace("num_layers: 1", "num_layers: 1, sparse_attention: {min_tokens: 0}")
     if planned:
         costs = tmp_path / "planned.json"
@@ -82,36 +85,23 @@ def test_a_run_with_sparse_attention_gives_its_terms_too(run, tmp_path, planned)
         row["cost_terms"] += [pairs, tokens, squares]
         row["step_seconds"] += 2e-7 * pairs + 1e-5 * tokens + 1e-9 * squares
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
-    out = tmp_path / "cost.json"
-    assert run_command(cli.main, ["calibrate", "--from-run", str(run), "--out", str(out)]) == 0
-    found = read_cost_file(out)
+    found, _ = calibrated()
     assert found.quadratic.c2 == pytest.approx(1e-7, rel=1e-2)
     assert found.sparse.c3 == pytest.approx(2e-7, rel=1e-2)
     assert found.model["sparse_attention"]["selector"] == "pooled"
 
 
-def test_what_is_no_run_is_one_line(run, tmp_path, capsys):
-    for folder, words in ((tmp_path / "none", "holds no run"), (run, "steps can be fitted")):
-        (run / "metrics.jsonl").write_text("")
-        flags = ["calibrate", "--from-run", str(folder), "--out", str(tmp_path / "cost.json")]
-        assert run_command(cli.main, flags) != 0
-        error = capsys.readouterr().err.strip()
-        assert words in error
-        assert "\n" not in error
-    assert not (tmp_path / "cost.json").exists()
-
-
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
+        (None, None, "holds no run"),
+        ("metrics.jsonl", "", "steps can be fitted"),
         ("metrics.jsonl", "not JSON\n", "line 1: is not valid JSON"),
         ("config.yaml", "run: [\n", "is not valid YAML"),
     ],
 )
-def test_a_damaged_run_is_one_line(name, content, words, run, tmp_path, capsys):
-    (run / name).write_text(content + (run / name).read_text())
-    flags = ["calibrate", "--from-run", str(run), "--out", str(tmp_path / "cost.json")]
-    assert run_command(cli.main, flags) != 0
-    error = capsys.readouterr().err.strip()
-    assert words in error
-    assert "\n" not in error
+def test_what_is_no_run_or_a_damaged_one_is_one_line(name, content, words, run, refused):
+    if name:
+        (run / name).write_text(content)
+    place = "run" if name else "none"
+    refused(words, "calibrate", "--from-run", place, "--out", "cost.json")

@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from alload_jax import cli
 from alload_jax.data.manifest import read_manifest, read_paths
 from alload_jax.data.pixel_latents import fold_frames
 from alload_jax.data.store import StoreWriter
-from alload_jax.errors import run_command
 from alload_jax.report.pictures import latent_colours
 
 SIZES = [(1, 16, 16), (5, 16, 32), (5, 16, 32), (9, 16, 16)]
@@ -29,16 +27,9 @@ def write(folder, channels=3, stride=(1, 1, 1), origin=None, sizes=SIZES):
 
 
 @pytest.fixture
-def alload(tmp_path, monkeypatch, capsys):
-    """Runs the command in this process; returns its status, stdout and stderr."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*argv):
-        status = run_command(cli.main, ["data", *(str(part) for part in argv)])
-        printed = capsys.readouterr()
-        return status, printed.out, printed.err
-
-    return run
+def data(alload):
+    """Runs `alload data`."""
+    return lambda *argv: alload("data", *argv)
 
 
 def cells(out):
@@ -47,11 +38,12 @@ def cells(out):
             for line in out.splitlines()]  # fmt: skip
 
 
-def test_a_store_is_shown(alload, tmp_path):
-    write(tmp_path / "store", origin={"fps": "8", "vae": "none", "made": ["[red]", {"by": 1}]})
-    status, out, err = alload("store")
+def test_a_store_is_shown(data, tmp_path):
+    origin = {"fps": "8", "vae": "none", "made": ["[red]", {"by": 1}]}
+    write(tmp_path / "merge", origin=origin)  # a name that is a command too
+    status, out, err = data("./merge")
     assert (status, err) == (0, "")
-    rows = cells(out)
+    size = sum(read_manifest(tmp_path / "merge").shard_bytes.values())
     for row in [
         ("samples", "4"),
         ("images", "1"),
@@ -63,94 +55,86 @@ def test_a_store_is_shown(alload, tmp_path):
         ("channels", "3"),
         ("VAE stride", "1,1,1"),
         ("shards", "2"),
+        ("bytes", f"{size:,}"),
         ("origin: made", '["[red]", {"by": 1}]'),
         ("5×16×32", "2", "10", "20", "66.7%"),
         ("9×16×16", "1", "9", "9", "30.0%"),
         ("1×16×16", "1", "1", "1", "3.3%"),
     ]:
-        assert row in rows
-    size = sum(read_manifest(tmp_path / "store").shard_bytes.values())
-    assert ("bytes", f"{size:,}") in rows
-
-
-def test_tokens_follow_the_patch_size(alload, tmp_path):
+        assert row in cells(out)
     write(tmp_path / "store")
-    _, out, _ = alload("store", "--patch-size", "1,4,4")
-    assert ("tokens", "480 with patch size 1,4,4") in cells(out)
-    assert ("video", "19 frames; the origin names no fps") in cells(out)
+    rows = cells(data("store", "--patch-size", "1,4,4")[1])
+    assert ("tokens", "480 with patch size 1,4,4") in rows
+    assert ("video", "19 frames; the origin names no fps") in rows
+    # Sizes of pixels have whole patches of pixels; many sizes are gathered.
+    write(tmp_path / "pixels", channels=4, stride=(4, 1, 1), sizes=[(5, 16, 16)])
+    rows = cells(data("pixels")[1])
+    assert ("tokens", "2 with patch size 1,16,16") in rows
+    assert ("VAE stride", "4,1,1") in rows
+    write(tmp_path / "many", sizes=[(1, 2, 2 * n) for n in range(1, 41)])
+    assert ("10 other sizes", "10", "55", "6.7%") in cells(data("many")[1])
 
 
-def test_many_sizes_are_gathered(alload, tmp_path):
-    write(tmp_path / "store", sizes=[(1, 2, 2 * n) for n in range(1, 41)])
-    _, out, _ = alload("store")
-    assert ("10 other sizes", "10", "55", "6.7%") in cells(out)
-
-
-def test_check_names_damaged_records(alload, tmp_path):
+def test_damaged_records_are_named_and_leave_their_place_on_the_sheet(data, tmp_path):
     store = write(tmp_path / "store")
-    status, out, err = alload("store", "--check")
+    status, out, err = data("store", "--check")
     assert (status, err) == (0, "")
     assert out.endswith("4 records read, 0 damaged\n")
     shard = store / "shard-00001.arrayrecord"
-    data = bytearray(shard.read_bytes())
-    written = np.flatnonzero(np.frombuffer(data, np.uint8))
-    data[written[len(written) // 2]] ^= 1
-    shard.write_bytes(data)
-    status, out, _ = alload("store", "--check")
+    content = bytearray(shard.read_bytes())
+    written = np.flatnonzero(np.frombuffer(content, np.uint8))
+    content[written[len(written) // 2]] ^= 1
+    shard.write_bytes(content)
+    status, out, _ = data("store", "--check")
     assert status == 1
     assert out.endswith("4 records read, 1 damaged\n")
-    assert re.search(
-        r"^store/shard-00001.arrayrecord: record [01] \(sample [23]\) ", out, re.MULTILINE
-    )
+    named = r"^store/shard-00001.arrayrecord: record [01] \(sample [23]\) "
+    assert re.search(named, out, re.MULTILINE)
+    shard.write_bytes(bytes(len(content)))
+    assert data("store", "--sheet", "sheet.png")[0] == 0
+    assert (tmp_path / "sheet.png").is_file()
 
 
 @pytest.mark.parametrize(
-    ("channels", "stride"),
-    [
-        (3, (1, 1, 1)),
-        (1, (1, 1, 1)),
-        (16, (4, 8, 8)),
-        (2, (1, 1, 1)),
-        (4, (4, 1, 1)),
-        (12, (4, 1, 1)),
-    ],
+    ("channels", "stride"), [(3, (1, 1, 1)), (1, (1, 1, 1)), (16, (4, 8, 8)), (12, (4, 1, 1))]
 )
-def test_the_sheet_is_a_picture(alload, tmp_path, channels, stride):
+def test_the_sheet_is_a_picture_which_force_alone_replaces(data, tmp_path, channels, stride):
     write(tmp_path / "store", channels=channels, stride=stride)
-    status, out, _ = alload("store", "--sheet", "sheet.png", "--samples", 3)
-    assert status == 0
-    assert out.endswith("written: sheet.png\n")
-    with Image.open(tmp_path / "sheet.png") as sheet:
-        pixels = np.asarray(sheet)
+    status, out, _ = data("store", "--sheet", "sheet.png", "--samples", 3)
+    assert (status, out.endswith("written: sheet.png\n")) == (0, True)
+    pixels = read_sheet(tmp_path)
     assert pixels.shape[1] == 1200
     assert len(np.unique(pixels)) > 20
     first = (tmp_path / "sheet.png").read_bytes()
-    status, _, err = alload("store", "--sheet", "sheet.png", "--samples", 4)
+    status, _, err = data("store", "--sheet", "sheet.png", "--samples", 4)
     assert (status, "exists already; give --force" in err) == (2, True)
     assert (tmp_path / "sheet.png").read_bytes() == first
-    alload("store", "--sheet", "sheet.png", "--samples", 3, "--force")
+    data("store", "--sheet", "sheet.png", "--samples", 3, "--force")
     assert (tmp_path / "sheet.png").read_bytes() == first
 
 
-def test_pixels_on_the_sheet_are_those_of_the_store(alload, tmp_path):
+def read_sheet(folder):
+    with Image.open(folder / "sheet.png") as sheet:
+        return np.asarray(sheet)
+
+
+def test_pixels_on_the_sheet_are_those_of_the_store(data, tmp_path):
     red = np.broadcast_to(np.array([1, -1, -1], np.float16), (1, 8, 8, 3))
     with StoreWriter(tmp_path / "store", vae_stride=(1, 1, 1)) as writer:
         writer.add(red, np.zeros(1, np.int32), (1, 8, 8))
-    alload("store", "--sheet", "sheet.png")
-    with Image.open(tmp_path / "sheet.png") as sheet:
-        pixels = np.asarray(sheet).reshape(-1, 3)
+    data("store", "--sheet", "sheet.png")
+    pixels = read_sheet(tmp_path).reshape(-1, 3)
     assert (pixels == [255, 0, 0]).all(axis=1).sum() == 150 * 150
 
 
 @pytest.mark.parametrize("colour", [(1, -1, -1), (0.5,)])
-def test_all_frames_of_a_latent_are_on_the_sheet(alload, tmp_path, colour):
+def test_all_frames_of_a_latent_are_on_the_sheet(data, tmp_path, colour):
     clip = np.full((5, 8, 8, len(colour)), -1, np.float16)
     clip[[0, 3]] = colour
     with StoreWriter(tmp_path / "store", vae_stride=(4, 1, 1)) as writer:
         writer.add(fold_frames(clip, 4), np.zeros(1, np.int32), (5, 8, 8))
-    alload("store", "--sheet", "sheet.png")
-    with Image.open(tmp_path / "sheet.png") as sheet:
-        pixels = np.asarray(sheet)
+    data("store", "--sheet", "sheet.png")
+    pixels = read_sheet(tmp_path)
     shown = np.rint((np.resize(colour, 3) + 1) * 127.5)
     row = (pixels[pixels.shape[0] - 100] == shown).all(axis=1)
     begins = np.flatnonzero(np.diff(row.astype(int)) == 1)
@@ -158,128 +142,85 @@ def test_all_frames_of_a_latent_are_on_the_sheet(alload, tmp_path, colour):
     assert np.diff(begins).tolist() == [3 * 156]
 
 
-def test_sizes_of_pixels_have_whole_patches_of_pixels(alload, tmp_path):
-    write(tmp_path / "store", channels=4, stride=(4, 1, 1), sizes=[(5, 16, 16)])
-    _, out, _ = alload("store")
-    assert ("tokens", "2 with patch size 1,16,16") in cells(out)
-    assert ("VAE stride", "4,1,1") in cells(out)
-
-
-def test_a_damaged_record_leaves_its_place_on_the_sheet(alload, tmp_path):
-    store = write(tmp_path / "store")
-    shard = store / "shard-00000.arrayrecord"
-    shard.write_bytes(bytes(shard.stat().st_size))
-    assert alload("store", "--sheet", "sheet.png")[0] == 0
-    assert (tmp_path / "sheet.png").is_file()
-
-
 @pytest.mark.parametrize("channels", [1, 2, 3, 16])
 def test_latents_are_spread_over_the_range_of_colours(channels):
     latents = np.random.default_rng(0).normal(5, 3, (2, 20, 20, channels)).astype(np.float16)
     colours = latent_colours(latents)
-    assert colours.shape == (2, 20, 20, 3)
-    assert colours.dtype == np.uint8
+    assert (colours.shape, colours.dtype) == ((2, 20, 20, 3), np.uint8)
     for channel in range(3):
         spread = (0, 255) if channel < channels else (0, 0)
         assert (colours[..., channel].min(), colours[..., channel].max()) == spread
-    flat = latent_colours(np.zeros((1, 2, 2, 3), np.float16))
-    assert not flat.any()
+    assert not latent_colours(np.zeros((1, 2, 2, 3), np.float16)).any()
 
 
-def test_stores_are_merged(alload, tmp_path):
+def test_stores_are_merged_with_their_names_on_demand(data, tmp_path):
     for name in "ab":
         write(tmp_path / name)
-    assert alload("merge", "a", "b", "--out", "all") == (0, "all/manifest.parquet\n", "")
+    assert data("merge", "a", "b", "--out", "all") == (0, "all/manifest.parquet\n", "")
     assert len(read_manifest(tmp_path / "all")) == 8
+    assert data("merge", "a", "b", "--out", "named", "--add-names")[0] == 0
+    assert set(read_paths(read_manifest(tmp_path / "named"))) == {"a", "b"}
 
 
-def test_names_of_merged_folders_are_added_on_demand(alload, tmp_path):
-    for name in ("a", "b"):
-        write(tmp_path / name)
-    assert alload("merge", "a", "b", "--out", "all", "--add-names")[0] == 0
-    assert set(read_paths(read_manifest(tmp_path / "all"))) == {"a", "b"}
-    assert "--add-names belongs to" in alload("a", "--add-names")[2]
-
-
-def test_several_captions_are_counted(alload, tmp_path):
+def test_several_captions_are_counted(data, tmp_path):
+    text = np.zeros((1, 8), np.float16)
     with StoreWriter(tmp_path / "store", vae_stride=(1, 1, 1)) as writer:
         for count in (1, 3, 2):
-            others = [(np.zeros((1, 8), np.float16), "other")] * (count - 1)
-            latents = np.zeros((1, 16, 16, 3), np.float16)
-            text = np.zeros((1, 8), np.float16)
+            latents, others = np.zeros((1, 16, 16, 3), np.float16), [(text, "other")] * (count - 1)
             writer.add(latents, text, (1, 16, 16), "first", alternatives=others)
-    _, out, _ = alload("store", "--sheet", "sheet.png", "--check")
+    _, out, _ = data("store", "--sheet", "sheet.png", "--check")
     assert ("captions of a sample", "1 to 3, median 2; 2 samples have several") in cells(out)
     assert "3 records read, 0 damaged" in out
 
 
-def test_what_differs_between_merged_stores_is_named(alload, tmp_path):
+def test_what_differs_between_merged_stores_is_named(data, tmp_path):
     """Such as two preparations with different flags, or one by hand."""
     media = {"area": ["480p"], "frames": 81}
     write(tmp_path / "a", origin={"fps": "16", "media": media})
     write(tmp_path / "b", origin={"fps": 16.0, "media": media | {"area": ["720p"]}, "by": "x" * 99})
-    status, out, err = alload("merge", "a", "b", "--out", "all")
+    status, out, err = data("merge", "a", "b", "--out", "all")
     assert (status, out) == (0, "all/manifest.parquet\n")
-    assert err.startswith(
-        'note: the origins differ: fps (16 in a, 16.0 in b), media.area (["480p"]'
-    )
+    assert err.startswith("note: the origins differ: fps (16 in a, 16.0 in b), media.area ([")
     assert 'media.area (["480p"] in a, ["720p"] in b), by (none in a, xxx' in err
     assert err.count("\n") == 1
     assert len(err) < 300
     assert read_manifest(tmp_path / "all").fps == 16
     write(tmp_path / "many", origin={f"name {n}": n for n in range(9)})
-    assert "and 8 more" in alload("merge", "a", "many", "--out", "more")[2]
+    assert "and 8 more" in data("merge", "a", "many", "--out", "more")[2]
 
 
-def test_videos_of_different_rates_are_not_merged(alload, tmp_path):
+def test_videos_of_different_rates_are_not_merged(data, refused, tmp_path):
     write(tmp_path / "a", origin={"fps": "16"})
     write(tmp_path / "b", origin={"fps": "30000/1001"})
-    status, _, err = alload("merge", "a", "b", "--out", "all")
-    assert status == 2
-    assert "b: fps of its videos is 29.97" in err
-    assert "16.0 in a" in err
-    assert not (tmp_path / "all").exists()
+    said = ["b: fps of its videos is 29.97", "16.0 in a"]
+    refused(said, "data", "merge", "a", "b", "--out", "all")
     write(tmp_path / "images", origin={"fps": "8"}, sizes=[(1, 16, 16)])
-    assert alload("merge", "images", "a", "--out", "all")[0] == 0
+    assert data("merge", "images", "a", "--out", "all")[0] == 0
     assert read_manifest(tmp_path / "all").fps == 16
     write(tmp_path / "unknown")
-    assert "fps (16 in a, none in unknown)" in alload("merge", "a", "unknown", "--out", "both")[2]
+    assert "fps (16 in a, none in unknown)" in data("merge", "a", "unknown", "--out", "both")[2]
     assert read_manifest(tmp_path / "both").fps is None
 
 
-def test_a_store_named_merge_is_shown(alload, tmp_path):
-    write(tmp_path / "merge")
-    assert alload("./merge")[0] == 0
-
-
-@pytest.mark.parametrize(
-    ("argv", "named"),
-    [
-        ([], ["STORE"]),
-        (["none"], ["none/manifest.parquet", "no such manifest"]),
-        (["a", "b"], ["2 folders", "alload data merge"]),
-        (["a", "--out", "c"], ["--out", "alload data merge"]),
-        (["merge", "a", "b"], ["--out is missing"]),
-        (["merge", "a", "--out", "c"], ["at least two"]),
-        (["merge", "a", "a", "--out", "c"], ["given twice"]),
-        (["merge", "a", "b", "--out", "a"], ["a: exists already"]),
-        (["merge", "a", "b", "--out", "c", "--check"], ["--check", "leave it out"]),
-        (["a", "--sheet", "sheet.jpg"], ["sheet.jpg", ".png"]),
-        (["a", "--sheet", "none/sheet.png"], ["none/sheet.png", "existing folder"]),
-        (["a", "--samples", "3"], ["--sheet"]),
-        (["a", "--sheet", "sheet.png", "--samples", "0"], ["--samples 0", "1 to 1000"]),
-        (["a", "--patch-size", "2"], ["'2'", "three whole numbers"]),
-        (["a", "--patch-size", "0,2,2"], ["patch_size", "at least 1"]),
-        (["a", "--chek"], ["--chek", "did you mean --check?"]),
-    ],
-)
-def test_what_cannot_be_done_is_refused(alload, tmp_path, argv, named):
+def test_what_cannot_be_done_is_refused(refused, tmp_path):
     for name in "ab":
         write(tmp_path / name)
-    before = sorted(tmp_path.rglob("*"))
-    status, out, err = alload(*argv)
-    assert (status, out) == (2, "")
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
-    assert all(part in err for part in named)
-    assert sorted(tmp_path.rglob("*")) == before
+    for argv, named in (
+        ("", ["STORE"]),
+        ("none", ["none/manifest.parquet", "no such manifest"]),
+        ("a b", ["2 folders", "alload data merge"]),
+        ("a --out c", ["--out", "alload data merge"]),
+        ("a --add-names", ["--add-names belongs to"]),
+        ("merge a b", ["--out is missing"]),
+        ("merge a --out c", ["at least two"]),
+        ("merge a a --out c", ["given twice"]),
+        ("merge a b --out a", ["a: exists already"]),
+        ("merge a b --out c --check", ["--check", "leave it out"]),
+        ("a --sheet sheet.jpg", ["sheet.jpg", ".png"]),
+        ("a --sheet none/sheet.png", ["none/sheet.png", "existing folder"]),
+        ("a --samples 3", ["--sheet"]),
+        ("a --sheet sheet.png --samples 0", ["--samples 0", "1 to 1000"]),
+        ("a --sheet sheet.png --samples 1001", ["--samples 1001", "1 to 1000"]),
+        ("a --patch-size 0,2,2", ["patch_size", "at least 1"]),
+    ):
+        refused(named, "data", *argv.split())

@@ -1,37 +1,24 @@
 """`alload data` and `alload plan` on files of other trainers."""
 
-import json
-
 import numpy as np
 import pytest
 import yaml
 from PIL import Image
 from source_files import make_samples, write_fastvideo, write_musubi, write_tensor_files
 
-from alload_jax import cli
 from alload_jax.data.store import StoreWriter
-from alload_jax.errors import run_command
 
 SAMPLES = make_samples(6)
 WRITERS = {"musubi": write_musubi, "fastvideo": write_fastvideo, "tensors": write_tensor_files}
 
 
-@pytest.fixture
-def alload(tmp_path, monkeypatch, capsys):
-    """Runs a command in this process; returns its status, stdout and stderr."""
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(autouse=True)
+def files(tmp_path):
     for name, write in WRITERS.items():
         write(tmp_path / name, SAMPLES)
     with StoreWriter(tmp_path / "store", vae_stride=(4, 8, 8)) as writer:
         for sample in SAMPLES:
             writer.add(sample.latents, sample.text, sample.size)
-
-    def run(*argv):
-        status = run_command(cli.main, [*map(str, argv)])
-        printed = capsys.readouterr()
-        return status, printed.out, printed.err
-
-    return run
 
 
 def write_config(path, **source):
@@ -68,51 +55,38 @@ def test_data_names_a_damaged_sample(alload, tmp_path):
     assert "6 records read, 1 damaged" in out
 
 
-@pytest.mark.parametrize("name", [*WRITERS, "fastvideo/worker_0/data_chunk_0.parquet"])
-def test_plans_equal_those_of_a_store(alload, name):
-    def figures(place):
-        flags = ["--m-mem", 24, "--ranks", 2, "--policy", "dual_constraint", "--p", 2, "--json"]
-        status, out, err = alload("plan", "--manifest", place, *flags)
-        assert (status, err) == (0, "")
-        return json.loads(out)["metrics"]
+def test_plans_equal_those_of_a_store(figures, refused):
+    def metrics(place):
+        flags = ["--m-mem", 24, "--ranks", 2, "--policy", "dual_constraint", "--p", 2]
+        return figures("--manifest", place, *flags)["metrics"]
 
-    if name in WRITERS:
-        assert figures(name) == figures("store") == figures("store/manifest.parquet")
-    else:
-        assert figures(name)["samples"] == 3
+    for name in [*WRITERS, "store/manifest.parquet"]:
+        assert metrics(name) == metrics("store")
+    assert metrics("fastvideo/worker_0/data_chunk_0.parquet")["samples"] == 3
+    said = "--vae-stride does not apply"
+    refused(said, "plan", "--manifest", "musubi", "--vae-stride", "4,8,8")
 
 
-def test_a_config_says_how_files_are_read(alload, tmp_path):
+def test_a_config_says_how_files_are_read(alload, refused, tmp_path):
     write_config(tmp_path / "c.yaml", name="safetensors", vae_stride=[8, 16, 16])
     status, out, err = alload("data", "tensors", "--config", "c.yaml")
     assert (status, err) == (0, "")
     assert "8,16,16" in out
     write_config(tmp_path / "c.yaml", name="safetensors", latents="z")
     for command in (["data", "tensors"], ["plan", "--manifest", "tensors"]):
-        status, out, err = alload(*command, "--config", "c.yaml")
-        assert (status, out) == (2, "")
-        assert "lacks the tensor z, and holds latents, prompt_attention_mask" in err
-        assert err.count("\n") == 1
+        said = "lacks the tensor z, and holds latents, prompt_attention_mask"
+        refused(said, *command, "--config", "c.yaml")
 
 
-def test_plan_refuses_a_stride_for_latents(alload):
-    status, _, err = alload("plan", "--manifest", "musubi", "--vae-stride", "4,8,8")
-    assert status == 2
-    assert "--vae-stride does not apply" in err
-
-
-def test_only_the_section_of_the_source_is_read(alload, tmp_path):
+def test_only_the_section_of_the_source_is_read(alload, refused, tmp_path):
     path = tmp_path / "source.yaml"
     source = {"name": "parquet", "normalize": "none"}
+    command = ["data", "fastvideo", "--config", "source.yaml"]
     path.write_text(yaml.safe_dump({"data": {"source": source}, "other": 1}))
-    status, out, err = alload("data", "fastvideo", "--config", "source.yaml")
+    status, out, err = alload(*command)
     assert (status, err) == (0, "")
     assert "text of width 6" in out
     path.write_text(yaml.safe_dump({"data": {"source": source | {"normal": 1}}}))
-    status, _, err = alload("data", "fastvideo", "--config", "source.yaml")
-    assert status == 2
-    assert "source.yaml: data.source: parquet: key normal is unknown" in err
+    refused("source.yaml: data.source: parquet: key normal is unknown", *command)
     path.write_text("data: .nan")
-    status, _, err = alload("data", "fastvideo", "--config", "source.yaml")
-    assert (status, err) == (2, "error: alload data: source.yaml: data is nan; write its keys "
-                             "below it\n")  # fmt: skip
+    refused("alload data: source.yaml: data is nan; write its keys below it", *command)

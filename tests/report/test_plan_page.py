@@ -1,20 +1,29 @@
-"""The plan page: well-formed, self-contained, escaped, and within any window's width."""
+"""The plan page: well-formed, self-contained, escaped, within any window's width; its charts."""
 
+import functools
 import html
 import re
 import shutil
 import subprocess
-import sys
-from collections.abc import Callable
 from html.parser import HTMLParser
 
 import numpy as np
 import pytest
 
 from alload_jax.errors import InputError
-from alload_jax.report.charts import percent
-from alload_jax.report.plan_charts import rank_totals
-from alload_jax.report.plan_figures import PolicyPart, StepBars, speedup
+from alload_jax.report.charts import (
+    COLOURS,
+    binned,
+    compact,
+    new_axes,
+    percent,
+    scale_x_log,
+    scale_y,
+    show_cost,
+    svg,
+)
+from alload_jax.report.plan_charts import LengthClasses, rank_totals
+from alload_jax.report.plan_figures import PolicyPart, StepBars, show, speedup
 from alload_jax.report.plan_page import PlanPage, render, write_page
 
 NASTY = "<script>alert('x')</script> & \"quotes\" </title>"
@@ -56,44 +65,44 @@ def page(**values: object) -> PlanPage:
     return PlanPage(**(fields | values))
 
 
-PAGES: dict[str, Callable[[], PlanPage]] = {
-    "plain": page,
-    "one policy, one rank, one step": lambda: page(
-        policies=(policy(steps=(bars(ranks=1),), imbalance=np.zeros(1)),)
-    ),
-    "no steps, no imbalance": lambda: page(policies=(policy(steps=(), imbalance=np.zeros(0)),)),
-    "no optional part": lambda: page(curve=None, over_ranks=None, notes=(), facts={}),
-    "costs are zero": lambda: page(
-        policies=(policy(steps=(bars(cost=0.0),), imbalance=np.zeros(9)),),
-        sequence_cost=np.zeros(500),
-        curve=(np.ones(1), np.zeros(1), 1.0),
-        over_ranks={"equal_tokens": [(8, 0.0)]},
-    ),
-    "metrics are None": lambda: page(policies=(policy(metrics=dict.fromkeys(METRICS)),) * 2),
-    "no metrics": lambda: page(policies=(policy(metrics={}),)),
-    "metrics of one alone": lambda: page(policies=(policy(), policy("best", metrics={}))),
-    "not finite": lambda: page(
-        policies=(policy(metrics={"imbalance": float("nan"), "cost": float("inf")}),) * 2,
-        curve=(np.asarray([1e3, 1e4]), np.asarray([np.inf, np.nan]), 1e3),
-    ),
-    "1,024 ranks": lambda: page(policies=(policy(steps=(bars(ranks=1024),)),) * 3),
-    "long epoch": lambda: page(policies=(policy(imbalance=np.ones(100_000)),)),
-    "one length": lambda: page(seq_len=np.full(9, 256), sequence_cost=np.ones(9)),
-    "no samples": lambda: page(seq_len=np.zeros(0, np.int64), sequence_cost=np.zeros(0)),
-    "no unit": lambda: page(cost_unit="", sequence_cost=np.full(500, 5.7e9)),
-    "nine policies": lambda: page(policies=tuple(policy(f"policy {n}") for n in range(9))),
-    "long names": lambda: page(
-        title="x" * 200, facts={"y" * 90: "z" * 300}, policies=(policy("name" * 30),) * 2
-    ),
-    "nasty names": lambda: page(
-        title=NASTY,
-        facts={NASTY: NASTY},
-        policies=(policy(NASTY, metrics={"idle": 0.1}), policy(NASTY + "2")),
-        over_ranks={NASTY: [(8, 0.3), (16, 0.4)]},
-        notes=(NASTY,),
-        cost_unit=NASTY,
-    ),
+NO_STEPS = policy("no steps", steps=(), imbalance=np.zeros(0))
+NOT_FINITE = {"imbalance": float("nan"), "cost": float("inf")}
+LONG = policy("name" * 30, imbalance=np.ones(100_000))
+NASTY_NAMES = (policy(NASTY, metrics={"idle": 0.1}), policy(NASTY + "2"))
+PAGES = {
+    "plain": {},
+    "one policy, one rank, one step": {
+        "policies": (policy(steps=(bars(ranks=1),), imbalance=np.zeros(1)),),
+        "seq_len": np.full(9, 256),
+        "sequence_cost": np.ones(9),
+    },
+    "no optional part": {"curve": None, "over_ranks": None, "notes": (), "facts": {}}
+    | {"policies": (NO_STEPS,), "seq_len": np.zeros(0, np.int64), "sequence_cost": np.zeros(0)},
+    "costs are zero": {
+        "policies": (policy(steps=(bars(cost=0.0),), imbalance=np.zeros(9)),),
+        "sequence_cost": np.zeros(500),
+        "curve": (np.ones(1), np.zeros(1), 1.0),
+        "over_ranks": {"equal_tokens": [(8, 0.0)]},
+    },
+    "metrics are None, missing or not finite": {
+        "policies": (
+            *(policy(metrics=dict.fromkeys(METRICS)), policy("none", metrics={}), policy("b")),
+            policy("not finite", metrics=NOT_FINITE),
+        ),
+        "curve": (np.asarray([1e3, 1e4]), np.asarray([np.inf, np.nan]), 1e3),
+    },
+    "1,024 ranks": {"policies": (policy(steps=(bars(ranks=1024),)),) * 3},
+    "nine policies": {"policies": tuple(policy(f"policy {n}") for n in range(9))}
+    | {"cost_unit": "", "sequence_cost": np.full(500, 5.7e9)},
+    "long names": {"title": "x" * 200, "facts": {"y" * 90: "z" * 300}, "policies": (LONG,) * 2},
+    "nasty names": {"title": NASTY, "facts": {NASTY: NASTY}, "notes": (NASTY,), "cost_unit": NASTY}
+    | {"policies": NASTY_NAMES, "over_ranks": {NASTY: [(8, 0.3), (16, 0.4)]}},
 }
+
+
+@functools.cache
+def text_of(name):
+    return render(page(**PAGES[name]))
 
 
 class Balanced(HTMLParser):
@@ -130,82 +139,58 @@ def parse(text: str) -> Balanced:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_is_well_formed_and_small(name):
-    text = render(PAGES[name]())
+def test_is_well_formed_and_small_and_loads_nothing(name):
+    text = text_of(name)
     parsed = parse(text)
     ids = [attrs["id"] for _, attrs in parsed.tags if "id" in attrs]
     assert len(ids) == len(set(ids))
     assert not re.search(r"[=\" ,]-?(nan|inf)[%\", ]", text)
     assert len(text.encode()) < 1.5e6
-
-
-def test_loads_nothing():
-    text = render(page())
     for address in ("http:", "https:", "//cdn", "@import", "src=", "@font-face"):
         assert address not in text
-    ids = {attrs.get("id") for _, attrs in parse(text).tags}
-    assert {link[1:] for link in re.findall(r"url\(([^)]*)\)", text)} <= ids
-    assert {link[1:] for link in re.findall(r'href="([^"]*)"', text)} <= ids
-
-
-def test_escapes_names_given_by_users():
-    text = render(PAGES["nasty names"]())
-    assert "<script>alert" not in text
-    parsed = parse(text)
+    for links in (r"url\(([^)]*)\)", r'href="([^"]*)"'):
+        assert {link[1:] for link in re.findall(links, text)} <= set(ids)
+    # Names that users give are escaped.
     assert [tag for tag, _ in parsed.tags].count("script") == 1
-    assert parsed.text.count(NASTY) >= 8
+    assert name != "nasty names" or parsed.text.count(NASTY) >= 8
 
 
-def test_equal_pages_give_equal_text():
-    assert render(page()) == render(page())
-
-
-def test_every_chart_has_a_text_alternative():
-    parsed = parse(render(page()))
+def test_every_chart_has_a_text_alternative_and_the_best_of_a_row_is_bold():
+    text = text_of("plain")
+    parsed = parse(text)
     images = [attrs for tag, attrs in parsed.tags if attrs.get("role") == "img"]
     assert len(images) == 1 + 2 * 3 + 3  # lengths, bars of two steps, three curves
     assert all(len(attrs["aria-label"]) > 20 for attrs in images)
     for title in ("Where the work is", "Who waits for whom", "Imbalance over the epoch"):
         assert title in parsed.text
+    assert '<td>28.0%</td><td>28.0%</td><td class="best">1.0%</td>' in text
+    assert '<td class="best">0</td>' not in text  # all are equal
 
 
-def test_says_how_many_ranks_are_drawn():
-    text = render(PAGES["1,024 ranks"]())
+def test_says_how_many_ranks_are_drawn_and_what_all_of_them_take():
+    text = text_of("1,024 ranks")
     assert "first 64 of 1,024 ranks" in text
     assert "rank 63:" in text
     assert "rank 64:" not in text
-
-
-def test_mean_and_makespan_are_those_of_all_ranks():
     totals = rank_totals(StepBars(0, 4, [(0, 1.0, 8, "whole"), (0, 2.0, 8, "whole")]))
     assert totals.tolist() == [3, 0, 0, 0]
     text = render(page(policies=(policy(steps=(StepBars(0, 4, [(0, 3.0, 8, "whole")]),)),)))
     assert "4 ranks, slowest 3 s, mean 750 ms; ranks wait 75.0% of the time" in text
 
 
-def test_says_what_the_longest_tenth_holds():
-    seq_len = np.asarray([10] * 90 + [100] * 10)
-    text = render(page(seq_len=seq_len, sequence_cost=seq_len.astype(float) ** 2))
+def test_says_what_the_longest_tenth_holds_and_cuts_off_an_outlier_step():
+    seq_len, imbalance = np.asarray([10] * 90 + [100] * 10), np.append(np.full(200, 0.5), 36.4)
+    cost, policies = seq_len.astype(float) ** 2, (policy(imbalance=imbalance),)
+    text = render(page(seq_len=seq_len, sequence_cost=cost, policies=policies))
     assert f"<b>{percent(1000 / 1900)}</b> of the tokens" in text
     assert f"<b>{percent(100_000 / 109_000)}</b> of the cost" in text
-
-
-def test_an_outlier_step_does_not_compress_the_axis():
-    imbalance = np.append(np.full(200, 0.5), 36.4)
-    text = render(page(policies=(policy(imbalance=imbalance),)))
     assert "the worst step reaches 3,640%" in text
     assert "4,000%" not in text
-    assert "Cut off" not in render(page())
+    assert "Cut off" not in text_of("plain")
 
 
-def test_bold_marks_the_best_of_a_row():
-    text = render(page())
-    assert '<td>28.0%</td><td>28.0%</td><td class="best">1.0%</td>' in text
-    assert '<td class="best">0</td>' not in text  # all are equal
-
-
-def test_ten_million_samples():
-    seq_len = np.random.default_rng(0).integers(256, 75_600, 10_000_000)
+def test_millions_of_samples_make_a_small_page():
+    seq_len = np.random.default_rng(0).integers(256, 75_600, 2_000_000)
     text = render(page(seq_len=seq_len, sequence_cost=seq_len.astype(np.float64) ** 2))
     assert len(text) < 1.5e6
 
@@ -217,9 +202,9 @@ def test_speedup_uses_a_metric_that_both_policies_have():
     assert speedup(fast, policy(metrics={"tokens_per_second": 3e5})) == 3
 
 
-def test_writes_atomically(tmp_path):
+def test_equal_pages_give_equal_files_written_atomically(tmp_path):
     write_page(tmp_path / "new" / "page.html", page())
-    assert (tmp_path / "new" / "page.html").read_text(encoding="utf-8") == render(page())
+    assert (tmp_path / "new" / "page.html").read_text(encoding="utf-8") == text_of("plain")
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["page.html"]
     with pytest.raises(InputError, match="is a folder"):
         write_page(tmp_path, page())
@@ -228,48 +213,98 @@ def test_writes_atomically(tmp_path):
         write_page(tmp_path / "file" / "page.html", page())
 
 
-def test_needs_no_jax():
-    code = "import sys, alload_jax.report.plan_page; sys.exit('jax' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-
-
-PROBE = """<!DOCTYPE html><body style="margin:0"><iframe id="frame" style="border:0;
-width:{width}px;height:{height}px" srcdoc="{page}"></iframe><p id="said">nothing</p><script>
-var frame = document.getElementById("frame");
-frame.onload = function () {{
-  var root = frame.contentDocument.documentElement;
-  document.getElementById("said").textContent = "widths " + [
-    root.scrollWidth, root.clientWidth, frame.contentDocument.querySelectorAll("title").length,
-  ].join(" ") + " end";
+FRAME = '<iframe style="border:0;width:{width}px;height:900px" srcdoc="{page}"></iframe>'
+PROBE = """<!DOCTYPE html><body style="margin:0">{frames}<p id="said">nothing</p><script>
+window.onload = function () {{
+  var frames = Array.from(document.querySelectorAll("iframe"));
+  document.getElementById("said").textContent = frames.map(function (frame) {{
+    var root = frame.contentDocument.documentElement;
+    var titles = frame.contentDocument.querySelectorAll("title").length;
+    return "widths " + [root.scrollWidth, root.clientWidth, titles].join(" ") + " end";
+  }}).join(" ");
 }};
 </script>"""
 
 
-@pytest.mark.parametrize(("width", "height"), [(390, 844), (1440, 900)])
-@pytest.mark.parametrize("name", ["plain", "1,024 ranks", "nine policies", "long names"])
-def test_fits_the_window(name, width, height, tmp_path):
-    """The page is shown in a frame: a headless window is never narrower than 500 pixels."""
+def test_fits_the_window(tmp_path):
+    """Pages are shown in frames: a headless window is never narrower than 500 pixels."""
     chromium = shutil.which("chromium")
     if chromium is None:
         pytest.skip("no chromium on the PATH (apt-get install chromium)")
+    names = ("plain", "1,024 ranks", "nine policies", "long names")
+    cases = [(name, width) for name in names for width in (390, 1440)]
+    frames = [FRAME.format(width=width, page=html.escape(text_of(name))) for name, width in cases]
     probe = tmp_path / "probe.html"
-    text = html.escape(render(PAGES[name]()))
-    probe.write_text(PROBE.format(width=width, height=height, page=text), encoding="utf-8")
+    probe.write_text(PROBE.format(frames="".join(frames)), encoding="utf-8")
     done = subprocess.run(
         [
             *(chromium, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic"),
             *("--no-first-run", "--disable-background-networking", "--disable-component-update"),
             *("--disable-sync", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"),
-            *("--enable-logging=stderr", f"--window-size={max(width, 520)},{height}"),
-            probe.as_uri(),
+            *("--enable-logging=stderr", "--window-size=1440,900", probe.as_uri()),
         ],
         capture_output=True,
         text=True,
     )
-    said = re.search(r"widths (\d+) (\d+) (\d+) end", done.stdout)
-    assert said, done.stderr[-2000:]
-    scroll_width, client_width, titles = map(int, said.groups())
-    assert width - 20 <= client_width <= width
-    assert scroll_width <= client_width
-    assert titles == 1, "the page's script should have turned marks' titles into tooltips"
+    found = re.findall(r"widths (\d+) (\d+) (\d+) end", done.stdout)
+    assert len(found) == len(cases), done.stderr[-2000:]
+    for (name, width), (scroll_width, client_width, titles) in zip(cases, found, strict=True):
+        assert width - 20 <= int(client_width) <= width, name
+        assert int(scroll_width) <= int(client_width), name
+        assert titles == "1", "the page's script should have turned marks' titles into tooltips"
     assert "CONSOLE" not in done.stderr, done.stderr[-2000:]
+
+
+# ---------------------------------------------------------------- parts of charts
+
+
+@pytest.mark.parametrize(("low", "high", "count"), [(5, 5, 1), (4, 272, 6), (100, 199, 1)])
+def test_length_classes_cover_all_lengths(low, high, count):
+    classes = LengthClasses.of(np.asarray([high, low]))
+    assert classes.count == count
+    places = classes.position(np.asarray([low - 1, low, high, high + 1]), count)
+    assert places.tolist() == [0, 0, count - 1, count - 1]
+    assert len(classes.legend()) == count
+
+
+def test_binned_keeps_mean_and_maximum():
+    values = np.random.default_rng(0).random(1003)
+    mean, high = binned(values, 100)
+    assert len(mean) == 100
+    assert high.max() == values.max()
+    counts = np.diff(np.linspace(0, 1003, 101).astype(int))
+    assert np.average(mean, weights=counts) == pytest.approx(values.mean())
+
+
+@pytest.mark.parametrize("high", [1e-9, 0.013, 1.0, 4.9, 37, 9.99e11])
+def test_axes_reach_beyond_the_values(high):
+    _, (axes,) = new_axes(300, 200)
+    scale_y(axes, high, "t")
+    scale_x_log(axes, 1, 1 + high, "t")
+    assert high <= axes.get_ylim()[1] <= 1.1 * high
+    for axis, (low, top) in ((axes.yaxis, axes.get_ylim()), (axes.xaxis, axes.get_xlim())):
+        ticks = [tick for tick in axis.get_majorticklocs() if low <= tick <= top]
+        assert len(ticks) >= 2
+
+
+def test_colours_are_those_of_the_style_sheet():
+    assert len(set(COLOURS.values())) == len(COLOURS) >= 15
+    figure, (axes,) = new_axes(300, 200)
+    axes.axhspan(0, 1, facecolor=COLOURS["s3"])
+    text = svg(figure, "name", 'a "label"')
+    assert "fill: var(--s3)" in text
+    assert COLOURS["s3"] not in text
+    assert 'aria-label="a &quot;label&quot;"' in text
+
+
+def test_numbers_are_short():
+    for shown, values, expected in (
+        (compact, (0, 640, 4400, 29_000, 1.5e6, 2e11), "0 640 4,400 29k 1.5×10⁶ 2×10¹¹"),
+        (compact, (1e9, 0.25), "10⁹ 0.25"),
+        (percent, (0, 1e-6, 0.0012, 0.392, 7.1), "0% <0.01% 0.12% 39.2% 710%"),
+        (lambda v: show_cost(v, "s"), (2e-5, 0.02, 90), "20 µs 20 ms 90 s"),
+        (lambda v: show_cost(v, "s"), (900, 9e4), "15 min 25 h"),
+        (lambda v: show_cost(v, ""), (5.72e9,), "5.72×10⁹"),
+        (lambda v: show("idle", v), (None,), "–"),
+    ):
+        assert " ".join(map(shown, values)) == expected
