@@ -70,6 +70,21 @@ def _public() -> set[str]:
 PUBLIC = _public()
 
 
+def _without_public() -> list[str]:
+    """Files that hold no public name; reading them takes most of the time of the site."""
+    files = (file for package in autoapi_dirs for file in (ROOT / "docs" / package).rglob("*.py"))
+    found = []
+    for file in (file.resolve() for file in files):
+        parts = file.relative_to(ROOT).with_suffix("").parts
+        module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        if not any(name.startswith(f"{module}.") for name in PUBLIC):
+            found.append(str(file))
+    return found
+
+
+autoapi_ignore = _without_public()
+
+
 def _is_hidden(
     _app: Any, what: str, name: str, _obj: Any, skip: bool, _options: Any
 ) -> bool | None:
