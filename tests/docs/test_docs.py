@@ -1,16 +1,22 @@
-"""Links, files, commands, flags, keys and Python names in README.md and docs/ exist."""
+"""Links, files, commands, flags, keys, names and clusters in README.md and docs/ are right."""
 
 import ast
+import contextlib
+import functools
 import importlib
 import importlib.util
+import io
 import json
+import pickle
 import re
 import runpy
 import shlex
 import subprocess
 import sys
 
+import jax
 import pytest
+import yaml
 from pages import DOCS, PAGES, ROOT, anchors, blocks, commands, links, prose
 
 import alload_jax
@@ -18,60 +24,39 @@ from alload_jax.cli import main as alload
 from alload_jax.config import read_config, values_of
 from alload_jax.errors import InputError
 
-by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-BENCHES = (["bench", "kernel"], ["bench", "tune"], ["bench", "step"], ["bench", "balance"])
 OF_OTHER_EXTRAS = ("diffusers",)
 """Packages that readers use beside ours and that the extra `test` does not install."""
 ALL_COMMANDS = sorted({command for page in PAGES for command in commands(page)})
 
 
-@pytest.fixture(scope="module")
-def keys():
-    """Every dotted key that the committed configs have or leave at its default."""
-    files = sorted((ROOT / "configs").glob("*.yaml"))
-    leaves = [key for file in files for key in values_of(read_config(["--config", str(file)]))]
-    return {".".join(key.split(".")[:n]) for key in leaves for n in range(1, 5)}
+# ---------------------------------------------------------------- pages
 
 
-def commands_of(pattern):
-    found = [command for command in ALL_COMMANDS if re.search(pattern, command)]
-    return pytest.mark.parametrize("command", found)
-
-
-@by_page
-def test_links_and_their_anchors_exist(page):
-    for link in links(page):
-        path, _, anchor = link.partition("#")
-        target = (page.parent / path).resolve() if path else page
-        assert target.exists(), link
-        if anchor:
-            assert anchor in anchors(target), link
-
-
-@by_page
-def test_files_that_are_named_exist(page):
-    named = re.findall(r"`((?:[\w.*-]+/)*[\w*-]+(?:\.(?:py|ya?ml|json|sh)|/))`", prose(page))
-    written = ("build/", "checkpoints/", "samples/", "tensorboard/", "transformer/", "mine.yaml")
-    for name in named:
-        if name in written or not re.search(r"/.", name):
-            continue
-        places = (ROOT, ROOT / "alload_jax", page.parent)
-        assert any(list(place.glob(name.rstrip("/"))) for place in places), name
-
-
-def test_links_are_found():
+def test_links_anchors_and_files_that_are_named_exist():
     assert {"docs/planning.md", "docs/images/waiting.png"} <= set(links(ROOT / "README.md"))
     assert "a-training-step-of-wan-21-13b" in anchors(DOCS / "results.md")
+    written = ("build/", "checkpoints/", "samples/", "tensorboard/", "transformer/", "mine.yaml")
+    for page in PAGES:
+        for link in links(page):
+            path, _, anchor = link.partition("#")
+            target = (page.parent / path).resolve() if path else page
+            assert target.exists(), (page, link)
+            assert not anchor or anchor in anchors(target), (page, link)
+        pattern = r"`((?:[\w.*-]+/)*[\w*-]+(?:\.(?:py|ya?ml|json|sh)|/))`"
+        for name in re.findall(pattern, prose(page)):
+            places = (ROOT, ROOT / "alload_jax", page.parent)
+            if name not in written and re.search(r"/.", name):
+                assert any(list(place.glob(name.rstrip("/"))) for place in places), (page, name)
 
 
-def test_every_page_is_in_the_site_s_table_of_contents():
+def test_every_page_is_in_the_site_s_table_of_contents_and_the_readme_is_one_page():
     listed = "\n".join(b.text for b in blocks(DOCS / "index.md") if b.language == "{toctree}")
     pages = {page.stem for page in DOCS.glob("*.md")} - {"index"}
     assert pages == set(re.findall(r"^([\w-]+)$", listed, re.MULTILINE))
-
-
-def test_the_readme_is_one_page():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+# ---------------------------------------------------------------- the appendix
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +65,7 @@ def appendix():
 
 
 def test_every_json_of_results_has_a_page_that_the_page_of_results_links(appendix, tmp_path):
+    (tmp_path / "gone.md").write_text("# gone\n")
     kept = {path.stem: path for path in (ROOT / "benchmarks" / "results").glob("*.json")}
     names = appendix["write_pages"](out=tmp_path)
     assert set(names) == set(kept) == {page.stem for page in tmp_path.glob("*.md")}
@@ -110,33 +96,87 @@ def test_a_page_of_the_appendix_has_the_figures_of_its_json(appendix, tmp_path):
     (tmp_path / "x.json").write_text(json.dumps(content))
     text = appendix["page"](tmp_path / "x.json")
     for line in (
-        "| date | 2026-01-01 |",
-        "| model.dim | 1,536 |",
-        "| loss | – |",
-        "| same | yes |",
-        "| c\\|2 | 0.6667 |",
-        "| c\\|2 | 2 |",
-        "20 more rows are in the JSON.",
+        *("| date | 2026-01-01 |", "| model.dim | 1,536 |", "| loss | – |", "| same | yes |"),
+        *("| c\\|2 | 0.6667 |", "| c\\|2 | 2 |", "20 more rows are in the JSON."),
     ):
         assert line in text, line
     assert "c\\|100" not in text
 
 
-def test_a_page_whose_json_is_gone_is_removed(appendix, tmp_path):
-    (tmp_path / "gone.md").write_text("# gone\n")
-    appendix["write_pages"](out=tmp_path)
-    assert not (tmp_path / "gone.md").exists()
+# ---------------------------------------------------------------- commands, flags and keys
 
 
-@commands_of(r"^(\.venv/bin/)?alload ")
-def test_alload_commands_name_flags_that_exist(command, capsys):
-    words = shlex.split(command)[1:]
-    subcommand = words[: 2 if words[0] in ("bench", "lora", "prepare") else 1]
-    with pytest.raises(SystemExit) as ended:
-        alload([*subcommand, "--help"])
+@functools.cache
+def flags_of(*words):
+    """The flags of a command."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), pytest.raises(SystemExit) as ended:
+        alload([*words, "--help"])
     assert ended.value.code == 0
-    known = set(re.findall(r"--[\w-]+", capsys.readouterr().out))
-    assert {word.split("=")[0] for word in words if word.startswith("--")} <= known
+    return set(re.findall(r"--[\w-]+", printed.getvalue()))
+
+
+def test_alload_commands_and_the_text_name_flags_that_exist():
+    for command in ALL_COMMANDS:
+        if re.search(r"^(\.venv/bin/)?alload ", command):
+            words = shlex.split(command)[1:]
+            known = flags_of(*words[: 2 if words[0] in ("bench", "lora", "prepare") else 1])
+            given = {word.split("=")[0] for word in words if word.startswith("--")}
+            assert given <= known, command
+    known = {"--help", "--print_config", "--requeue", "--signal"}
+    known |= flags_of("prepare", "media")
+    for name in ("plan", "calibrate", "data", "sample", "export"):
+        known |= flags_of(name)
+    for action in ("export", "convert", "merge"):
+        known |= flags_of("lora", action)
+    for kind in ("kernel", "tune", "step", "balance"):
+        known |= flags_of("bench", kind)
+    for page in PAGES:
+        assert set(re.findall(r"`(--[\w-]+)[^`.]*`", prose(page))) <= known, page
+
+
+@pytest.fixture(scope="module")
+def keys():
+    """Every dotted key that the committed configs have or leave at its default."""
+    files = sorted((ROOT / "configs").glob("*.yaml"))
+    leaves = [key for file in files for key in values_of(read_config(["--config", str(file)]))]
+    return {".".join(key.split(".")[:n]) for key in leaves for n in range(1, 5)}
+
+
+def test_keys_in_the_text_exist(keys):
+    sections = "run|data|planning|model|optimizer|mesh|cluster|checkpoint|sampling"
+    for page in PAGES:
+        named = set(re.findall(rf"`((?:{sections})\.[a-z_.]+)[^`/(]*`", prose(page)))
+        others = (".py", ".json", ".secret")
+        assert {name for name in named if not name.endswith(others)} <= keys, page
+
+
+def test_commands_name_programs_configs_keys_and_flags_that_exist(keys):
+    def unknown_keys(command):
+        used = set(re.findall(r"--([\w.]+)", command.partition("train.py")[2]))
+        return used - {"config", "help", "print_config"} - keys
+
+    wrong = "python train.py --config configs/digits.yaml --run.steps 3 --run.stepz 3"
+    assert unknown_keys(wrong) == {"run.stepz"}
+    benches = (ROOT / "alload_jax" / "commands").glob("bench*.py")
+    of_benches = "".join(path.read_text() for path in benches)
+    for command in ALL_COMMANDS:
+        if not re.search(r"python (train|benchmarks/\w+)\.py|^make |^sbatch ", command):
+            continue
+        if command.startswith("make "):
+            target = command.split()[1]
+            assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        for script in re.findall(r"(?<!/)\b(?:train|benchmarks/\w+)\.py|docs/\S+\.sh", command):
+            assert (ROOT / script).exists(), command
+        for config in re.findall(r"configs/\S+\.yaml", command):
+            assert config == "configs/mine.yaml" or (ROOT / config).exists(), command
+        assert not unknown_keys(command), command
+        for script in re.findall(r"python (benchmarks/\w+\.py) .*--", command):
+            text = (ROOT / script).read_text() + of_benches
+            assert all(f'"{flag}"' in text for flag in re.findall(r"(--[\w-]+)", command)), command
+
+
+# ---------------------------------------------------------------- examples
 
 
 def test_the_readme_shows_what_its_plan_prints(tmp_path, monkeypatch, capsys):
@@ -154,77 +194,16 @@ def test_the_readme_shows_what_its_plan_prints(tmp_path, monkeypatch, capsys):
         assert {idle, programs, speed} <= set(line.split()), line
 
 
-@by_page
-def test_flags_in_the_text_exist(page, capsys):
-    named = set(re.findall(r"`(--[\w-]+)[^`.]*`", prose(page)))
-    known = {"--help", "--print_config", "--requeue", "--signal"}
-    for words in (
-        ["plan"],
-        ["calibrate"],
-        ["data"],
-        ["prepare", "media"],
-        ["sample"],
-        ["export"],
-        *(["lora", action] for action in ("export", "convert", "merge")),
-        *BENCHES,
-    ):
-        with pytest.raises(SystemExit):
-            alload([*words, "--help"])
-        known |= set(re.findall(r"--[\w-]+", capsys.readouterr().out))
-    assert named <= known
-
-
-@by_page
-def test_keys_in_the_text_exist(page, keys):
-    sections = "run|data|planning|model|optimizer|mesh|cluster|checkpoint|sampling"
-    named = set(re.findall(rf"`((?:{sections})\.[a-z_.]+)[^`/(]*`", prose(page)))
-    assert {name for name in named if not name.endswith((".py", ".json", ".secret"))} <= keys
-
-
-def unknown_keys(command, keys):
-    """Keys of a command of train.py that no config has."""
-    used = set(re.findall(r"--([\w.]+)", command.partition("train.py")[2]))
-    return used - {"config", "help", "print_config"} - keys
-
-
-def test_an_unknown_key_of_a_command_is_found(keys):
-    command = "python train.py --config configs/digits.yaml --run.steps 3 --run.stepz 3"
-    assert unknown_keys(command, keys) == {"run.stepz"}
-
-
-@commands_of(r"python (train|benchmarks/\w+)\.py|^make |^sbatch ")
-def test_commands_name_programs_configs_and_keys_that_exist(command, keys):
-    if command.startswith("make "):
-        target = command.split()[1]
-        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    for script in re.findall(r"(?<!/)\b(?:train|benchmarks/\w+)\.py|docs/\S+\.sh", command):
-        assert (ROOT / script).exists()
-    for config in re.findall(r"configs/\S+\.yaml", command):
-        assert config == "configs/mine.yaml" or (ROOT / config).exists()
-    assert not unknown_keys(command, keys)
-
-
-@commands_of(r"python benchmarks/\w+\.py .*--")
-def test_programs_of_benchmarks_know_their_flags(command):
-    script = re.search(r"benchmarks/\w+\.py", command)[0]
-    text = (ROOT / script).read_text() + "".join(
-        path.read_text() for path in (ROOT / "alload_jax" / "commands").glob("bench*.py")
-    )
-    for flag in re.findall(r"(--[\w-]+)", command):
-        assert f'"{flag}"' in text
-
-
-@by_page
-def test_python_examples_are_valid_and_import_what_exists(page):
-    for block in blocks(page):
-        if block.language == "python":
-            for node in ast.walk(ast.parse(block.text)):
-                if isinstance(node, ast.ImportFrom):
-                    package = node.module.split(".")[0]
-                    if package in OF_OTHER_EXTRAS and not importlib.util.find_spec(package):
-                        continue
-                    module = importlib.import_module(node.module)
-                    assert all(hasattr(module, name.name) for name in node.names)
+def test_python_examples_are_valid_and_import_what_exists():
+    parsed = [ast.parse(b.text) for page in PAGES for b in blocks(page) if b.language == "python"]
+    for node in (node for tree in parsed for node in ast.walk(tree)):
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        package = node.module.split(".")[0]
+        if package in OF_OTHER_EXTRAS and not importlib.util.find_spec(package):
+            continue
+        module = importlib.import_module(node.module)
+        assert all(hasattr(module, name.name) for name in node.names), node.module
 
 
 def test_the_example_of_planning_from_python_runs(capsys):
@@ -233,8 +212,12 @@ def test_the_example_of_planning_from_python_runs(capsys):
     assert "Step(" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_examples_of_the_library_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    one = jax.devices()[:1]  # programs of one device compile in less time
+    monkeypatch.setattr(jax, "devices", lambda *_: one)
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
     names = {}
     for block in blocks(DOCS / "library.md"):
         exec(compile(block.text, "library.md", "exec"), names)
@@ -244,7 +227,7 @@ def test_the_examples_of_the_library_run(tmp_path, monkeypatch, capsys):
     assert printed[-1] == "(2, 5, 8, 8, 4)"
 
 
-def test_the_public_names_exist_and_are_on_their_page():
+def test_the_public_names_exist_without_jax_and_are_on_their_page():
     page = (DOCS / "library.md").read_text()
     assert set(alload_jax.__all__) <= set(dir(alload_jax))
     for name in alload_jax.__all__:
@@ -252,9 +235,6 @@ def test_the_public_names_exist_and_are_on_their_page():
         assert f"`{name}`" in page
     with pytest.raises(AttributeError, match="no attribute 'make_plans'"):
         alload_jax.make_plans  # noqa: B018
-
-
-def test_the_package_imports_no_jax():
     code = "import sys, alload_jax; sys.exit(bool({'jax', 'numpy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
@@ -267,10 +247,6 @@ def test_the_first_picture_shows_the_figures_of_the_readme():
     assert {"30% waiting", "3% waiting", "866,924 tokens/s\n1.40× the speed"} <= shown
     readme = (ROOT / "README.md").read_text()
     assert all(figure in readme for figure in ("29.9 %", "3.2 %", "866,924", "1.40×"))
-
-
-def test_the_first_picture_says_what_was_not_measured():
-    program = runpy.run_path(str(ROOT / "benchmarks" / "waiting_picture.py"))
     with pytest.raises(InputError, match=r"^x: has no GPU times of balanced"):
         program["measured"]({"workload": "x", "cases": [{"case": "balanced"}]}, "balanced")
 
@@ -278,19 +254,65 @@ def test_the_first_picture_says_what_was_not_measured():
 @pytest.mark.slow
 def test_the_site_builds_without_warnings(tmp_path):
     pytest.importorskip("sphinx", reason="the extra docs is not installed")
-    # As text: each page of HTML repeats the tree of all pages, which takes four times as long.
+    # The pages are read and their links resolved, but not written, which takes as long again.
     command = [sys.executable, "-m", "sphinx", "--quiet", "--fail-on-warning", "--keep-going"]
-    command += ["-b", "text", "-d", tmp_path / "doctrees", DOCS, tmp_path / "site"]
+    command += ["-b", "dummy", "-d", tmp_path, DOCS, tmp_path / "site"]
     built = subprocess.run(command, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stderr
-    site = tmp_path / "site"
+
+    def text_of(name):
+        return pickle.loads((tmp_path / f"{name}.doctree").read_bytes()).astext()
+
     for module, word in (
         ("alload_jax/planning/study", "class alload_jax.planning.study.Study"),
         ("alload_jax/data/store/writer", "vae_stride"),
         ("pallas_kernels/layernorm_modulate/api", "Raises"),
     ):
-        assert word in (site / "reference" / module / "index.txt").read_text()
-    assert not (site / "reference/alload_jax/planning/metrics/index.txt").exists()
-    assert "All measurements" in (site / "results.txt").read_text()
-    assert "2026-11-25" in (site / "appendix" / "step_bars_h200.txt").read_text()
-    assert (site / "architecture.txt").read_text().count("image: The way of one batch") == 1
+        assert word in " ".join(text_of(f"reference/{module}/index").split())
+    assert not (tmp_path / "reference/alload_jax/planning/metrics/index.doctree").exists()
+    assert "All measurements" in text_of("results")
+    assert "2026-11-25" in text_of("appendix/step_bars_h200")
+    assert text_of("architecture").count("The way of one batch") == 1
+
+
+def test_the_slurm_script_starts_a_task_per_gpu_and_requeues_a_stopped_run(tmp_path):
+    path = DOCS / "clusters" / "slurm.sh"
+    text = path.read_text()
+    options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)", text, re.MULTILINE))
+    assert options["ntasks-per-node"] == options["gpus-per-node"]
+    command = re.search(r"^srun .*train\.py --config", text.replace("\\\n", ""), re.MULTILINE)
+    assert "--kill-on-bad-exit=0" in command[0]
+    assert "--cpus-per-task" in command[0]
+    assert "--open-mode" in text  # a job that comes back does not erase its log
+    assert (ROOT / re.search(r"CONFIG:-([^}]+)}", text)[1]).exists()
+    slurm = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "8"}
+    said = tmp_path / "scontrol_arguments"
+    for status, requeued in ((75, "requeue 7\n"), (0, ""), (1, "")):
+        said.write_text("")
+        for name, body in (("srun", f"exit {status}"), ("scontrol", f'echo "$@" > {said}')):
+            (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+            (tmp_path / name).chmod(0o755)
+        done = subprocess.run(["bash", path], env=slurm, check=False)
+        assert (done.returncode, said.read_text()) == (status, requeued)
+
+
+def test_the_jobset_counts_hosts_and_permits_queries_as_jax_needs_them():
+    found = yaml.safe_load_all((DOCS / "clusters" / "jobset.yaml").read_text())
+    objects = {part["kind"]: part for part in found}
+    (workers,) = objects["JobSet"]["spec"]["replicatedJobs"]
+    assert workers["replicas"] == 1
+    job = workers["template"]["spec"]
+    assert job["completionMode"] == "Indexed"  # JOB_COMPLETION_INDEX is JAX's process
+    assert job["parallelism"] == job["completions"]  # JAX takes parallelism for processes
+    pod = job["template"]["spec"]
+    assert pod["restartPolicy"] == "Never"
+    (container,) = pod["containers"]
+    assert container["ports"] == [{"containerPort": 55527}]
+    mounts = {mount["name"] for mount in container["volumeMounts"]}
+    assert mounts == {volume["name"] for volume in pod["volumes"]}
+    account = objects["ServiceAccount"]["metadata"]["name"]
+    assert pod["serviceAccountName"] == account == objects["RoleBinding"]["subjects"][0]["name"]
+    assert objects["RoleBinding"]["roleRef"]["name"] == objects["Role"]["metadata"]["name"]
+    rules = objects["Role"]["rules"]
+    allowed = {(kind, verb) for r in rules for kind in r["resources"] for verb in r["verbs"]}
+    assert {("pods", "list"), ("jobs", "get")} <= allowed

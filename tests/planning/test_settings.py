@@ -1,22 +1,31 @@
+"""Settings of plans, the choice of a policy, and policies that these tests register."""
+
 import dataclasses
+import json
 import pkgutil
-import re
 import subprocess
 import sys
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planning_cases import examples, of_lengths, refusal, refused, write_json
+from planning_cases import examples, of_lengths, refused, write_json
 
 import alload_jax.planning
-from alload_jax.errors import InputError
-from alload_jax.planning.cost import FORMAT, CostFile, PowerCost, QuadraticCost, bucketed_cost
+from alload_jax import cli
+from alload_jax.config import read_config
+from alload_jax.errors import run_command
+from alload_jax.planning.cost import FORMAT, CostFile, PowerCost, QuadraticCost
+from alload_jax.planning.epoch import RowShape
 from alload_jax.planning.factory import RunLength, choose_policy, make_plan, make_policy
-from alload_jax.planning.metrics import programs_of
-from alload_jax.planning.policies import PORTFOLIO, find_policy
-from alload_jax.planning.policies.bucketed import DualConstraint, EqualTokens, Fixed
+from alload_jax.planning.metrics import plan_metrics, programs_of, step_metrics
+from alload_jax.planning.policies import PORTFOLIO, find_policy, policy_names, register_policy
+from alload_jax.planning.policies.bucketed import Bucketed, DualConstraint, EqualTokens, Fixed
+from alload_jax.planning.policies.packed import PackedEpochBuilder, whole_samples
+from alload_jax.planning.policies.policy import Policy
 from alload_jax.planning.policies.search import makespan
 from alload_jax.planning.settings import PlanningConfig, case_name, policy_config
 
@@ -94,28 +103,6 @@ def test_the_best_known_cost_model_predicts(cost_file, fields, given, expected):
     assert config.predictor() == expected
 
 
-@pytest.mark.parametrize(
-    ("fields", "named"),
-    [
-        ({"m_mem": "4096"}, "m_mem"),
-        ({"m_mem": 100.5}, "m_mem"),
-        ({"m_mem": -5}, "m_mem"),
-        ({"m_comp": -1.0}, "m_comp"),
-        ({"power": {"p": "2"}}, "p"),
-        ({"power": {"p": -1.0}}, "p"),
-        ({"quadratic": {"c0": "x", "c1": 1.0, "c2": 1.0}}, "c0"),
-    ],
-)
-def test_values_of_a_cost_model_that_cannot_be_used_are_refused(cost_file, fields, named):
-    def plan_and_predict():
-        path = cost_file(**{"m_mem": 50} | fields)
-        config = PlanningConfig(policy="dual_constraint", cost_model=path)
-        make_plan(config, of_lengths(10, 20), 2, seed=0)
-        bucketed_cost(config.predictor(), np.array([1]), np.array([10]))
-
-    assert re.search(rf"\b{named}\b", refusal(plan_and_predict))
-
-
 def test_planning_needs_no_jax():
     modules = [
         module.name
@@ -189,19 +176,165 @@ def test_no_policy_is_predicted_much_faster_than_that_of_auto(kinds, count, rank
     assert "\n" not in reason
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_a_mode_of_ranks_that_no_policy_can_run_is_refused(ranks):
-    samples, costs = of_lengths(100, 200, 300), CostFile()
-    given = PlanningConfig(m_mem=1000, ranks_mode="independent")
-    devices = {"packs": False, "independent": False}
-    with pytest.raises(InputError, match=r"ranks_mode is independent, but one rank.*leave it out"):
-        choose_policy(given, lambda _: samples, ranks, costs, **devices)
-
-
-def test_auto_keeps_a_given_mode_of_ranks_and_is_not_made():
+def test_auto_keeps_a_given_mode_of_ranks_and_refuses_one_that_nothing_can_run():
     samples, costs = of_lengths(100, 200, 300), CostFile()
     given = PlanningConfig(m_mem=1000, ranks_mode="independent")
     chosen = choose_policy(given, lambda _: samples, 4, costs, packs=False).config
     assert chosen.ranks_mode == "independent"
+    for ranks, independent in ((1, True), (4, False)):
+        options = {"packs": False, "independent": independent}
+        said = ["ranks_mode is independent, but one rank", "leave it out"]
+        refused(said, choose_policy, given, lambda _: samples, ranks, costs, **options)
+    said = ["shorter than sample 0 (1000 tokens)"]
+    long = PlanningConfig(m_mem=100)
+    refused(said, choose_policy, long, lambda _: of_lengths(1000), 2, costs, packs=True)
     with pytest.raises(ValueError, match="choose_policy"):
         make_policy(given)
+
+
+COST = QuadraticCost(1.0, 1e-3, 1e-6)
+LENGTHS = [50] * 40 + [200] * 20 + [900] * 5
+
+
+@dataclass(frozen=True)
+class HalfFullConfig(PlanningConfig):
+    """The settings of `HalfFull`.
+
+    Attributes:
+      share: of memory.
+    """
+
+    share: float = 0.5
+
+
+@register_policy
+@dataclass(frozen=True)
+class HalfFull(Bucketed):
+    """As many rows as fill a share of memory, or as M_comp allows."""
+
+    name: ClassVar[str] = "half_full"
+    config: ClassVar[type] = HalfFullConfig
+    has_m_comp: ClassVar[bool] = True
+    has_options: ClassVar[bool] = True
+
+    m_mem: int
+    share: float
+    m_comp: float | None = None
+
+    @classmethod
+    def from_config(cls, config: HalfFullConfig, costs):
+        share = (config.options or {}).get("share", config.share)
+        return cls(config.required_m_mem(costs), share, config.m_comp_value)
+
+    def rows_per_bucket(self, buckets):
+        most = self.share * self.m_mem / buckets.seq_len
+        if self.m_comp:
+            most = np.minimum(most, self.m_comp / self.m_comp_measure(buckets.seq_len))
+        return np.maximum(1, most).astype(np.int64)
+
+    def m_comp_measure(self, seq_len):
+        return np.asarray(seq_len, np.float64)
+
+
+@register_policy
+@dataclass(frozen=True)
+class OneEach(Policy):
+    """One sample in each packed row."""
+
+    name: ClassVar[str] = "one_each"
+    packed: ClassVar[bool] = True
+
+    m_mem: int
+
+    @classmethod
+    def from_config(cls, config, costs):
+        return cls(config.required_m_mem(costs))
+
+    def plan_epoch(self, samples, topology, rng):
+        epoch = PackedEpochBuilder(
+            RowShape(self.m_mem, segments=1, longest_whole=self.m_mem), topology
+        )
+        step, rank = np.divmod(np.arange(len(samples)), topology.ranks)
+        order = rng.permutation(len(samples))
+        epoch.add(whole_samples(order, samples.seq_len, step, rank, int(step[-1]) + 1))
+        return epoch.finish()
+
+
+def plan_of(policy, **fields):
+    config = PlanningConfig(policy, m_mem=1000, ranks=4, **fields)
+    return make_plan(config, of_lengths(*LENGTHS), 1, 0, CostFile(quadratic=COST))
+
+
+def test_its_micro_batches_hold_every_sample_once_as_it_says():
+    for policy in ("half_full", "one_each"):
+        plan = plan_of(policy, micro_batches_per_step=2)
+        for epoch in (0, 1):
+            found = plan_metrics(plan.epoch(epoch), plan.samples.seq_len, COST, 1000)
+            assert (found.samples, found.dropped, found.duplicated) == (len(LENGTHS), 0, 0)
+        assert step_metrics(plan.step(0), plan, COST).tokens > 0
+    packed, bucketed = plan_of("one_each").step(0), plan_of("half_full").step(0)
+    assert {part.seq_len for part in packed.micro_batches} == {1000}
+    assert all(part.row_plan.offsets == (0,) for part in packed.micro_batches)
+    assert all(part.row_plan is None for part in bucketed.micro_batches)
+    assert max(part.rows for part in bucketed.micro_batches) <= 10
+
+
+def test_options_and_m_comp_reach_the_policy_and_others_are_refused():
+    assert plan_of("half_full").policy.share == 0.5
+    assert plan_of("half_full", options={"share": 1.0}).policy.share == 1.0
+    assert plan_of("half_full", m_comp="longest").policy.m_comp == 900
+    assert plan_of("half_full", m_comp="auto").policy.m_comp >= 50
+    config = PlanningConfig("one_each", m_mem=1000, options={"share": 1.0})
+    refused(["policy one_each has no options"], make_policy, config)
+    refused(["one_each splits no sample"], plan_of, "one_each", context=2)
+    refused(["one_each has no M_comp"], plan_of, "one_each", m_comp="auto")
+    refused(["planning.m_mem is not given"], PlanningConfig, "one_each")
+    refused(["of one_each does not follow", "sorted or balanced"], plan_of, "one_each",
+            recalibrate="epoch")  # fmt: skip
+
+
+def test_settings_of_its_own_are_keys_and_flags(capsys, tmp_path):
+    file = tmp_path / "config.yaml"
+    text = (
+        "run: {{folder: r}}\ndata: {{folder: d}}\nplanning: {{policy: half_full, m_mem: 66816{}}}\n"
+    )
+    file.write_text(text.format(", share: 0.25"))
+    planning = read_config(["--config", str(file)]).planning
+    assert planning == HalfFullConfig("half_full", m_mem=66816, share=0.25)
+    command = ["plan", "--workload", "wan-480p", "--size", "40", "--ranks", "4", "--json"]
+    command += ["--config", str(file), "--p", "2"]
+    for flags, share in ([], 0.25), (["--share", "0.75"], 0.75):
+        assert run_command(cli.main, [*command, *flags]) == 0
+        assert json.loads(capsys.readouterr().out)["plan"]["share"] == share
+    assert run_command(cli.main, [*command, "--policy", "equal_tokens"]) == 0
+    assert "share" not in json.loads(capsys.readouterr().out)["plan"]
+    for wrong, named in ((", share: half", "planning.share"), (", chare: 1", "planning.share?")):
+        file.write_text(text.format(wrong))
+        refused([named], read_config, ["--config", str(file)])
+
+
+def test_names_are_taken_once_and_unknown_ones_list_them():
+    ours = ("fixed", "equal_tokens", "sorted", "dual_constraint", "first_fit", "balanced")
+    assert policy_names()[:6] == ours
+    assert {"half_full", "one_each"} <= set(policy_names())
+    with pytest.raises(ValueError, match="'half_full' exists already"):
+        register_policy(type("Other", (HalfFull,), {}))
+    assert find_policy("half_full") is HalfFull
+    for unknown in (lambda: find_policy("half"), lambda: PlanningConfig("half", m_mem=10)):
+        refused(("'half'", "balanced", "half_full"), unknown)
+
+
+def test_the_command_compares_it_with_ours(capsys):
+    policies = ["half_full:independent", "one_each", "dual_constraint"]
+    command = ["plan", "--workload", "wan-480p", "--size", "40", "--ranks", "4", "--p", "2"]
+    command += ["--m-mem", "66816", "--json", "--m-comp", "auto", "--compare"]
+    assert run_command(cli.main, [*command, *policies]) == 0
+    cases = json.loads(capsys.readouterr().out)["cases"]
+    names = ["half_full (independent)", "one_each", "dual_constraint (synchronous)"]
+    assert [case["name"] for case in cases] == names
+    assert {case["metrics"]["samples"] for case in cases} == {40}
+    assert cases[0]["plan"]["m_comp"] > 0
+    assert cases[1]["metrics"]["steps"] == 40 // 4
+    assert cases[1]["plan"]["policy"] == "OneEach"
+    assert run_command(cli.main, [*command, "one_each:independent"]) == 2
+    assert "one shape on all ranks; give one_each" in capsys.readouterr().err
