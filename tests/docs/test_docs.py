@@ -74,7 +74,6 @@ def test_every_json_of_results_has_a_page_that_the_page_of_results_links(appendi
         assert f"[{name}](appendix/{name}.md)" in end
         assert f"\nappendix/{name}\n" in end
         text = (tmp_path / f"{name}.md").read_text()
-        assert text.startswith(f"# {name}\n")
         assert f"](../../benchmarks/results/{path.name})" in text
         plain = text.replace("\\", "")
         content = path.read_text()

@@ -435,24 +435,3 @@ def test_a_window_is_not_deferred_whole_because_some_steps_hold_too_many_samples
     policy = Balanced(1_050_000, WAN, max_segments=500)
     plan = Plan(samples, policy, RankTopology(16), seed=0)
     assert plan_metrics(plan.epoch(0), samples.seq_len, WAN, 1_050_000).idle < 0.02
-
-
-def test_few_ranks_with_samples_that_fill_rows_alone_are_planned_in_seconds(monkeypatch):
-    """Counted in steps that are made: those under the bound on samples are made once."""
-    by_cost, enriched, made = grouping._by_cost, grouping._enriched_steps, []
-
-    def counted(*given):
-        found = by_cost(*given)
-        made.append(len(found[0]))
-        return found
-
-    def made_once(*given):
-        made.clear()
-        steps, rest = enriched(*given)
-        assert sum(made) <= len(steps)
-        return steps, rest
-
-    monkeypatch.setattr(grouping, "_by_cost", counted)
-    monkeypatch.setattr(grouping, "_enriched_steps", made_once)
-    lengths = np.random.default_rng(0).permutation([333] * 800 + [33_390] * 800)
-    assert planned(lengths.tolist(), 2, 33_408).epoch(0).steps > 125

@@ -176,6 +176,9 @@ def test_a_small_set_gets_rows_of_its_size():
     plan = make_plan(PlanningConfig("balanced", m_mem=60_000), samples, 8, 0, COSTS)
     assert plan.policy.row_tokens == 1200
     assert plan_metrics(plan.epoch(0), samples.seq_len, COSTS.quadratic, 60_000).padding == 0
+    study = Study(samples, PlanningConfig(m_mem=60_000), COSTS)
+    names = [case.name for case in study.cases(["sorted", "auto", "balanced"], [8])]
+    assert names == ["balanced", "sorted (synchronous)"]  # what auto takes is planned once
 
 
 # ---------------------------------------------------------------- bounds and advice
