@@ -202,4 +202,5 @@ def test_short_sequences_are_bounded_by_the_memory_of_their_conditions():
     samples = of_lengths(*[16] * 40_000, 4000)
     costs = CostFile(quadratic=COST, memory=MemoryModel(0.0, 1.0, 30.0))
     epoch = make_plan(PlanningConfig("equal_tokens", m_mem=100_000), samples, 1, 0, costs).epoch(0)
-    assert (epoch.rows * (epoch.padded_len + 30) <= 100_000 * (1 + 30 / 256)).all()
+    share = epoch.rows * (epoch.padded_len + 30) / (100_000 * (1 + 30 / 256))
+    assert 0.5 < share.max() <= 1

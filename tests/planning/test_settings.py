@@ -79,6 +79,12 @@ def test_a_policy_has_the_bounds_of_the_config_and_else_those_of_the_cost_model(
         assert make_policy(PlanningConfig(**options)) == expected
     costs = PlanningConfig(**dual).costs()
     assert costs == CostFile(PowerCost(1.7, 2.0), m_mem=50, m_comp=900.0)
+    split = PlanningConfig("balanced", m_mem=20, context=4, link_bandwidth=1e9)
+    quadratic = QuadraticCost(**QUADRATIC)
+    for sent, expected in ((8e6, 8e6 * 3 / 4 / 1e9), (None, 0.0)):
+        found = CostFile(quadratic=quadratic, bytes_per_split_token=sent)
+        assert split.seconds_per_split_token(found) == pytest.approx(expected)
+    assert split.seconds_per_split_token(CostFile(bytes_per_split_token=8e6)) == 0
     # One without M_mem does not stand in for it, nor does one that is not there.
     dual["cost_model"] = cost_file(quadratic=QUADRATIC)
     refused((dual["cost_model"], "planning.m_mem"), make_policy, PlanningConfig(**dual))
