@@ -102,24 +102,25 @@ def test_files_hold_the_epochs_that_are_asked_for(alload, figures, folder):
 
 def test_policies_are_compared_over_ranks_and_a_page_is_written(alload, figures, folder):
     policies = ["equal_tokens:independent", "dual_constraint", "first_fit", "balanced"]
-    flags = ["--workload", "wan-480p", "--size", 300, "--m-mem", 66_816, "--compare", *policies]
-    flags += [*MEASURED, "--ranks", 2, 8, "--context", 2, "--m-comp", "auto", "--simulate"]
-    cases = figures(*flags)["cases"]
+    flags = ["--workload", "wan-480p", "--size", 300, "--m-mem", 66_816, *MEASURED]
+    flags += ["--context", 2, "--m-comp", "auto", "--simulate", "--compare"]
+    cases = figures(*flags, *policies, "--ranks", 2, 4)["cases"]
     names = ["equal_tokens (independent)", "dual_constraint (synchronous)", "first_fit"]
     names.append("balanced (split, c = 2)")
     found = [(case["ranks"], case["name"]) for case in cases]
-    assert found == [(ranks, name) for ranks in (2, 8) for name in names]
+    assert found == [(ranks, name) for ranks in (2, 4) for name in names]
     assert {case["metrics"]["samples"] for case in cases} == {300}
     assert cases[1]["plan"]["m_comp"] > 0
     assert "m_comp" not in cases[0]["plan"]
-    status, out, _ = alload("plan", *flags, "--report", "page.html")
+    flags += [*policies[:2], "--ranks", 2, 4, "--report", "page.html"]
+    status, out, _ = alload("plan", *flags)
     assert status == 0
-    for name in names:
+    for name in names[:2]:
         assert sum(f"  {name} " in line for line in out.splitlines()) == 2
     assert "replayed" in out
     assert out.splitlines()[-1] == "report: page.html"
     page = (folder / "page.html").read_text()
-    for part in ("How to feed 2 GPUs", "equal_tokens (independent)", "balanced", "M_comp"):
+    for part in ("How to feed 2 GPUs", "equal_tokens (independent)", "M_comp"):
         assert part in page
 
 
@@ -239,17 +240,19 @@ def test_another_device_model_or_sparse_attention_costs_otherwise(alload, figure
     assert "20,000,000 of 1,418,996,800 parameters trained" in said
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "auto"])
-def test_what_auto_keeps_follows_from_the_memory(figures, folder, dtype):
-    config = write_config(
-        folder, "policy: sorted, m_mem: 66816", f"{WAN_1_3B}, dtype: {dtype}, remat: auto"
-    )
-    found = [figures(*WAN, *config, "--memory-gb", size) for size in (60, 140, 400)]
-    words = ("offload_feed_forward", "matmuls", "auto: none")
-    for word, each in zip(words, found, strict=True):
-        assert word in each["plan"]["cost_model_source"].split("model.remat ")[1]
-    costs = [each["metrics"]["cost"] for each in found]
-    assert costs[0] > costs[1] > costs[2]
+def test_what_auto_keeps_follows_from_the_memory(figures, folder):
+    def planned(dtype, memory):
+        model = f"{WAN_1_3B}, dtype: {dtype}, remat: auto"
+        config = write_config(folder, "policy: sorted, m_mem: 66816", model)
+        found = figures(*WAN, *config, "--memory-gb", memory)
+        source = found["plan"]["cost_model_source"]
+        return source.split("model.remat ")[1], found["metrics"]["cost"]
+
+    words = {60: "offload_feed_forward", 140: "matmuls", 400: "auto: none"}
+    found = [planned("bfloat16", memory) for memory in words]
+    assert all(word in source for word, (source, _) in zip(words.values(), found, strict=True))
+    assert found[0][1] > found[1][1] > found[2][1]
+    assert planned("auto", 140) == found[1]
 
 
 def test_auto_keeps_less_where_many_short_samples_keep_their_texts(figures, folder):
@@ -301,10 +304,10 @@ def test_a_cost_model_of_another_device_or_model_is_refused_unless_accepted(
         assert alload("plan", *flags, *other, "--foreign-cost-model")[0] == 0
 
 
-READY = ("t2v_1_3b_lora", "t2v_14b_lora", "t2v_1_3b_8gpus", "i2v_14b_lora")
+MORE = (pytest.param(name, marks=pytest.mark.slow) for name in ("t2v_1_3b_lora", "t2v_14b_lora"))
 
 
-@pytest.mark.parametrize("name", READY)
+@pytest.mark.parametrize("name", ["t2v_1_3b_8gpus", "i2v_14b_lora", *MORE])
 def test_ready_configs_are_planned_and_their_clips_fit(figures, name):
     config = ROOT / "configs" / f"wan2_1_{name}.yaml"
     data = ["--workload", "wan-480p", "--size", 300, "--m-mem", 36_000, "--ranks", 8]

@@ -303,7 +303,6 @@ def planned(lengths, ranks, m_mem, **fields):
 @pytest.mark.parametrize(
     ("name", "row", "size", "ranks"),
     [
-        ("wan-480p", 66_816, 10_000, 8),
         ("mixed-resolution", 81_920, 20_000, 32),
         ("long-video-V35", 350_000, 2000, 8),
         ("log-normal", 350_000, 2000, 8),
