@@ -395,6 +395,21 @@ def test_splitting_brings_a_step_with_one_long_video_near_the_mean():
     whole, split = (plan_metrics(plan, samples.seq_len, WAN, 60_000).imbalance for plan in plans)
     assert plans[1].packing.is_split.any()
     assert split < min(0.01, whole)
+    # The ranks of a step hold each split sample from its first token to its last.
+    plan = Plan(samples, policies[1], RankTopology(8), 0)
+    for index in range(plan.steps_per_epoch):
+        spans = {}
+        for part in plan.step(index).micro_batches:
+            row = part.row_plan
+            held = zip(part.samples, row.first, row.tokens, row.is_split, strict=True)
+            for sample, first, tokens in (each[:3] for each in held if each[3]):
+                spans.setdefault(sample, []).append((first, first + tokens))
+            segments = zip(row.split_samples, row.split_segments, strict=True)
+            assert all(samples.seq_len[sample] == tokens for sample, (_, tokens) in segments)
+        for sample, found in spans.items():
+            begins, ends = zip(*sorted(found), strict=True)
+            assert begins == (0, *ends[:-1])
+            assert ends[-1] == samples.seq_len[sample]
 
 
 @pytest.mark.parametrize(
