@@ -33,3 +33,10 @@ def few_programs(monkeypatch, interpret):
 def on_gpu():
     if jax.default_backend() != "gpu":
         pytest.skip("needs a GPU")
+
+
+@pytest.fixture
+def for_cuda(monkeypatch):
+    """Lets kernels be lowered on a host without their device."""
+    monkeypatch.setattr(devices, "unsupported_triton_device", lambda: None)
+    monkeypatch.setattr(devices, "unsupported_mosaic_device", lambda: None)

@@ -7,8 +7,10 @@ from functools import cache
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
+from jax.sharding import AxisType
 
 from pallas_kernels import layernorm_modulate, residual_layernorm_modulate
 from pallas_kernels.layernorm_modulate import tuning
@@ -53,6 +55,13 @@ def assert_within(actual, expected, bound, what=""):
     assert worst <= 1.0, f"{what}: {worst:.3g} times the tolerance"
 
 
+def check_within(found, expected, limits):
+    """Whether arrays have the shapes of others and differ by no more than limits of each."""
+    for value, wanted, limit in zip(map(numpy64, found), expected, limits, strict=True):
+        assert value.shape == wanted.shape
+        assert np.all(np.abs(value - wanted) <= limit), np.max(np.abs(value - wanted) - limit)
+
+
 def assert_same_bits(left, right):
     leaves = zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True)
     for one, other in leaves:
@@ -61,6 +70,26 @@ def assert_same_bits(left, right):
 
 
 # Running the kernels -----------------------------------------------------------------------------
+
+
+def kernels(interpret):
+    """Options of a function that run its Triton kernels."""
+    return {"interpret": True} if interpret else {"implementation": "triton"}
+
+
+def mesh_of_four(kind, *names):
+    """A mesh of 2 × 2 devices whose axes are of a kind, "auto" or "explicit"."""
+    if jax.device_count() < 4:
+        pytest.skip("needs four devices")
+    kinds = ({"auto": AxisType.Auto, "explicit": AxisType.Explicit}[kind],) * 2
+    return jax.make_mesh((2, 2), names, kinds, devices=jax.devices()[:4])
+
+
+def collectives(compiled):
+    """How often a program moves what is split, and how often it adds up over devices."""
+    found = re.findall(r" (all-[a-z]+|collective-permute)(?:-start)?\(", compiled.as_text())
+    sums = found.count("all-reduce")
+    return len(found) - sums, sums
 
 
 def public(operands, *, returns_x=False, **options):
@@ -236,24 +265,24 @@ class Oracle:
         return total
 
 
-def check(operands, outputs, gradients=None, cotangents=None, *, eps=EPS, what=""):
+def check(operands, outputs, gradients=None, cotangents=None, *, eps=EPS):
     """Compares outputs, and gradients where given, with the oracle."""
     h, out = outputs
     oracle = Oracle(operands, h, eps)
     dim = oracle.dim
     if h is not None:
         expected, size = oracle.residual()
-        assert_within(h, expected, tolerance(h.dtype, expected, 1, condition=size), f"{what} h")
+        assert_within(h, expected, tolerance(h.dtype, expected, 1, condition=size), "h")
     expected = oracle.modulated()
     # An element's error is that of the normed row times its own gain.
     condition = oracle.condition * np.abs(1 + oracle.scale) + np.abs(oracle.shift)
     bound = tolerance(out.dtype, expected, dim, condition=condition)
-    assert_within(out, expected, bound, f"{what} out")
+    assert_within(out, expected, bound, "out")
     if gradients is not None:
-        check_gradients(oracle, gradients, cotangents, what)
+        check_gradients(oracle, gradients, cotangents)
 
 
-def check_gradients(oracle, gradients, cotangents, what=""):
+def check_gradients(oracle, gradients, cotangents):
     by_token, size = oracle.gradients(cotangents)
     noise = size * oracle.condition / 3 + 1.0
     rows = int(np.prod(oracle.shape[:-1]))
@@ -266,7 +295,7 @@ def check_gradients(oracle, gradients, cotangents, what=""):
         if name in ("x", "y"):
             factor = noise * (np.abs(oracle.gate) if name == "y" and oracle.gate is not None else 1)
             bound = tolerance(actual.dtype, own, oracle.dim, condition=factor + 1e-30)
-            assert_within(actual, own, bound, f"{what} d{name}")
+            assert_within(actual, own, bound, f"d{name}")
             continue
         # The largest term of a sum decides: √rows such errors add up at random.
         term = {
@@ -278,14 +307,14 @@ def check_gradients(oracle, gradients, cotangents, what=""):
         expected = oracle.summed(own)
         count = 1 if oracle.table == oracle.shape else rows
         bound = tolerance(actual.dtype, expected, oracle.dim, rows=count, condition=worst)
-        assert_within(actual, expected, bound, f"{what} d{name}")
+        assert_within(actual, expected, bound, f"d{name}")
 
 
-def run_and_check(operands, interpret, what="", **static):
+def run_and_check(operands, interpret, **static):
     """Forward and backward of one case against the oracle; returns what the kernels gave."""
     cotangents = cotangents_for(operands, static.get("residual_dtype"))
     outputs, gradients = gradients_of(interpret, **static)(operands, cotangents)
-    check(operands, outputs, gradients, cotangents, what=what)
+    check(operands, outputs, gradients, cotangents, eps=static.get("eps", EPS))
     return outputs, gradients
 
 
@@ -360,9 +389,9 @@ def lowered_for_cuda(function, *arguments):
         return traced_on(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
-def kernels_launched(module):
-    """Names of the kernels in a lowered module, once for each launch in its text."""
+def kernels_launched(module, function="layernorm_modulate"):
+    """Names of a function's kernels in a lowered module, once for each launch in its text."""
     calls = [line for line in module.splitlines() if "custom_call" in line and "triton" in line]
     names = [re.search(r'\bname = "(\w+)"', line) for line in calls]
     assert all(names), "a kernel without a name"
-    return [name.group(1).removeprefix("layernorm_modulate_") for name in names]
+    return [name.group(1).removeprefix(f"{function}_") for name in names]

@@ -15,44 +15,39 @@ from pallas_kernels.block_sparse_attention import (
     top_k_blocks,
 )
 
+IDS, TOKENS = jnp.zeros((1, 4), jnp.int32), jnp.full((1, 4), 64, jnp.int32)
+SEGMENTS = BlockSegments(IDS, IDS)
+"""Of one row of four whole blocks."""
+
 
 def test_blocks_are_pooled_over_their_valid_tokens():
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(2, 150, 3, 8)).astype(np.float32)
+    x = np.random.default_rng(0).normal(size=(2, 150, 3, 8))
+    x = jnp.asarray(x, jnp.bfloat16)
     tokens = np.asarray([[64, 10, 22], [0, 64, 1]])
-    found = pool_blocks(jnp.asarray(x, jnp.bfloat16), jnp.asarray(tokens), block=64)
+    found = pool_blocks(x, jnp.asarray(tokens), block=64)
     assert found.dtype == jnp.float32
-    rounded = np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64)
     for row, block in np.ndindex(2, 3):
-        part = rounded[row, block * 64 :][: tokens[row, block]]
+        part = np.asarray(x, np.float64)[row, block * 64 :][: tokens[row, block]]
         expected = part.mean(axis=0) if len(part) else np.zeros((3, 8))
         np.testing.assert_allclose(found[row, block], expected, atol=1e-5)
     with pytest.raises(ValueError, match=r"tokens is \(2, 3\); for x .* must be \(2, 2\)"):
         pool_blocks(jnp.zeros((2, 100, 1, 4)), jnp.asarray(tokens), block=64)
 
 
-@st.composite
-def selections(draw):
-    """Scores, counts, segments and valid tokens of self-attention in packed rows."""
-    rows, heads, blocks = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.integers(1, 9))
-    rng = np.random.default_rng(draw(st.integers(0, 999)))
+@pytest.mark.parametrize(
+    ("rows", "heads", "blocks", "k_max", "seed"),
+    [(1, 1, 1, 1, 0), (2, 3, 9, 4, 1), (1, 2, 6, 10, 2), (2, 1, 9, 9, 3), (2, 2, 20, 1, 4)],
+)
+def test_lists_hold_the_own_block_and_the_best_of_the_segment(rows, heads, blocks, k_max, seed):
+    rng = np.random.default_rng(seed)
     segments = np.sort(rng.integers(-1, 3, (rows, blocks)), axis=1)[:, ::-1]
     tokens = np.where(rng.random((rows, blocks)) < 0.2, 0, rng.integers(1, 65, (rows, blocks)))
-    k_max = draw(st.integers(1, 10))
     k = rng.integers(1, k_max + 1, heads)
     scores = rng.permutation(rows * heads * blocks * blocks).reshape(rows, heads, blocks, blocks)
-    return scores.astype(np.float32), k, k_max, segments, tokens
-
-
-@given(selections())
-@settings(max_examples=15, deadline=None)
-def test_lists_hold_the_own_block_and_the_best_of_the_segment(case):
-    scores, k, k_max, segments, tokens = case
     ids, valid = jnp.asarray(segments, jnp.int32), jnp.asarray(tokens, jnp.int32)
     found = top_k_blocks(
         jnp.asarray(scores), jnp.asarray(k), BlockSegments(ids, ids), valid, valid, k_max=k_max
     )
-    rows, heads, blocks, _ = scores.shape
     assert found.indices.shape == (rows, heads, blocks, k_max)
     for r, h, q in np.ndindex(rows, heads, blocks):
         usable = (segments[r] == segments[r, q]) & (tokens[r] > 0) & (segments[r] >= 0)
@@ -62,6 +57,7 @@ def test_lists_hold_the_own_block_and_the_best_of_the_segment(case):
         count = int(found.counts[r, h, q])
         assert found.indices[r, h, q, :count].tolist() == expected
         assert count == min(len(usable), k[h])
+        assert not np.asarray(found.indices[r, h, q, count:]).any()
 
 
 ODD_SCORES = (-np.inf, np.inf, np.nan, -0.0, 0.0, 1e38)
@@ -72,7 +68,7 @@ ODD_SCORES = (-np.inf, np.inf, np.nan, -0.0, 0.0, 1e38)
     k=st.integers(0, 3),
     own=st.booleans(),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_odd_scores_name_blocks_of_the_segment_alone_and_its_own_first(scores, k, own):
     ids = jnp.asarray([[0, 0, 0, 1, 1, 1, -1, 1]], jnp.int32)
     tokens = jnp.asarray([[64, 64, 3, 64, 0, 64, 64, 64]], jnp.int32)
@@ -97,16 +93,30 @@ def test_each_block_of_queries_may_have_a_length_of_its_own():
     np.testing.assert_array_equal(found.counts, k)
     for length in range(5):
         alike = top_k_blocks(scores, length, segments, tokens, tokens, k_max=4)
-        same = k == length
-        np.testing.assert_array_equal(found.indices[same], alike.indices[same])
+        np.testing.assert_array_equal(found.indices[k == length], alike.indices[k == length])
 
 
-def test_equal_scores_take_the_lower_numbers():
-    ids = jnp.zeros((1, 4), jnp.int32)
-    tokens = jnp.full((1, 4), 64, jnp.int32)
-    scores = jnp.asarray([0.0, -0.0, 0.0, -0.0]) * jnp.ones((1, 1, 4, 1))
-    found = top_k_blocks(scores, 2, BlockSegments(ids, ids), tokens, tokens, k_max=2, own=False)
+def test_scores_rank_by_value_whatever_their_form():
+    equal = jnp.asarray([0.0, -0.0, 0.0, -0.0]) * jnp.ones((1, 1, 4, 1))
+    found = top_k_blocks(equal, 2, SEGMENTS, TOKENS, TOKENS, k_max=2, own=False)
     assert found.indices[0, 0].tolist() == [[0, 1]] * 4
+    low = jnp.asarray([jnp.nan, -1e38, 2.0, jnp.inf]) * jnp.ones((1, 1, 4, 1))
+    found = top_k_blocks(low, 3, SEGMENTS, TOKENS, TOKENS, k_max=3, own=False)
+    assert found.indices[0, 0].tolist() == [[1, 2, 3]] * 4
+    # Of blocks of 128 queries and of 64 keys, the own is that of the first query.
+    halves = BlockSegments(IDS[:, :2], IDS)
+    sizes = {"k_max": 1, "query_block": 128, "key_block": 64}
+    found = top_k_blocks(equal[:, :, :2], 1, halves, 2 * TOKENS[:, :2], TOKENS, **sizes)
+    assert found.indices[0, 0].tolist() == [[0], [2]]
+    rng = np.random.default_rng(3)
+    q, k = (jnp.asarray(rng.normal(size=(1, 12, 2, 16)), jnp.float32) for _ in range(2))
+    ids, tokens = jnp.zeros((1, 12), jnp.int32), jnp.full((1, 12), 64, jnp.int32)
+    scores, segments = jnp.einsum("rqhd,rkhd->rhqk", q, k), BlockSegments(ids, ids)
+    pooled = top_k_blocks(PooledScores(q, k), 3, segments, tokens, tokens, k_max=3)
+    whole = top_k_blocks(scores, 3, segments, tokens, tokens, k_max=3)
+    np.testing.assert_array_equal(pooled.indices, whole.indices)
+    other = top_k_blocks(scores, 3, segments, tokens, tokens, k_max=3, own=False)
+    np.testing.assert_array_equal(other.indices, np.sort(jax.lax.top_k(scores, 3)[1]))
 
 
 @pytest.mark.parametrize(("rows", "blocks", "k_max"), [(0, 4, 2), (1, 0, 2), (1, 4, 0)])
@@ -119,45 +129,31 @@ def test_empty_selections_are_empty_lists(rows, blocks, k_max):
     assert pool_blocks(jnp.zeros((rows, 64 * blocks, 1, 8)), ids, block=64).shape[0] == rows
 
 
-def test_selections_that_do_not_fit_are_refused():
-    ids, tokens = jnp.zeros((1, 4), jnp.int32), jnp.full((1, 4), 64, jnp.int32)
-    segments = BlockSegments(ids, ids)
-
-    scores = jnp.zeros((1, 2, 4, 4))
-
-    def refused(message, scores=scores, k=2, tokens=tokens, segments=segments):
-        with pytest.raises(ValueError, match=message):
-            top_k_blocks(scores, k, segments, tokens, tokens, k_max=2)
-
-    refused(r"scores is \(1, 2, 3, 4\); it must be \(1, 2, 4, 4\)", scores=jnp.zeros((1, 2, 3, 4)))
-    refused("query_tokens is float32; it must be int32", tokens=tokens.astype(jnp.float32))
-    refused("k is float32", k=2.5)
-    refused(r"k is int32 \(3,\)", k=jnp.zeros(3, jnp.int32))
-    refused("segments.queries is", segments=BlockSegments(ids[:, :2], ids))
-    pooled = PooledScores(jnp.zeros((1, 4, 2, 8)), jnp.zeros((1, 4, 1, 8)))
-    refused("scores.keys is", scores=pooled)
+POOLED = PooledScores(jnp.zeros((1, 4, 2, 8)), jnp.zeros((1, 4, 1, 8)))
 
 
-def test_pooled_scores_select_as_their_products_do():
-    rng = np.random.default_rng(3)
-    q, k = (jnp.asarray(rng.normal(size=(1, 12, 2, 16)), jnp.float32) for _ in range(2))
-    ids = jnp.zeros((1, 12), jnp.int32)
-    tokens = jnp.full((1, 12), 64, jnp.int32)
-    segments = BlockSegments(ids, ids)
-    pooled = top_k_blocks(PooledScores(q, k), 3, segments, tokens, tokens, k_max=3)
-    scores = jnp.einsum("rqhd,rkhd->rhqk", q, k)
-    whole = top_k_blocks(scores, 3, segments, tokens, tokens, k_max=3)
-    np.testing.assert_array_equal(pooled.indices, whole.indices)
-    other = top_k_blocks(scores, 3, segments, tokens, tokens, k_max=3, own=False)
-    np.testing.assert_array_equal(other.indices, np.sort(jax.lax.top_k(scores, 3)[1]))
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scores": jnp.zeros((1, 2, 3, 4))}, r"scores is \(1, 2, 3, 4\); it must be \(1, 2, 4, 4"),
+        ({"query_tokens": TOKENS * 1.0}, "query_tokens is float32; it must be int32"),
+        ({"k": 2.5}, "k is float32"),
+        ({"k": jnp.zeros(3, jnp.int32)}, r"k is int32 \(3,\)"),
+        ({"segments": BlockSegments(IDS[:, :2], IDS)}, "segments.queries is"),
+        ({"scores": POOLED}, "scores.keys is"),
+    ],
+)
+def test_selections_that_do_not_fit_are_refused(change, message):
+    given = {"scores": jnp.zeros((1, 2, 4, 4)), "k": 2, "segments": SEGMENTS}
+    with pytest.raises(ValueError, match=message):
+        top_k_blocks(**given | {"query_tokens": TOKENS, "key_tokens": TOKENS} | change, k_max=2)
 
 
 def test_no_gradient_passes_through_a_selection():
     def loss(x):
-        tokens, ids = jnp.full((1, 4), 64, jnp.int32), jnp.zeros((1, 4), jnp.int32)
-        pooled = pool_blocks(x, tokens, block=64)
-        segments, scores = BlockSegments(ids, ids), PooledScores(pooled, pooled)
-        lists = top_k_blocks(scores, 2, segments, tokens, tokens, k_max=2)
+        pooled = pool_blocks(x, TOKENS, block=64)
+        scores = PooledScores(pooled, pooled)
+        lists = top_k_blocks(scores, 2, SEGMENTS, TOKENS, TOKENS, k_max=2)
         return pooled.sum() + lists.indices.sum().astype(jnp.float32)
 
     assert not np.asarray(jax.grad(loss)(jnp.ones((1, 256, 1, 8)))).any()
@@ -197,14 +193,14 @@ def blocks_of(grid, tile, block):
 
 
 @given(GRIDS, st.sampled_from([(4, 4, 4), (2, 8, 8), (1, 1, 1), (3, 5, 4)]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_a_tile_order_is_a_bijection_of_tiles(grid, tile):
     for token in blocks_of(grid, tile, 128 if tile == (2, 8, 8) else 64):
         assert (np.ptp(token, axis=1) < tile).all()
 
 
 @given(GRIDS, st.sampled_from([64, 128]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_full_blocks_waste_no_place_and_hold_connected_tokens(grid, block):
     blocks = list(blocks_of(grid, None, block))
     assert len(blocks) == -(-int(np.prod(grid)) // block)
@@ -217,7 +213,7 @@ def test_full_blocks_waste_no_place_and_hold_connected_tokens(grid, block):
         assert reached.all()
 
 
-@pytest.mark.parametrize("grid", [(21, 30, 52), (21, 45, 80), (36, 45, 80), (13, 60, 104)])
+@pytest.mark.parametrize("grid", [(21, 30, 52), (13, 60, 104)])
 def test_blocks_of_long_videos_are_about_cubic(grid):
     """A cube of 64 tokens has a mean squared distance of 3.75 to its centre."""
     spread = [token.var(axis=1).sum() for token in blocks_of(grid, None, 64)]

@@ -2,14 +2,12 @@
 
 import json
 import math
-import threading
 from functools import partial
+from importlib import import_module
 
 import jax
 import jax.numpy as jnp
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pallas_kernels import bias_gelu, devices, first_use, rms_norm_rotary
 from pallas_kernels.first_use import COMPARISONS, Comparisons, comparisons_path, seconds_of
@@ -34,7 +32,7 @@ def once(reference, kernel):
     calls = []
 
     def times():
-        calls.append(threading.get_ident())
+        calls.append(1)
         return reference, kernel
 
     return times, calls
@@ -49,10 +47,14 @@ def test_a_case_is_measured_once_and_kept_for_later_processes():
     assert Comparisons().known() == {CASE: 1.5}
 
 
-def test_cases_are_added_to_those_that_are_known():
-    Comparisons().ratio("one", lambda: (1.0, 2.0))
-    Comparisons().ratio("two", lambda: (4.0, 2.0))
-    assert Comparisons().known() == {"one": 0.5, "two": 2.0}
+def test_what_two_processes_measure_is_kept_by_both():
+    one, other = Comparisons(), Comparisons()
+    assert one.known() == other.known() == {}
+    one.ratio("one", lambda: (3.0, 1.0))
+    other.ratio("two", lambda: (1.0, 2.0))
+    # What is neither slower nor faster may not have been measured, and is measured again.
+    other.ratio("three", lambda: (1.0, 1.0))
+    assert Comparisons().known() == {"one": 3.0, "two": 0.5}
 
 
 def test_it_is_measured_outside_of_the_trace_that_asks_for_it():
@@ -62,22 +64,15 @@ def test_it_is_measured_outside_of_the_trace_that_asks_for_it():
         found.append(float(jnp.sum(jnp.ones(3))))  # a tracer has no value
         return 2.0, 1.0
 
-    @jax.jit
-    def function(x):
-        return x * COMPARISONS.ratio(CASE, times)
-
-    assert function(1.0) == 2.0
+    assert jax.jit(lambda x: x * COMPARISONS.ratio(CASE, times))(1.0) == 2.0
     assert found == [3.0]
 
 
 def test_both_passes_of_both_functions_are_timed():
-    many = 200
-
     def slow(x):
-        return jax.lax.fori_loop(0, many, lambda _, y: jnp.sin(y), x)
+        return jax.lax.fori_loop(0, 50, lambda _, y: jnp.sin(y), x)
 
-    x = jnp.ones(20_000)
-    reference, kernel = seconds_of([slow, jnp.sin], (x,))
+    reference, kernel = seconds_of([slow, jnp.sin], (jnp.ones(20_000),))
     assert reference > 3 * kernel > 0
 
 
@@ -86,15 +81,7 @@ class LoweringError(Exception):
 
 
 @pytest.mark.parametrize(
-    "error",
-    [
-        NotImplementedError("no such type"),
-        ValueError("a shape\nis odd"),
-        RuntimeError("ptxas fails"),
-        TypeError("odd"),
-        AssertionError(),
-        LoweringError("no rule"),
-    ],
+    "error", [ValueError("a shape\nis odd"), AssertionError(), LoweringError()]
 )
 def test_what_cannot_be_measured_is_told_and_leaves_xla(error):
     def fail():
@@ -107,17 +94,11 @@ def test_what_cannot_be_measured_is_told_and_leaves_xla(error):
     assert not comparisons_path(devices.device_kind()).exists()
 
 
-@pytest.mark.parametrize(("kernel", "faster"), [(1.0, False), (0.99, False), (0.9, True)])
-def test_a_kernel_is_taken_where_it_is_clearly_faster(kernel, faster):
-    assert Comparisons().faster(CASE, lambda: (1.0, kernel)) == faster
-
-
-def test_what_two_processes_measure_is_kept_by_both():
-    one, other = Comparisons(), Comparisons()
-    assert one.known() == other.known() == {}
-    one.ratio("one", lambda: (3.0, 1.0))
-    other.ratio("two", lambda: (2.0, 1.0))
-    assert Comparisons().known() == {"one": 3.0, "two": 2.0}
+@pytest.mark.parametrize(
+    ("reference", "faster"), [(1.0, False), (1.02, False), (1.03, True), (0.5, False)]
+)
+def test_a_kernel_is_taken_where_it_is_clearly_faster(reference, faster):
+    assert Comparisons().faster(CASE, lambda: (reference, 1.0)) == faster
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 1, "device": 2}', "\x00"])
@@ -140,15 +121,16 @@ def test_a_cache_that_cannot_be_written_is_told(tmp_path, monkeypatch):
 def test_several_processes_measure_nothing_but_what_one_shares(monkeypatch):
     times, calls = once(3.0, 1.0)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    comparisons = Comparisons()
+    comparisons, first = Comparisons(), Comparisons()
     assert comparisons.ratio(CASE, times) == 1.0
-    first = Comparisons()
     first.use(None)
     assert first.ratio(CASE, times) == 3.0
     comparisons.use(first.known())
     assert comparisons.ratio(CASE, times) == 3.0
     assert comparisons.ratio("another", times) == 1.0
     assert len(calls) == 1
+    comparisons.clear()
+    assert comparisons.known() == {}
 
 
 def test_a_variable_turns_it_off(monkeypatch):
@@ -156,21 +138,18 @@ def test_a_variable_turns_it_off(monkeypatch):
     assert Comparisons().ratio(CASE, lambda: (3.0, 1.0)) == 1.0
 
 
-@given(st.dictionaries(st.text(max_size=20), st.floats(0.01, 100), max_size=5))
-def test_a_file_holds_what_was_measured(ratios):
-    comparisons_path(devices.device_kind()).unlink(missing_ok=True)
-    for case, ratio in ratios.items():
-        Comparisons().ratio(case, partial(tuple, (ratio, 1.0)))
-    # What is neither slower nor faster may not have been measured, and is measured again.
-    assert Comparisons().known() == {case: each for case, each in ratios.items() if each != 1.0}
-
-
 X = jax.ShapeDtypeStruct((1, 4096, 1536), jnp.bfloat16)
 ROW = jax.ShapeDtypeStruct((1, 1536), jnp.float32)
+ANGLES = jnp.zeros((4096, 64))
 CALLS = {
     "bias_gelu 1536 bfloat16": lambda x, row: bias_gelu(x, row[0]),
     "rms_norm_rotary 1536 128 bfloat16": lambda x, row: rms_norm_rotary(x, row[0], head_dim=128),
-    "layernorm_modulate 1536 bfloat16 row": layernorm_modulate,
+    "rms_norm_rotary 1536 128 bfloat16 per head rotated": lambda x, row: rms_norm_rotary(
+        x, row[0, :128], (ANGLES, ANGLES), head_dim=128
+    ),
+    "layernorm_modulate 1536 bfloat16 row": lambda x, row: residual_layernorm_modulate(
+        x, x, row, row, row
+    ),
     "layernorm_modulate 1536 bfloat16 token": lambda x, row: layernorm_modulate(
         x, jnp.broadcast_to(row, x.shape), jnp.broadcast_to(row, x.shape)
     ),
@@ -178,45 +157,32 @@ CALLS = {
         x, row, row, segment_ids=jnp.zeros(x.shape[:2], jnp.int32)
     ),
 }
-CALLS["layernorm_modulate 1536 bfloat16 row"] = lambda x, row: residual_layernorm_modulate(
-    x, x, row, row, row
-)
 
 
 @pytest.mark.usefixtures("unknown_gpu")
 @pytest.mark.parametrize("case", CALLS)
-@pytest.mark.parametrize("ratio", [0.9, 1.1])
-def test_auto_takes_the_kernels_of_an_unknown_gpu_where_they_are_faster(case, ratio, monkeypatch):
-    asked = []
-
-    def ratio_of(self, name, times):
-        asked.append(name)
-        return ratio
-
-    monkeypatch.setattr(Comparisons, "ratio", ratio_of)
-    traced = str(jax.make_jaxpr(lambda *given: CALLS[case](*given))(X, ROW))
-    assert asked == [case]
-    assert (case.split()[0] in traced) == (ratio > 1), traced
-
-
-@pytest.mark.usefixtures("unknown_gpu")
-@pytest.mark.parametrize("case", CALLS)
-def test_what_is_compared_runs(case, monkeypatch):
-    """Both functions of a comparison, forward and backward, traced at its own size."""
-    traced = []
+def test_auto_takes_the_kernels_of_an_unknown_gpu_where_they_are_faster(case, monkeypatch):
+    """And what is compared runs: both functions, forward and backward, traced at their own size."""
+    traced, times = [], [0.9, 1.0]
 
     def trace(functions, arguments):
         for function in functions:
             out, _ = jax.eval_shape(partial(jax.vjp, function), *arguments)
-            traced.append((function, jax.tree.leaves(out)))
-        return [2.0, 1.0]
+            traced.append([leaf.shape for leaf in jax.tree.leaves(out)])
+        assert max(each.size for each in arguments) in range(1 << 15, (1 << 16) + 1)
+        return times
 
     monkeypatch.setattr(first_use, "seconds_of", trace)
-    monkeypatch.setattr(first_use, "ELEMENTS", 1 << 16)
-    jax.make_jaxpr(lambda *given: CALLS[case](*given))(X, ROW)
-    assert COMPARISONS.known() == {case: 2.0}
-    (_, one), (_, other) = traced
-    assert [leaf.shape for leaf in one] == [leaf.shape for leaf in other]
+    for api in ("bias_gelu.api", "rms_norm_rotary.api", "layernorm_modulate.implementations"):
+        monkeypatch.setattr(import_module(f"pallas_kernels.{api}"), "ELEMENTS", 1 << 16)
+    for ratio in (0.9, 1.1):
+        times[0] = ratio
+        text = str(jax.make_jaxpr(lambda *given: CALLS[case](*given))(X, ROW))
+        assert COMPARISONS.known() == {case: ratio}
+        assert (case.split()[0] in text) == (ratio > 1), text
+        COMPARISONS.clear()
+        comparisons_path(KIND).unlink()
+    assert traced[0] == traced[1]
 
 
 @pytest.mark.gpu
