@@ -7,6 +7,7 @@ from pallas_kernels import devices
 from pallas_kernels.layernorm_modulate import tuning
 
 MEASURED = tuning.blocks_for
+GPU_WAYS = ("triton", "mosaic")
 
 
 def one_each(kernel, dim):
@@ -21,10 +22,28 @@ def interpret(request):
     return request.param
 
 
+@pytest.fixture(
+    params=["interpreted", "xla", *(pytest.param(w, marks=pytest.mark.gpu) for w in GPU_WAYS)]
+)
+def way(request, monkeypatch):
+    """How LayerNorm-Modulate runs: True for the interpreter, or an implementation's name."""
+    if (jax.default_backend() == "gpu") != (request.param in GPU_WAYS):
+        pytest.skip("not on this device")
+    if request.param == "mosaic":
+        if reason := devices.unsupported_mosaic_device():
+            pytest.skip(str(reason))
+        # So that each program walks through many rows and segments.
+        monkeypatch.setattr(devices, "core_count", lambda: 3)
+    if request.param == "interpreted":
+        request.getfixturevalue("few_programs")
+        return True
+    return request.param
+
+
 @pytest.fixture
-def few_programs(monkeypatch, interpret):
+def few_programs(monkeypatch):
     """Seven programs in place of thousands, which the interpreter would run one by one."""
-    if interpret:
+    if jax.default_backend() != "gpu":
         monkeypatch.setattr(tuning, "blocks_for", one_each)
         monkeypatch.setattr(devices, "core_count", lambda: 7)
 

@@ -105,10 +105,10 @@ def public(operands, *, returns_x=False, **options):
 
 
 def implementation(interpret, sharding=None, **options):
-    """The kernels as a function of Operands; "xla" for the reference."""
+    """A function of NormOperands: the Triton kernels, or what has a name such as "xla"."""
     chosen = {"implementation": "triton", "interpret": interpret}
-    if interpret == "xla":
-        chosen = {"implementation": "xla"}
+    if isinstance(interpret, str):
+        chosen = {"implementation": interpret}
     return lambda operands: public(operands, sharding=sharding, **chosen, **options)
 
 

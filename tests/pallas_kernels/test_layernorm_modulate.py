@@ -1,4 +1,7 @@
-from functools import partial
+"""LayerNorm-Modulate against float64: values and gradients of both functions, and their errors."""
+
+import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -11,184 +14,315 @@ from kernel_cases import (
     assert_same_bits,
     check,
     cotangents_for,
+    gradients_of,
+    implementation,
     make,
-    public,
-    with_gradients,
+    run_and_check,
 )
 
 from pallas_kernels import layernorm_modulate, residual_layernorm_modulate
+from pallas_kernels.layernorm_modulate import tuning
+from pallas_kernels.layernorm_modulate.operands import NormOperands
+
+IDS = np.repeat([[0, 1, -1, 3], [2, -1, -1, 0]], 4, axis=1)
+LAYOUTS = {
+    "row": {"shape": (2, 16, 40)},
+    "flat": {"shape": (16, 40), "table": (1, 40)},
+    "token": {"shape": (2, 16, 40), "table": (2, 16, 40)},
+    "segment": {"shape": (2, 16, 40), "table": (2, 4, 40), "ids": IDS},
+}
+WIDE = {"shape": (2, 7, 1152)}
+GATED = WIDE | {"x_dtype": BF16, "y_dtype": BF16, "gate": True}
+CASES = {
+    "one element": ({"shape": (1, 1, 1)}, {}),
+    "many rows": ({"shape": (1, 300, 31), "x_dtype": F16, "modulation": F16}, {}),
+    "rows of many tiles": ({"shape": (3, 2, 3072), "x_dtype": BF16, "modulation": BF16}, {}),
+    "eps": ({"shape": (1, 3, 40), "spread": 1e-3}, {"eps": 1e-2}),
+    "nearly constant": (WIDE | {"mean": 1.0, "spread": 1e-4}, {}),
+    "without variance": (WIDE | {"mean": 3.0, "spread": 0.0}, {}),
+    "far from zero": (WIDE | {"mean": 1000.0}, {}),
+    "tiny": (WIDE | {"spread": 1e-30}, {}),
+    "large": (WIDE | {"spread": 1e4}, {}),
+    "gated": (GATED, {"residual_dtype": F32}),
+    "gated, far from zero": (GATED | {"mean": 1000.0}, {"residual_dtype": F32}),
+    "flat, a gated sum": (LAYOUTS["flat"] | {"y_dtype": F32, "gate": True}, {}),
+    "flat, a scale for each token": ({"shape": (7, 40), "table": (7, 40), "x_dtype": BF16}, {}),
+    "a scale for each token, a ragged width": (
+        {"shape": (2, 7, 1000), "table": (2, 7, 1000), "y_dtype": F16, "gate": True},
+        {},
+    ),
+    "a plain sum": ({"shape": (2, 5, 40), "x_dtype": BF16, "y_dtype": BF16}, {}),
+    "a plain sum of two dtypes": ({"shape": (2, 5, 40), "y_dtype": BF16}, {}),
+    "three dtypes": (
+        {"shape": (2, 5, 40), "x_dtype": BF16, "y_dtype": F16, "gate": True, "modulation": F16},
+        {"residual_dtype": F32},
+    ),
+}
 
 
-def choices():
-    """What can run here, as options; "auto" is one of them, as tests below show."""
-    on_gpu = jax.default_backend() == "gpu"
-    kernels = {"implementation": "triton", "interpret": not on_gpu}
-    return {"implementation": "xla"}, kernels
+@pytest.mark.parametrize("name", CASES)
+def test_it_equals_the_float64_oracle_up_to_one_rounding(name, way):
+    fields, static = CASES[name]
+    operands = make(**fields)
+    outputs, _ = run_and_check(operands, way, **static)
+    assert outputs[1].dtype == fields.get("y_dtype", operands.x.dtype)
+    assert outputs[0] is None or outputs[0].dtype == static.get("residual_dtype", operands.x.dtype)
 
 
-@pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
-def choice_of_machine(request):
-    if (request.param == "gpu") != (jax.default_backend() == "gpu"):
-        pytest.skip(f"not on a {request.param}")
+def sweep():
+    """Every two of width, length and batch size meet; dtypes take turns."""
+    dtypes = ((BF16, F32), (F32, F32), (BF16, BF16), (F16, F32), (F16, F16))
+    for i, dim in enumerate((1, 31, 64, 96, 128, 256, 1152, 1536, 3072, 5120, 8192)):
+        for j, seq_len in enumerate((1, 37, 1000)):
+            yield ((1, 2, 5)[(i + j) % 3], seq_len, dim), *dtypes[(i * 3 + j) % 5]
 
 
-SHAPES = ((1, 1, 1), (2, 7, 31), (3, 5, 128), (2, 3, 1152), (7, 96))
-DTYPES = ((F32, F32), (BF16, F32), (BF16, BF16), (F16, F32))
-BRANCHES = ("none", "gated", "gated, float32")
+@pytest.mark.gpu
+@pytest.mark.usefixtures("on_gpu")
+@pytest.mark.parametrize(("shape", "x_dtype", "modulation"), list(sweep()), ids=str)
+def test_widths_lengths_and_batches_and_equal_bits(shape, x_dtype, modulation):
+    operands = make(shape, x_dtype=x_dtype, modulation=modulation)
+    found = run_and_check(operands, False)
+    assert_same_bits(found, run_and_check(operands, False))
 
 
-def pairs():
-    """Every two of shape, dtypes and branch meet."""
-    for i, shape in enumerate(SHAPES):
-        for j, dtypes in enumerate(DTYPES):
-            yield shape, dtypes, BRANCHES[(i + j) % 3]
+@pytest.mark.gpu
+@pytest.mark.parametrize(("x", "y"), list(itertools.product((BF16, F16, F32), repeat=2)), ids=str)
+def test_every_mix_of_dtypes_with_a_residual(x, y, on_gpu):
+    for h, modulation in {(x, F32), (F32, x), (F32, y)}:
+        operands = make((2, 5, 40), x_dtype=x, y_dtype=y, modulation=modulation, gate=x == h)
+        run_and_check(operands, False, residual_dtype=h)
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.usefixtures("choice_of_machine")
-@pytest.mark.parametrize(("shape", "dtypes", "branch"), list(pairs()))
-def test_equals_the_float64_oracle_up_to_one_rounding(shape, dtypes, branch):
-    table = (1, shape[1]) if len(shape) == 2 else None
-    x_dtype, modulation = dtypes
-    gated = branch != "none"
-    y_dtype = x_dtype if gated else None
-    operands = make(
-        shape, table, x_dtype=x_dtype, modulation=modulation, y_dtype=y_dtype, gate=gated
-    )
-    static = {"residual_dtype": F32} if branch == "gated, float32" else {}
-    cotangents = cotangents_for(operands, **static)
-    for choice in choices():
-        run = with_gradients(partial(public, **choice, **static))
-        outputs, gradients = run(operands, cotangents)
-        assert (outputs[1].dtype, outputs[1].shape) == (x_dtype, shape)
-        check(operands, outputs, gradients, cotangents, what=str(choice))
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("seq_len", "dim"), [(131_072, 1536), (2**31 // 8192 + 1000, 8192)], ids=["long", "over 2**31"]
+)
+def test_on_sampled_rows_of_a_large_tensor(seq_len, dim, on_gpu):
+    shape = (1, seq_len, dim)
+    x = jax.random.normal(jax.random.key(0), shape, BF16)
+    operands = NormOperands(x, *(jax.random.normal(jax.random.key(n), (1, dim)) for n in (1, 2)))
+    cotangents = (None, jax.random.normal(jax.random.key(3), shape, BF16))
+    outputs, gradients = gradients_of(False)(operands, cotangents)
+    rows = np.r_[0:3, np.random.default_rng(0).integers(0, seq_len, 50), seq_len - 3 : seq_len]
+
+    def some(tree):
+        return jax.tree.map(lambda v: v if v.ndim == 2 else v[:, rows], tree)
+
+    check(some(operands), some(outputs))
+    dx = gradients_of("xla")(some(operands), some(cotangents))[1][0]
+    actual = np.asarray(gradients[0][:, rows], np.float32)
+    np.testing.assert_allclose(actual, np.asarray(dx, np.float32), rtol=2**-7, atol=1e-3)
+    summed = jax.jit(lambda d: d.astype(F32).sum(1))(cotangents[1])
+    np.testing.assert_allclose(gradients[2], summed, rtol=1e-4, atol=1e-5 * np.sqrt(seq_len) * 50)
 
 
-@pytest.mark.parametrize("residual", [False, True])
-def test_segments_of_the_xla_implementation(residual):
-    ids = np.repeat([0, -1, 2, 1, -1], [3, 2, 6, 1, 2])
-    operands = make((14, 40), (4, 40), ids=ids, y_dtype=F32 if residual else None, gate=residual)
+def test_with_the_measured_number_of_programs(interpret):
+    run_and_check(make((1, 37, 96), y_dtype=BF16, gate=True), interpret)
+
+
+@pytest.mark.parametrize(
+    "change", [{"prefetch": False, "max_tile": 64}, {"keep_in_registers": False, "per_core": 3}]
+)
+@pytest.mark.usefixtures("few_programs")
+def test_blocks_do_not_change_the_result(change, interpret, monkeypatch):
+    table = tuning.blocks_for
+
+    def changed(kernel, dim):
+        return dataclasses.replace(table(kernel, dim), **change)
+
+    monkeypatch.setattr(tuning, "blocks_for", changed)
+    run_and_check(make((2, 13, 200), y_dtype=BF16, gate=True), interpret)
+
+
+@pytest.mark.parametrize(("layout", "dtype"), [("row", BF16), ("token", F16), ("segment", F32)])
+def test_without_a_branch_h_is_x_whose_two_gradients_are_added_up(layout, dtype, way):
+    operands = make(**LAYOUTS[layout], x_dtype=dtype)
+    given = tuple(cotangents_for(operands, seed=seed)[1] for seed in (1, 2))
+    both = gradients_of(way, returns_x=True)
+    (h, out), gradients = both(operands, given)
+    assert_same_bits(h, operands.x)
+    assert out.dtype == dtype
+    check(operands, (None, out), gradients, given)
+
+
+@pytest.mark.parametrize("layout", ["flat", "segment"])
+@pytest.mark.parametrize("used", [0, 1])
+def test_one_result_that_is_not_used(layout, used, interpret):
+    operands = make(**LAYOUTS[layout])
+    wave = jnp.sin(jnp.arange(operands.x.size)).reshape(operands.x.shape)
+
+    def gradients(how):
+        def loss(*arrays):
+            each = NormOperands(*arrays, segment_ids=operands.segment_ids)
+            return (implementation(how, returns_x=True)(each)[used] * wave).sum()
+
+        return jax.jit(jax.grad(loss, (0, 1, 2)))(*operands[:3])
+
+    ours, expected = gradients(interpret), gradients("xla")
+    for one, other in zip(ours, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.usefixtures("few_programs")
+def test_any_subset_of_arguments_has_the_same_gradients(interpret):
+    operands = make((2, 7, 40), y_dtype=F32, gate=True)
     cotangents = cotangents_for(operands)
-    run = with_gradients(lambda each: public(each, implementation="xla"))
-    outputs, gradients = run(operands, cotangents)
-    check(operands, outputs, gradients, cotangents)
-    dirty = operands._replace(x=operands.x.at[ids < 0].set(jnp.nan))
-    assert_same_bits(run(dirty, cotangents), (outputs, gradients))
+    run = implementation(interpret)
+    _, everything = gradients_of(interpret)(operands, cotangents)
+
+    def loss(*arrays):
+        outputs = zip(run(NormOperands(*arrays)), cotangents, strict=True)
+        return sum(jnp.vdot(value, ct) for value, ct in outputs)
+
+    for subset in [(0,), (1, 4)] if interpret else [(0,), (1,), (2,), (3,), (4,), (0, 1, 2, 3)]:
+        some = jax.jit(jax.grad(loss, argnums=subset))(*operands[:5])
+        wanted = [everything[n] for n in subset]
+        if not interpret:
+            assert_same_bits(some, wanted)
+        for one, other in zip(some, wanted, strict=True):
+            # XLA rounds what it fuses with the interpreter in each program by itself.
+            np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6 * np.abs(other).max())
 
 
-@pytest.mark.parametrize("shape", [(0, 7, 8), (2, 0, 8), (0, 0, 8)])
-@pytest.mark.parametrize("residual", [False, True])
-def test_nothing_in_nothing_out(shape, residual):
-    operands = make(shape, y_dtype=F32 if residual else None, gate=residual)
-    for choice in choices():
-        run = with_gradients(partial(public, **choice))
-        (h, out), gradients = run(operands, cotangents_for(operands))
-        assert out.shape == shape
-        assert h is None or h.shape == shape
-        assert [g.shape for g in gradients if g is not None] == [
-            v.shape for v in operands[:5] if v is not None
-        ]
-        assert not np.asarray(gradients[1]).any()
-
-
-@pytest.mark.parametrize("shape", [(0, 8), (0, 5, 8), (2, 0, 8)])
-def test_no_tokens_of_no_segments(shape):
-    ids = np.zeros(shape[:-1])
-    operands = make(shape, (3, 8), ids=ids)
-    run = with_gradients(public)
-    (_, out), gradients = run(operands, cotangents_for(operands))
-    assert out.shape == shape
-    assert gradients[1].shape == (3, 8)
-
-
-def test_a_nan_in_one_row_leaves_the_others_untouched():
-    operands = make((2, 5, 32))
-    _, clean = public(operands)
-    _, dirty = public(operands._replace(x=operands.x.at[1, 2, 3].set(jnp.nan)))
-    keep = np.ones((2, 5), bool)
-    keep[1, 2] = False
-    np.testing.assert_array_equal(np.asarray(clean)[keep], np.asarray(dirty)[keep])
-    assert np.isnan(np.asarray(dirty)[1, 2]).all()
-
-
-def test_tiny_bfloat16_scales_survive_the_addition_of_one():
-    operands = make((1, 4, 64), x_dtype=BF16, modulation=BF16, y_dtype=F32)
-    scale = jnp.full((1, 64), 2.0**-10, BF16)
-    outputs = [
-        public(operands._replace(y=operands.y * 0, scale=s, shift=operands.shift * 0))[1]
-        for s in (scale, scale * 0)
+@pytest.mark.parametrize("poison", [jnp.nan, jnp.inf])
+def test_a_bad_value_in_one_row_leaves_the_others_untouched(poison, way):
+    """Nor the gradients of other segments' rows of the tables."""
+    ids = np.tile(np.repeat([0, 1, 2], 3), (2, 1))
+    operands = make((2, 9, 128), (2, 3, 128), ids=ids, y_dtype=F32, gate=True)
+    dirty = operands._replace(x=operands.x.at[1, 4, 3].set(poison))
+    results = [gradients_of(way)(each, cotangents_for(each)) for each in (operands, dirty)]
+    token, row = np.ones((2, 9), bool), np.ones((2, 3), bool)
+    token[1, 4] = row[1, 1] = False
+    kept = [
+        [np.asarray(v)[token] for v in (*outputs, dx, dy)]
+        + [np.asarray(v)[row] for v in (dscale, dshift, dgate)]
+        for outputs, (dx, dscale, dshift, dy, dgate) in results
     ]
-    gain = np.asarray(outputs[0], np.float64) / np.asarray(outputs[1], np.float64)
-    np.testing.assert_allclose(gain, 1 + 2.0**-10, rtol=1e-6)
+    assert_same_bits(*kept)
+    (_, out), (_, dscale, *_) = results[1]
+    assert np.isnan(np.asarray(out)[1, 4]).all()
+    assert np.isnan(np.asarray(dscale)[1, 1]).any()
+
+
+def test_tiny_bfloat16_scales_survive_the_addition_of_one(way):
+    tiny = make((1, 5, 64), x_dtype=BF16, modulation=BF16)
+    # Seen in float32, which h's dtype and y's make the output's.
+    tiny = tiny._replace(y=jnp.zeros((1, 5, 64), F32), shift=tiny.shift * 0)
+    run = jax.jit(implementation(way))
+    scale = jnp.full((1, 64), 2.0**-10, BF16)
+    more, less, plain = (
+        np.asarray(run(tiny._replace(scale=each))[1], np.float64)
+        for each in (scale, -scale, scale * 0)
+    )
+    np.testing.assert_allclose(more / plain, 1 + 2.0**-10, rtol=1e-6)
+    np.testing.assert_allclose(less / plain, 1 - 2.0**-10, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("fields", "how"),
+    [
+        ({"shape": (2, 0, 8)}, "xla"),
+        ({"shape": (0, 7, 8), "y_dtype": F32, "gate": True}, True),
+        ({"shape": (0, 8), "table": (3, 8), "ids": np.zeros(0)}, True),
+    ],
+)
+def test_nothing_in_nothing_out(fields, how):
+    operands = make(**fields)
+    (h, out), gradients = gradients_of(how)(operands, cotangents_for(operands))
+    assert out.shape == operands.x.shape
+    assert h is None or h.shape == operands.x.shape
+    given = [each for each in operands[:5] if each is not None]
+    assert [g.shape for g in gradients if g is not None] == [each.shape for each in given]
+    assert not np.asarray(gradients[1]).any()
+
+
+def test_numpy_arrays_are_arrays_and_need_no_jit(interpret):
+    x, scale = np.ones((2, 3, 8), np.float32), np.ones((1, 8), np.float32)
+    ids = np.zeros((2, 3), np.int32)
+    np.testing.assert_allclose(layernorm_modulate(x, scale, scale, segment_ids=ids), 1.0)
+    operands = make((2, 3, 8))
+    slope = jax.grad(lambda x, how: implementation(how)(operands._replace(x=x))[1].sum())
+    expected = jax.jit(slope, static_argnums=1)(operands.x, "xla")
+    np.testing.assert_allclose(slope(operands.x, interpret), expected, atol=2e-5)
+
+
+# ---------------------------------------------------------------- refusals
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="about machines without a GPU")
-@pytest.mark.parametrize("function", [layernorm_modulate, residual_layernorm_modulate])
-def test_the_kernels_need_a_gpu_and_say_so(function):
+@pytest.mark.parametrize("name", ["triton", "mosaic"])
+def test_the_kernels_need_a_gpu_and_say_so(name):
     x, row = jnp.ones((2, 3, 4)), jnp.ones((2, 4))
-    streams = (x,) if function is layernorm_modulate else (x, x, row)
-    with pytest.raises(NotImplementedError, match=rf"{function.__name__}: .*backend is 'cpu'"):
-        function(*streams, row, row, implementation="triton")
-    assert_same_bits(
-        function(*streams, row, row, implementation="auto"),
-        function(*streams, row, row, implementation="xla"),
-    )
+    with pytest.raises(NotImplementedError, match=rf"'{name}' cannot run, the backend is 'cpu'"):
+        residual_layernorm_modulate(x, x, row, row, row, implementation=name)
+    auto, xla = (layernorm_modulate(x, row, row, implementation=each) for each in ("auto", "xla"))
+    assert_same_bits(auto, xla)
 
 
-WRONG = {
-    "few axes": ({"x": jnp.ones(4)}, r"x must be .*\(4,\)"),
-    "many axes": ({"x": jnp.ones((1, 2, 3, 4))}, r"x must be .*\(1, 2, 3, 4\)"),
-    "no width": ({"x": jnp.ones((2, 3, 0))}, r"\(2, 3, 0\)"),
-    "integer x": ({"x": jnp.ones((2, 3, 4), jnp.int32)}, "x is int32"),
-    "scale's rows": ({"scale": jnp.ones((1, 4))}, r"scale must be .*\(2, 4\).*got \(1, 4\)"),
-    "scale's width": ({"scale": jnp.ones((2, 5))}, r"scale must be .*\(2, 5\)"),
-    "flat x": ({"x": jnp.ones((3, 4))}, r"\[1, D\] = \(1, 4\)"),
-    "shift's shape": ({"shift": jnp.ones((2, 3, 4))}, r"shift .*\(2, 4\), got \(2, 3, 4\)"),
-    "shift's dtype": ({"shift": jnp.ones((2, 4), F16)}, "shift is float16; .*float32"),
-    "ids' shape": ({"segment_ids": jnp.zeros((2, 4), int)}, r"segment_ids .*\(2, 3\).*\(2, 4\)"),
-    "ids' dtype": ({"segment_ids": jnp.zeros((2, 3))}, "segment_ids are float32"),
-    "unsigned ids": ({"segment_ids": jnp.zeros((2, 3), jnp.uint32)}, "segment_ids are uint32"),
-    "block alone": ({"segment_block": 8}, "segment_block=8 needs segment_ids"),
-    "empty block": (
-        {"segment_block": 0, "segment_ids": jnp.zeros((2, 3), int)},
-        "segment_block is 0",
-    ),
-    "empty table": (
-        {
-            "segment_ids": jnp.zeros((2, 3), int),
-            "scale": jnp.ones((0, 4)),
-            "shift": jnp.ones((0, 4)),
-        },
-        r"at least 1.*\(0, 4\)",
-    ),
-    "implementation": (
-        {"implementation": "magic"},
-        "'magic' is.*auto, triton, mosaic, xla",
-    ),
-}
+def test_second_derivatives_are_refused():
+    x, scale = jnp.ones((1, 2, 8)), jnp.ones((1, 8))
+
+    def loss(x):
+        return jnp.sum(layernorm_modulate(x, scale, scale, interpret=True) ** 2)
+
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        jax.hessian(loss)(x)
+    _, pull = jax.vjp(loss, x)
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        jax.grad(lambda cotangent: pull(cotangent)[0].sum())(1.0)
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_arguments_are_named(name):
-    change, words = WRONG[name]
-    arguments = {"x": jnp.ones((2, 3, 4)), "scale": jnp.ones((2, 4)), "shift": jnp.ones((2, 4))}
-    with pytest.raises(ValueError, match=f"layernorm_modulate: .*{words}"):
-        layernorm_modulate(**(arguments | change))
+X, ROW, Y_IDS = jnp.ones((2, 3, 4)), jnp.ones((2, 4)), jnp.zeros((2, 3), int)
+EMPTY = jnp.ones((0, 4))
 
 
-WRONG_RESIDUALS = {
-    "y's shape": ({"y": jnp.ones((2, 3, 5))}, r"y must have .*\(2, 3, 4\), got \(2, 3, 5\)"),
-    "y's dtype": ({"y": jnp.ones((2, 3, 4), jnp.int8)}, "y is int8"),
-    "gate's shape": ({"gate": jnp.ones((1, 4))}, r"gate .*\(2, 4\), got \(1, 4\)"),
-    "gate's dtype": ({"gate": jnp.ones((2, 4), F16)}, "gate is float16"),
-    "residual dtype": ({"residual_dtype": BF16}, "residual_dtype is bfloat16.*float32"),
-}
+@pytest.mark.parametrize(
+    ("words", "change"),
+    [
+        (r"scale is None", {"scale": None}),
+        (r"x must be .*\(4,\)", {"x": jnp.ones(4)}),
+        (r"x must be .*\(1, 2, 3, 4\)", {"x": jnp.ones((1, 2, 3, 4))}),
+        (r"no elements .*\(2, 3, 0\)", {"x": jnp.ones((2, 3, 0))}),
+        (r"x is int32", {"x": X.astype(int)}),
+        (r"scale must be .*\(2, 4\).*got \(1, 4\)", {"scale": jnp.ones((1, 4))}),
+        (r"\[1, D\] = \(1, 4\)", {"x": jnp.ones((3, 4))}),
+        (r"shift .*\(2, 4\), got \(2, 3, 4\)", {"shift": X}),
+        (r"shift is float16; .*float32", {"shift": ROW.astype(F16)}),
+        (r"segment_ids .*\(2, 3\).*\(2, 4\)", {"segment_ids": jnp.zeros((2, 4), int)}),
+        (r"segment_ids are float32", {"segment_ids": jnp.zeros((2, 3))}),
+        (r"segment_ids are uint32", {"segment_ids": jnp.zeros((2, 3), jnp.uint32)}),
+        (r"segment_block=8 needs segment_ids", {"segment_block": 8}),
+        (r"segment_block is 0", {"segment_block": 0, "segment_ids": Y_IDS}),
+        (r"segment_block is 2.5; it must be an int", {"segment_block": 2.5}),
+        (r"at least 1.*\(0, 4\)", {"segment_ids": Y_IDS, "scale": EMPTY, "shift": EMPTY}),
+        (r"scale must be \[M, D\].*got \(1, 2, 4\)", {"segment_ids": Y_IDS, "scale": X[:1, :2]}),
+        (r"'magic' is.*auto, triton, mosaic, xla", {"implementation": "magic"}),
+        (r"eps is -1.0; it must be a finite number", {"eps": -1.0}),
+        (r"eps is inf", {"eps": np.inf}),
+        (r"eps is True", {"eps": True}),
+        (r"sharding is .*must be a jax.sharding.NamedSharding", {"sharding": "data"}),
+        (r"y must have .*\(2, 3, 4\), got \(2, 3, 5\)", {"y": jnp.ones((2, 3, 5))}),
+        (r"y is int8", {"y": X.astype(jnp.int8)}),
+        (r"gate .*\(2, 4\), got \(1, 4\)", {"y": X, "gate": jnp.ones((1, 4))}),
+        (r"gate is float16", {"y": X, "gate": ROW.astype(F16)}),
+        (r"a gate is given, but y is None", {"y": None, "gate": ROW}),
+        (r"residual_dtype is bfloat16.*float32", {"y": X, "residual_dtype": BF16}),
+        (
+            r"residual_dtype is float32, but without y h is x",
+            {"x": X.astype(BF16), "y": None, "residual_dtype": F32},
+        ),
+    ],
+)
+def test_wrong_arguments_are_named(words, change):
+    given = {"x": X, "scale": ROW, "shift": ROW} | change
+    function = layernorm_modulate
+    if "y" in change:
+        function, given = residual_layernorm_modulate, {"gate": None} | given
+    with pytest.raises(ValueError, match=words):
+        function(**given)
 
 
-@pytest.mark.parametrize("name", WRONG_RESIDUALS)
-def test_wrong_residuals_are_named(name):
-    change, words = WRONG_RESIDUALS[name]
-    x, row = jnp.ones((2, 3, 4)), jnp.ones((2, 4))
-    arguments = {"x": x, "y": x, "gate": row, "scale": row, "shift": row}
-    with pytest.raises(ValueError, match=f"residual_layernorm_modulate: .*{words}"):
-        residual_layernorm_modulate(**(arguments | change))
+def test_an_eps_of_zero_is_taken():
+    out = layernorm_modulate(X + jnp.arange(4), 0 * ROW, 0 * ROW, eps=0, implementation="xla")
+    np.testing.assert_allclose(out.std(-1), 1.0, rtol=1e-6)

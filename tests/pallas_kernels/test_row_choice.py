@@ -12,12 +12,16 @@ from kernel_cases import BF16, F16, F32
 
 from pallas_kernels import choose_rows
 
-WAYS = [{"implementation": "xla"}, {"interpret": True}]
+WAYS = [
+    {"implementation": "xla"},
+    {"interpret": True},
+    pytest.param({"implementation": "triton"}, marks=pytest.mark.gpu),
+]
 
 
-def drawn(count, tokens, shape, dtype, seed=0):
+def drawn(count, tokens, shape, dtype):
     """Parts whose rows that are not chosen are NaN, a choice, and what must come out."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     choice = rng.integers(-1, count, tokens).astype(np.int32)
     parts = rng.normal(size=(count, tokens, *shape)).astype(np.float32)
     parts[choice != np.arange(count)[:, None]] = np.nan
@@ -31,25 +35,24 @@ def drawn(count, tokens, shape, dtype, seed=0):
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize(
     ("count", "tokens", "shape", "dtype"),
-    [(1, 1, (), F32), (2, 16, (8,), F16), (3, 70, (3, 40), BF16), (4, 33, (5, 128), F32)],
+    [
+        *((1, 1, (), F32), (2, 16, (8,), F16), (3, 70, (3, 40), BF16), (4, 33, (5, 128), F32)),
+        pytest.param(1, 65_520, (12, 128), BF16, marks=pytest.mark.gpu),
+        pytest.param(3, 4_097, (24, 128), BF16, marks=pytest.mark.gpu),
+    ],
     ids=str,
 )
 def test_rows_are_those_of_the_chosen_part(count, tokens, shape, dtype, way):
     parts, choice, expected = drawn(count, tokens, shape, dtype)
     before = np.asarray(parts[-1], np.float32)
-    found = choose_rows(parts, choice, **way)
+    # The last part is needed once more, and must be what it was.
+    found, twice = jax.jit(lambda *parts: (choose_rows(parts, choice, **way), 2 * parts[-1]))(
+        *parts
+    )
     assert found.dtype == dtype
     np.testing.assert_array_equal(np.asarray(found, np.float32), expected)
-    # What was given is untouched.
+    np.testing.assert_array_equal(np.asarray(twice, np.float32), 2 * before)
     np.testing.assert_array_equal(np.asarray(parts[-1], np.float32), before)
-
-
-def test_rows_under_vmap():
-    cases = [drawn(2, 33, (24,), F32, seed) for seed in range(3)]
-    first, second = (jnp.stack([case[0][n] for case in cases]) for n in range(2))
-    choice = jnp.stack([case[1] for case in cases])
-    run = jax.vmap(lambda a, b, choice: choose_rows((a, b), choice, interpret=True))
-    np.testing.assert_array_equal(run(first, second, choice), np.stack([case[2] for case in cases]))
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
@@ -106,23 +109,3 @@ def test_what_does_not_fit_is_refused(shapes, dtypes, choice, words):
     parts = [jnp.zeros(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
     with pytest.raises(ValueError, match=re.escape(words)):
         choose_rows(parts, choice)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("count", [1, 2, 3])
-@pytest.mark.parametrize(
-    ("tokens", "shape"), [(65_520, (12, 128)), (4_097, (24, 128)), (999, (7,))]
-)
-def test_rows_on_a_gpu(count, tokens, shape):
-    parts, choice, expected = drawn(count, tokens, shape, BF16, tokens)
-
-    @jax.jit
-    def run(*parts):
-        # The last part is needed once more, and must be what it was.
-        return choose_rows(parts, choice, implementation="triton"), 2 * parts[-1]
-
-    before = np.asarray(parts[-1], np.float32)
-    found, twice = run(*parts)
-    np.testing.assert_array_equal(np.asarray(found, np.float32), expected)
-    np.testing.assert_array_equal(np.asarray(twice, np.float32), 2 * before)
-    np.testing.assert_array_equal(np.asarray(parts[-1], np.float32), before)

@@ -1,0 +1,384 @@
+"""Implementations of LayerNorm-Modulate: one from here alone; Mosaic's, which a Hopper GPU runs."""
+
+import json
+import re
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from kernel_cases import (
+    BF16,
+    EPS,
+    F16,
+    F32,
+    assert_same_bits,
+    both_lowered_for_cuda,
+    cotangents_for,
+    examples,
+    gradients_of,
+    kernels_for_cuda,
+    layouts,
+    make,
+    run_and_check,
+    shapes_of,
+)
+
+from pallas_kernels import devices, layernorm_modulate, residual_layernorm_modulate, segmentation
+from pallas_kernels.layernorm_modulate import (
+    FusedImplementation,
+    implementation_names,
+    implementations,
+    register_implementation,
+    unregister_implementation,
+)
+from pallas_kernels.layernorm_modulate.implementations import MosaicNorm
+from pallas_kernels.layernorm_modulate.mosaic import columns_of
+from pallas_kernels.layernorm_modulate.operands import NormOperands, NormOptions, reference
+from pallas_kernels.layernorm_modulate.row_blocks import walks_of
+from pallas_kernels.layernorm_modulate.tuning import LANES, faster_than_triton
+from pallas_kernels.op import Call
+
+IDS = np.repeat([[0, 1, -1, 3], [2, -1, -1, 0]], 4, axis=1)
+
+
+class Mine(FusedImplementation):
+    """Without residual sums; faster where the width is 64; notes the shapes that it is given."""
+
+    name = "mine"
+
+    def __init__(self):
+        self.seen = []
+
+    def unsupported_reason(self, operands, config):
+        if operands.y is not None:
+            return NotImplementedError("it adds no residual; use 'xla'")
+        return super().unsupported_reason(operands, config)
+
+    def faster_than_reference(self, operands, config):
+        return operands.x.shape[-1] == 64
+
+    def prepare_segments(self, segment_ids, table_rows, width, sharding):
+        return {"padding": segment_ids < 0}
+
+    def forward(self, operands, options, *, statistics):
+        self.seen.append(("forward", operands.x.shape))
+        if operands.prepared is not None:
+            self.seen.append(("prepared", operands.prepared["padding"].shape))
+        kept = operands.x[..., :3].astype(jnp.float32) if statistics else None
+        _, out = reference(operands, options)
+        return None, out, kept
+
+    def backward(self, residuals, dh, dout, options):
+        self.seen.append(("backward", residuals.h.shape))
+        assert (dh, residuals.statistics.shape[-1]) == (None, 3)
+
+        def run(h, scale, shift):
+            operands = NormOperands(h, scale, shift, segment_ids=residuals.segment_ids)
+            return reference(operands, options)[1]
+
+        wide = residuals.scale.astype(jnp.float32)
+        _, pullback = jax.vjp(run, residuals.h, wide, jnp.zeros_like(wide))
+        dx, *tables = pullback(dout)
+        return dx, None, tables if options.layout == "token" else jnp.stack(tables)
+
+
+@pytest.fixture
+def mine():
+    implementation = Mine()
+    register_implementation(implementation)
+    yield implementation
+    unregister_implementation("mine")
+
+
+def arrays(layout, dim=64):
+    """x, scale, shift and segment_ids."""
+    table = {"row": (2, dim), "token": (2, 16, dim), "segment": (2, 4, dim)}[layout]
+    rng = np.random.default_rng(0)
+    drawn = [rng.normal(size=shape).astype(np.float32) for shape in ((2, 16, dim), table, table)]
+    return *map(jnp.asarray, drawn), jnp.asarray(IDS) if layout == "segment" else None
+
+
+def outputs_and_gradients(x, scale, shift, ids, **options):
+    def loss(x, scale, shift, ids):
+        out = layernorm_modulate(x, scale, shift, segment_ids=ids, **options)
+        return jnp.sum(jnp.sin(out)), out
+
+    run = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))
+    (_, out), gradients = run(x, scale, shift, ids)
+    return out, *gradients
+
+
+def close(left, right):
+    for one, other in zip(left, right, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"), [("mine", "row"), ("auto", "token"), ("mine", "segment")]
+)
+def test_an_implementation_from_outside_runs_forward_and_backward(name, layout, mine):
+    given = arrays(layout)
+    found = outputs_and_gradients(*given, implementation=name)
+    assert mine.seen == [("forward", (2, 16, 64)), ("backward", (2, 16, 64))]
+    close(found, outputs_and_gradients(*given, implementation="xla"))
+
+
+def test_it_gets_what_it_prepared_of_the_segments(mine):
+    x, scale, shift, ids = arrays("segment")
+    prepared = segmentation(ids, 4, 64)
+    unregister_implementation("mine")
+    without = segmentation(ids, 4, 64)
+    register_implementation(mine)
+    expected = layernorm_modulate(x, scale, shift, segment_ids=ids)
+    for each, seen in ((prepared, True), (without, False)):
+        mine.seen.clear()
+        found = layernorm_modulate(x, scale, shift, segment_ids=each, implementation="mine")
+        assert (("prepared", (2, 16)) in mine.seen) == seen
+        close([found], [expected])
+
+
+def test_auto_takes_it_only_where_it_is_faster_and_can_run(mine):
+    layernorm_modulate(*arrays("row", 32)[:3])
+    x, scale, shift, _ = arrays("row")
+    residual_layernorm_modulate(x, x, None, scale, shift)
+    assert mine.seen == []
+    layernorm_modulate(x, scale, shift)
+    assert mine.seen == [("forward", (2, 16, 64))]
+    with pytest.raises(NotImplementedError, match=r"^residual.*: 'mine' cannot run, it adds no"):
+        residual_layernorm_modulate(x, x, None, scale, shift, implementation="mine")
+    for name in ("xla", "mine"):
+        with pytest.raises(ValueError, match=f"layernorm_modulate: '{name}' has nothing to interp"):
+            layernorm_modulate(x, scale, shift, implementation=name, interpret=True)
+
+
+def test_names_are_listed_and_taken_once(mine):
+    assert implementation_names() == ("auto", "triton", "mosaic", "mine", "xla")
+    for name in ("mine", "xla", "auto"):
+        other = Mine()
+        other.name = name
+        with pytest.raises(ValueError, match=f"'{name}' is taken"):
+            register_implementation(other)
+
+
+def test_auto_is_interpreted_as_the_kernels():
+    given = arrays("row", 40)
+    auto = outputs_and_gradients(*given, interpret=True)
+    triton = outputs_and_gradients(*given, interpret=True, implementation="triton")
+    assert_same_bits(auto, triton)
+
+
+def test_a_jax_without_pallas_triton_runs_the_rest():
+    script = """
+import sys
+sys.modules["jax.experimental.pallas.triton"] = None
+import jax.numpy as jnp
+from pallas_kernels import devices, layernorm_modulate, segmentation
+x, row = jnp.ones((2, 3, 4)), jnp.ones((2, 4))
+layernorm_modulate(x, row, row, segment_ids=segmentation(jnp.zeros((2, 3), int), 2, 4))
+try:
+    layernorm_modulate(x, row, row, implementation="triton")
+except NotImplementedError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"does not lower Pallas kernels through Triton", done.stdout)
+
+
+# ---------------------------------------------------------------- Mosaic
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+CASE = ("function", "rows", "dim", "implementation")
+
+
+LENGTH = 40
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    if reason := devices.unsupported_mosaic_device():
+        pytest.skip(str(reason))
+    # So that each program walks through many rows and segments.
+    monkeypatch.setattr(devices, "core_count", lambda: 3)
+
+
+# ---------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("branch", ["none", "plain", "gated"])
+@pytest.mark.parametrize(
+    ("tokens", "dim", "x_dtype", "y_dtype"),
+    [
+        *((45, dim, BF16, y) for dim in (128, 640, 1152, 2304, 5120, 9216) for y in (BF16, F16)),
+        *((45, dim, F32, y) for dim in (128, 640, 1152) for y in (BF16, F32)),
+        *((tokens, 7296, BF16, BF16) for tokens in (1, 2, 3, 4, 7, 64)),
+        *((7, dim, BF16, BF16) for dim in (256, 5248, 8192, 8576, 10_240)),
+    ],
+)
+def test_it_equals_the_float64_oracle_and_gives_equal_bits(tokens, dim, x_dtype, y_dtype, branch):
+    branch = {"none": {}, "plain": {"y_dtype": y_dtype}, "gated": {"y_dtype": y_dtype, "gate": 1}}[
+        branch
+    ]
+    operands = make((2, tokens, dim), x_dtype=x_dtype, **branch)
+    found = run_and_check(operands, "mosaic")
+    for _ in range(3):
+        assert_same_bits(found, run_and_check(operands, "mosaic"))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("size", [3.0, 300.0, 30_001.0])
+def test_constant_rows_have_no_normed_part(size):
+    operands = make((1, 45, 1152), y_dtype=F32, gate=True)
+    operands = operands._replace(x=jnp.full_like(operands.x, size), y=jnp.zeros_like(operands.y))
+    _, gradients = gradients_of("mosaic")(operands, cotangents_for(operands))
+    assert not np.asarray(gradients[1]).any()
+
+
+# ---------------------------------------------------------------- without one
+
+
+@pytest.fixture
+def many_cores(monkeypatch):
+    monkeypatch.setattr(devices, "core_count", lambda: 132)
+
+
+def traced(operands, **static):
+    """The jaxpr of forward and backward, for a GPU that need not be there."""
+    run, floats = kernels_for_cuda(MosaicNorm, **static), operands[:5]
+
+    def both(*floats):
+        outputs, pull = jax.vjp(lambda *each: run(NormOperands(*each, *operands[5:])), *floats)
+        return pull(outputs)
+
+    return str(jax.make_jaxpr(both)(*floats))
+
+
+@pytest.mark.usefixtures("many_cores")
+@pytest.mark.parametrize(
+    ("shapes", "static", "taken"),
+    [
+        (shapes_of((2, 512, 7296)), {}, True),
+        (shapes_of((2, 512, 10_240), residual=False), {}, True),
+        (shapes_of((2, 512, 10_368), residual=False), {}, False),
+        (shapes_of((2, 512, 6912), dtype=F32), {}, True),
+        (shapes_of((2, 512, 7040), dtype=F32), {}, False),
+        (shapes_of((2, 512, 7300)), {}, False),
+        (shapes_of((2, 512, 7296), "token"), {}, False),
+        (shapes_of((2, 512, 7296)), {"residual_dtype": F32}, False),
+    ],
+)
+def test_it_takes_wide_rows_and_leaves_others_to_triton(shapes, static, taken):
+    assert ("layernorm_modulate_mosaic_backward" in traced(shapes, **static)) == taken
+
+
+@pytest.mark.usefixtures("many_cores")
+@pytest.mark.parametrize("width", [None, 1500, 5120])
+def test_it_lowers_for_cuda(width):
+    shapes = shapes_of((2, 512, 7296))
+    if width:  # segments that were prepared for rows of another width
+        shapes = shapes_of((2, 512, 1536), "segment", residual=False)
+        prepare = partial(MosaicNorm().prepare_segments, table_rows=64, width=width, sharding=None)
+        shapes = shapes._replace(prepared=jax.eval_shape(prepare, shapes.segment_ids))
+    assert "mosaic_gpu" in both_lowered_for_cuda(shapes, MosaicNorm)
+
+
+@examples(60)
+@given(chunks=st.integers(1, 100), groups=st.sampled_from([1, 2, 4]))
+def test_columns_are_counted_once_and_all_groups_have_equally_many(chunks, groups):
+    each = -(-chunks // groups)
+    assume((groups - 1) * each <= chunks)  # else a group would have another's columns alone
+    counted = np.zeros(chunks, int)
+    for group in range(groups):
+        columns = columns_of(chunks * LANES, groups, group)
+        first, place = int(columns.first), 0
+        for piece in columns.pieces:
+            assert piece.at == place
+            assert piece.chunks in (1, 2, 4)
+            place += piece.chunks
+            if piece.counts is None or piece.counts:
+                counted[first + piece.at : first + place] += 1
+        assert place == columns.chunks == each
+    np.testing.assert_array_equal(counted, 1)
+
+
+@examples(25)
+@given(ids=layouts(2, LENGTH, 8), programs=st.sampled_from([1, 7, 90]), block=st.booleans())
+def test_programs_walk_through_each_token_once(ids, programs, block):
+    block = 4 if block else None
+    if block:
+        ids = np.repeat(ids[:, : LENGTH // block], block, axis=1)
+    walks = jax.jit(walked, static_argnums=(1, 2))(ids, block, programs)
+    first, end = (np.asarray(part).ravel() for part in (walks.first, walks.end))
+    start, stop = (np.asarray(part).ravel() for part in walks.row_blocks[:2])
+    table_row = np.asarray(walks.row_blocks.table_row).ravel()
+    expected = np.where(ids < 0, -1, ids + np.arange(2)[:, None] * 8).ravel()
+    place, lengths = 0, []
+    for one, other in zip(first, end, strict=True):
+        before = place
+        for number in range(one, other):
+            assert start[number] == place
+            assert (expected[place : stop[number]] == table_row[number]).all()
+            place = stop[number]
+        lengths.append(place - before)
+    assert place == ids.size
+    # Where segments begin at blocks, a program may have a block more.
+    assert max(lengths) <= -(-LENGTH // max(1, min(LENGTH, programs // 2))) + (block or 0)
+
+
+def walked(ids, block, programs):
+    return walks_of(jnp.asarray(ids), 8, block, programs).flattened(LENGTH, 8)
+
+
+@pytest.mark.usefixtures("for_cuda")
+@pytest.mark.parametrize(
+    ("kind", "layout", "norm", "mosaic", "triton"),
+    [
+        ("NVIDIA H200", "row", "gated", (2304, 7296), (1536, 2176)),
+        ("NVIDIA H100 80GB HBM3", "row", "sum", (2304, 5120), (2176,)),
+        ("NVIDIA H200", "row", "returned", (2304, 5120), (2176,)),
+        ("NVIDIA H200", "row", "plain", (2304, 2560, 4096, 6272), (2176, 2688, 3968, 6400, 8192)),
+        ("NVIDIA H200", "segment", "gated", (1152,), (1500,)),
+        ("NVIDIA H100 80GB HBM3", "segment", "sum", (1536,), (1408,)),
+        ("NVIDIA H200", "segment", "plain", (2048,), (1920,)),
+        ("NVIDIA H200", "token", "gated", (), (5120,)),
+        *(("NVIDIA H200", "row, float32", norm, (), (5120,)) for norm in ("gated", "plain")),
+    ],
+)
+def test_auto_takes_it_where_it_was_faster(kind, layout, norm, mosaic, triton, monkeypatch):
+    monkeypatch.setattr(devices, "device_kind", lambda: kind)
+    layout, dtype = layout.split(",")[0], jnp.dtype(F32 if "float32" in layout else BF16)
+    h = {"plain": None, "returned": "x"}.get(norm, "sum")
+    call = Call(NormOptions(layout, EPS, dtype, dtype, dtype, h), None)
+
+    def chosen(dim):
+        shapes = shapes_of((1, 65_536, dim), layout, norm == "gated", dtype)
+        shapes = shapes._replace(y=shapes.x) if norm == "sum" else shapes
+        return implementations.REGISTRY.choose("test", "auto", shapes, call).name
+
+    assert {chosen(dim) for dim in mosaic} <= {"mosaic"}
+    assert {chosen(dim) for dim in triton} == {"triton"}
+
+
+@pytest.mark.parametrize("device", ["h200", "h100"])
+def test_auto_loses_at_most_a_tenth_where_both_were_measured(device):
+    content = json.loads((RESULTS / f"wide_rows_{device}.json").read_text())
+    found = {tuple(each[name] for name in CASE): each["of_copy"] for each in content["cases"]}
+    both = [case[:3] for case in found if case[3] == "mosaic"]
+    assert len(both) > 100
+    for norm, rows, dim in both:
+        layout = "segment" if rows == "segments" else "row"
+        names = ["mosaic", "triton"]
+        if not faster_than_triton(layout, norm, dim):
+            names.reverse()
+        taken, other = (found[norm, rows, dim, name] for name in names)
+        assert taken >= 0.9 * other, (norm, rows, dim)

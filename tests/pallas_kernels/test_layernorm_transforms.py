@@ -1,0 +1,338 @@
+"""LayerNorm-Modulate's kernels under transformations, lowered, and of arrays that a mesh splits."""
+
+from collections import Counter
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from kernel_cases import (
+    BF16,
+    F32,
+    both_lowered_for_cuda,
+    collectives,
+    cotangents_for,
+    gradients_of,
+    implementation,
+    kernels,
+    kernels_for_cuda,
+    kernels_launched,
+    lowered_for_cuda,
+    make,
+    mesh_of_four,
+    public,
+    shapes_of,
+    with_gradients,
+)
+
+from pallas_kernels import devices, layernorm_modulate
+from pallas_kernels.layernorm_modulate.operands import NormOperands, unsupported_sharding
+
+pytestmark = pytest.mark.usefixtures("few_programs")
+
+
+def close(left, right, atol=2e-5):
+    for one, other in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=atol)
+
+
+def stacked(count, **options):
+    """Operands with a leading axis, to map over."""
+    many = [make((2, 5, 24), seed=n, **options) for n in range(count)]
+    return jax.tree.map(lambda *values: jnp.stack(values), *many)
+
+
+def compare(interpret, wrap, *arguments, atol=2e-5):
+    """What a function of the implementation gives with the kernels, and with XLA."""
+    ours, xla = (jax.jit(wrap(implementation(kind)))(*arguments) for kind in (interpret, "xla"))
+    close(ours, xla, atol)
+
+
+def test_vmap_of_a_scale_alone(interpret):
+    x, _, shift, *_ = make((2, 5, 24), seed=7)
+
+    def wrap(run):
+        def loss(x, scale, shift):
+            return jnp.sum(jnp.sin(run(NormOperands(x, scale, shift))[1]))
+
+        return jax.vmap(jax.value_and_grad(loss, argnums=(0, 1, 2)), in_axes=(None, 0, None))
+
+    compare(interpret, wrap, x, stacked(3).scale, shift)
+
+
+def test_nested_vmap_of_a_residual(interpret):
+    four = stacked(4, y_dtype=F32, gate=True)
+
+    def wrap(run):
+        def loss(operands):
+            h, out = run(operands)
+            return jnp.sum(jnp.sin(h) * jnp.cos(out))
+
+        return jax.vmap(jax.vmap(jax.value_and_grad(loss)))
+
+    compare(interpret, wrap, jax.tree.map(lambda v: v.reshape(2, 2, *v.shape[1:]), four))
+
+
+def test_vmap_over_segments(interpret):
+    ids = [np.repeat([0, 1, -1], [5, 4, 3]), np.repeat([2, 0, 1], [1, 9, 2])]
+    many = [make((12, 24), (3, 24), ids=row, seed=n) for n, row in enumerate(ids)]
+    operands = jax.tree.map(lambda *values: jnp.stack(values), *many)
+    compare(interpret, lambda run: jax.vmap(lambda each: run(each)[1]), operands)
+
+
+def test_checkpoints_in_a_scan_over_layers(interpret):
+    layers = stacked(3)
+
+    def wrap(run):
+        def layer(x, table):
+            return x + run(NormOperands(x, *table))[1], None
+
+        def loss(x, tables):
+            return jnp.sum(jnp.square(jax.lax.scan(jax.checkpoint(layer), x, tables)[0]))
+
+        return jax.value_and_grad(loss, argnums=(0, 1))
+
+    x = make((2, 5, 24), seed=11).x
+    compare(interpret, wrap, x, (layers.scale, layers.shift), atol=1e-4)
+
+
+IDS = np.repeat([[0, 1, -1, 3], [2, -1, -1, 0]], 4, axis=1)
+SUMS = {
+    "row": {"shape": (2, 16, 24)},
+    "token": {"shape": (2, 16, 24), "table": (2, 16, 24)},
+    "segment": {"shape": (2, 16, 24), "table": (2, 4, 24), "ids": IDS},
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "gated", "x_dtype"),
+    [
+        *(("token", False, BF16), ("segment", False, F32)),
+        *(("row", True, BF16), ("token", True, F32), ("segment", True, BF16)),
+    ],
+)
+def test_where_the_sum_alone_is_used_the_norm_has_no_part(layout, gated, x_dtype, interpret):
+    operands = make(**SUMS[layout], x_dtype=x_dtype, y_dtype=x_dtype, gate=gated)
+    wave = jnp.sin(jnp.arange(operands.x.size)).reshape(operands.x.shape)
+
+    def wrap(run):
+        def loss(*arrays):
+            each = NormOperands(*arrays, segment_ids=operands.segment_ids)
+            return (run(each)[0].astype(F32) * wave).sum()
+
+        return jax.grad(loss, tuple(n for n in range(5) if operands[n] is not None))
+
+    compare(interpret, wrap, *operands[:5], atol=2e-2 if x_dtype == BF16 else 1e-6)
+
+
+# ---------------------------------------------------------------- lowering
+
+
+@pytest.mark.parametrize(
+    ("saved", "residual", "forwards"),
+    [(("out", "h"), False, 1), (("out", "h"), True, 1), ((), True, 2)],
+)
+def test_only_an_output_that_is_not_saved_is_computed_again(saved, residual, forwards):
+    operands = make((2, 64, 96), x_dtype=BF16, y_dtype=BF16 if residual else None, gate=residual)
+    run = kernels_for_cuda()
+
+    def block(operands):
+        h, out = run(operands)
+        out = jnp.sin(checkpoint_name(out, "out"))
+        return out if h is None else out + jnp.sin(checkpoint_name(h, "h"))
+
+    policy = jax.checkpoint_policies.save_only_these_names(*saved)
+    remat = jax.checkpoint(block, policy=policy)
+    step = jax.value_and_grad(lambda each: remat(each).astype(F32).sum())
+    found = Counter(kernels_launched(lowered_for_cuda(step, operands)))
+    assert (found["forward"], found["backward"]) == (forwards, 1)
+    assert set(found) <= {"forward", "backward", "reduce", "statistics"}
+
+
+def test_a_norm_that_is_not_used_is_not_run_backwards():
+    operands = make((2, 64, 96), (2, 3, 96), y_dtype=F32, gate=True, ids=np.zeros((2, 64)))
+    run = kernels_for_cuda()
+    block = jax.checkpoint(lambda each: run(each)[0])
+
+    def loss(floats):
+        return jnp.sin(block(floats._replace(segment_ids=operands.segment_ids))).sum()
+
+    floats = operands._replace(segment_ids=None)
+    found = Counter(kernels_launched(lowered_for_cuda(jax.grad(loss), floats)))
+    assert found == {"forward": 1, "h_backward": 1, "reduce": 1}
+
+
+@pytest.mark.parametrize(
+    ("shape", "layout", "residual", "static"),
+    [
+        ((1, 500_000, 5120), "row", True, {}),
+        ((5, 100_000, 8192), "row", False, {}),
+        ((2, 37, 31), "row", True, {}),
+        ((2, 37, 10_000), "row", True, {}),
+        ((2, 4096, 1536), "token", True, {}),
+        ((2, 4096, 1536), "segment", False, {}),
+        ((2, 4096, 1536), "segment", True, {"segment_block": 128}),
+    ],
+    ids=str,
+)
+def test_it_lowers_for_cuda(shape, layout, residual, static):
+    names = kernels_launched(both_lowered_for_cuda(shapes_of(shape, layout, residual), **static))
+    assert names == ["forward", "backward"] + ([] if layout == "token" else ["reduce"])
+
+
+# ---------------------------------------------------------------- meshes
+
+SHAPE = (4, 16, 48)
+GATED = {"shape": SHAPE, "y_dtype": F32, "gate": True}
+CASES = {
+    "row": {"shape": SHAPE},
+    "residual": GATED,
+    "token": GATED | {"table": SHAPE},
+    "segment": GATED
+    | {"table": (4, 3, 48), "ids": np.tile(np.repeat([0, 1, -1, 2], [5, 6, 2, 3]), (4, 1))},
+    "flat": {"shape": (16, 48), "table": (3, 48), "ids": np.repeat([0, 1, -1, 2], [5, 6, 2, 3])},
+}
+BOTH, BATCH = P("data", "sequence"), P(("data", "sequence"))
+SEQUENCE, FLAT = P(None, ("data", "sequence")), P("sequence")
+
+
+def check_on_mesh(case, kind, spec, *, told, **options):
+    """A compiled program, whose results on a mesh are those of XLA on one device."""
+    mesh = mesh_of_four(kind, "data", "sequence")
+    operands = make(**CASES[case])
+    cotangents = cotangents_for(operands)
+    sharding = NamedSharding(mesh, spec)
+    of_tables = NamedSharding(mesh, {"token": spec, "flat": P()}.get(case, P(spec[0])))
+    split = {
+        name: each
+        if each is None
+        else jax.device_put(each, of_tables if name in ("scale", "shift", "gate") else sharding)
+        for name, each in operands._asdict().items()
+    }
+    arguments = NormOperands(**split), jax.device_put(cotangents, sharding)
+    both = with_gradients(partial(public, sharding=sharding if told else None, **options))
+    with jax.set_mesh(mesh):
+        compiled = both.lower(*arguments).compile()
+        found = compiled(*arguments)
+    close(
+        jax.tree.map(np.asarray, found),
+        jax.tree.map(np.asarray, gradients_of("xla")(operands, cotangents)),
+    )
+    return compiled
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "spec", "sums"),
+    [
+        ("row", "explicit", BOTH, 1),
+        ("token", "explicit", BOTH, 0),
+        ("segment", "auto", BOTH, 1),
+        ("residual", "auto", SEQUENCE, 1),
+        ("residual", "explicit", BATCH, 0),
+    ],
+    ids=str,
+)
+def test_kernels_gather_nothing_of_what_is_split(case, kind, spec, sums, interpret):
+    compiled = check_on_mesh(case, kind, spec, told=True, **kernels(interpret))
+    assert collectives(compiled) == (0, sums)
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "spec", "told", "choice"),
+    [
+        ("residual", "auto", BOTH, False, "xla"),
+        ("token", "explicit", BOTH, False, "auto"),
+        ("segment", "auto", BOTH, True, "xla"),
+        ("segment", "auto", BOTH, False, "auto"),
+        ("segment", "explicit", BOTH, False, "xla"),
+        ("flat", "auto", FLAT, True, "xla"),
+    ],
+    ids=str,
+)
+def test_the_reference_on_a_mesh(case, kind, spec, told, choice):
+    if choice == "auto" and jax.default_backend() == "gpu":
+        pytest.skip("the choice may fall on the kernels")
+    check_on_mesh(case, kind, spec, told=told, implementation=choice)
+
+
+def over_sequence(kind, x):
+    """A mesh of eight devices over the sequence, x on it, and what functions must be told."""
+    mesh = jax.make_mesh((8,), ("sequence",), (kind,))
+    sharding = NamedSharding(mesh, P(None, "sequence"))
+    told = {"sharding": sharding} if kind == AxisType.Auto else {}
+    return mesh, jax.device_put(x, sharding), told
+
+
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [(AxisType.Auto, {"interpret": True}), (AxisType.Explicit, {"implementation": "xla"})],
+    ids=str,
+)
+def test_shards_that_begin_inside_a_segment_block(kind, way):
+    x, table, *_ = make((2, 80, 32), (12, 32))
+    ids = jnp.broadcast_to(jnp.arange(80) // 7, (2, 80))
+    plain = partial(layernorm_modulate, segment_ids=ids, implementation="xla")
+    mesh, there, told = over_sequence(kind, x)
+    run = partial(layernorm_modulate, segment_ids=ids, segment_block=7, **way, **told)
+    with jax.set_mesh(mesh):
+        out = jax.jit(run)(there, table, table)
+    close(np.asarray(out), jax.jit(plain)(x, table, table))
+
+
+def test_replicated_tables_beside_a_sharded_x():
+    x, scale, *_ = make((2, 16, 32))
+
+    def slope(scale, x, **way):
+        return jax.grad(lambda s: jnp.sum(jnp.sin(layernorm_modulate(x, s, s, **way))))(scale)
+
+    expected = jax.jit(partial(slope, implementation="xla"))(scale, x)
+    mesh, there, told = over_sequence(AxisType.Explicit, x)
+    with jax.set_mesh(mesh):
+        gradient = jax.jit(partial(slope, interpret=True, **told))(scale, there)
+    close(np.asarray(gradient), expected, 1e-4)
+
+
+def test_axes_that_a_kernel_cannot_see_are_named():
+    row = jnp.ones((2, 8))
+    mesh = jax.make_mesh((2, 4), ("data", "sequence"), (AxisType.Explicit, AxisType.Auto))
+    x = jax.device_put(jnp.ones((2, 16, 8)), NamedSharding(mesh, P("data")))
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"Auto axes \['sequence'\]"):
+        layernorm_modulate(x, row, row, interpret=True)
+    mesh, x, _ = over_sequence(AxisType.Auto, jnp.ones((2, 16, 8)))
+    mapped = jax.shard_map(  # which checks how values vary
+        lambda x, row: layernorm_modulate(x, row, row, interpret=True),
+        mesh=mesh,
+        in_specs=(P(None, "sequence"), P()),
+        out_specs=P(None, "sequence"),
+    )
+    with pytest.raises(NotImplementedError, match="check_vma=False"):
+        mapped(x, row)
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec", "told", "shape", "error", "words"),
+    [
+        (AxisType.Explicit, P("a"), None, SHAPE, type(None), "None"),
+        (AxisType.Auto, P("a"), P("a"), SHAPE, type(None), "None"),
+        (AxisType.Auto, P("a"), None, SHAPE, ValueError, "sharding="),
+        (AxisType.Explicit, P(None, None, "a"), None, SHAPE, NotImplementedError, "over a,"),
+        (AxisType.Auto, P(), P(None, "a"), (4, 15, 48), ValueError, "15"),
+    ],
+    ids=str,
+)
+def test_what_a_trace_can_see_of_a_mesh(kind, spec, told, shape, error, words):
+    mesh, found = jax.make_mesh((2,), ("a",), (kind,), devices=jax.devices()[:2]), []
+
+    def look(x):
+        seen = devices.visible_sharding(x) if told is None else NamedSharding(mesh, told)
+        found.append(unsupported_sharding(x, seen))
+        return x
+
+    with jax.set_mesh(mesh):
+        jax.jit(look).trace(jax.device_put(jnp.zeros(shape), NamedSharding(mesh, spec)))
+    assert isinstance(found[0], error)
+    assert words in str(found[0])
