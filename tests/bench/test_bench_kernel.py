@@ -1,4 +1,5 @@
-import importlib
+"""`alload bench kernel` and `bench sparse-attention`; times are made up on a CPU."""
+
 import json
 import math
 import subprocess
@@ -11,106 +12,97 @@ import pytest
 from PIL import Image
 
 from alload_jax.bench import device, kernel
+from alload_jax.bench import sparse_attention as bench
+from alload_jax.bench.device import DeviceTime
 from alload_jax.bench.harness import provenance
-from alload_jax.bench.pictures import draw_kernels
+from alload_jax.bench.pictures import draw_kernels, draw_sparse_attention
 from alload_jax.cli import main
 from alload_jax.errors import InputError
 from pallas_kernels import devices
 from pallas_kernels.layernorm_modulate.tuning import Workload, measured_as_faster
 
 COPY = 2e12
-SMALL = Workload(2, 6, 32, "made up")
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-RESULTS = BENCHMARKS / "results"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+FUNCTIONS = sorted({name for name, _ in kernel.TENSORS})
 
 
-def entry(workload, implementation, us, function="layernorm_modulate", direction="forward"):
-    moved = 2 * kernel.TENSORS[function, direction] * 1000
-    return kernel.Entry(
-        workload, (1, 10, 100), function, direction, implementation, us, us, us, moved, ()
-    )
+def colours_of(path):
+    """The colours of a picture, [count, 3]."""
+    pixels = np.asarray(Image.open(path).convert("RGB"))
+    assert pixels.shape[1] > 500
+    return np.unique(pixels.reshape(-1, 3), axis=0)
 
 
-ENTRIES = [
-    *(entry("a", "triton", 2.0), entry("a", "xla", 8.0)),
-    *(entry("b", "triton", 3.0), entry("b", "xla", 6.0), entry("b", "torch", 30.0)),
-]
+def test_ratios_shares_of_copy_and_their_picture(tmp_path):
+    def entry(workload, implementation, us):
+        moved = 2 * kernel.TENSORS["layernorm_modulate", "forward"] * 1000
+        case = (workload, (1, 10, 100), "layernorm_modulate", "forward", implementation)
+        return kernel.Entry(*case, us, us, us, moved, ())
 
-
-def test_ratios_and_shares_of_copy():
-    (row,) = kernel.summary(ENTRIES, COPY)
+    entries = [entry("a", "triton", 2.0), entry("a", "xla", 8.0), entry("b", "triton", 3.0)]
+    entries += [entry("b", "xla", 6.0), entry("b", "torch", 30.0)]
+    (row,) = kernel.summary(entries, COPY)
     assert row["times_xla_mean"] == pytest.approx(math.sqrt(4 * 2))
     assert (row["times_xla_least"], row["times_torch_least"]) == (2, 10)
     # 4000 bytes in 3 µs, of 2 TB/s.
     assert row["least_share_of_copy"] == pytest.approx(4000 / 3e-6 / COPY)
+    draw_kernels(tmp_path / "a.png", entries, COPY, "some GPU")
+    assert len(colours_of(tmp_path / "a.png")) > 50
 
 
-def test_the_picture_is_a_picture(tmp_path):
-    draw_kernels(tmp_path / "a.png", ENTRIES, COPY, "some GPU")
-    pixels = np.asarray(Image.open(tmp_path / "a.png").convert("RGB"))
-    assert pixels.shape[1] > 500
-    assert len(np.unique(pixels.reshape(-1, 3), axis=0)) > 50
-
-
-@pytest.mark.parametrize("function", sorted({name for name, _ in kernel.TENSORS}))
+@pytest.mark.parametrize("function", FUNCTIONS)
 def test_calls_run_and_rotate_over_all_sets(function, monkeypatch):
     monkeypatch.setattr(kernel, "_ROTATED_BYTES", 1)
-    sets = kernel.make_arguments(SMALL)
+    sets = kernel.make_arguments(Workload(2, 6, 32, "made up"))
     assert len(sets) == 2
     forward, inputs, cotangent = kernel._FUNCTIONS[function]("xla")
     calls = [inputs(arguments) for arguments in sets]
     for result, call in zip(device.rotating(forward, calls)(calls), calls, strict=True):
         jax.tree.map(np.testing.assert_array_equal, result, jax.jit(forward)(*call))
-    gradients = jax.vjp(forward, *calls[0])[1](cotangent(sets[0]))
+    gradients = jax.eval_shape(
+        lambda *call: jax.vjp(forward, *call)[1](cotangent(sets[0])), *calls[0]
+    )
     assert [g.shape for g in gradients] == [value.shape for value in calls[0]]
 
 
 @pytest.fixture
 def without_gpu(monkeypatch):
     """Where time is measured on a GPU, one microsecond for each call."""
-    one = device.DeviceTime(1.0, 1.0, 1.0, ())
+    one = DeviceTime(1.0, 1.0, 1.0, ())
     monkeypatch.setattr(kernel, "_time", lambda *_: one)
     monkeypatch.setattr(device, "require_gpu", lambda: None)
     monkeypatch.setattr(device, "copy_bandwidth", lambda: COPY)
     return one
 
 
-SMALL_FLAGS = ["--shape", "2,6,32", "--out"]
-
-
-def test_kernels_are_compared_with_xla(without_gpu, tmp_path, capsys):
+def test_kernels_are_compared_with_xla(without_gpu, tmp_path, capsys, monkeypatch):
+    """And the backward through Mosaic where it runs."""
+    monkeypatch.setattr(devices, "unsupported_mosaic_device", lambda: None)
     out = tmp_path / "found"
-    assert main(["bench", "kernel", *SMALL_FLAGS, str(out)]) == 0
+    shapes = ["--shape", "2,6,128", "--shape", "2,6,130"]
+    flags = [*shapes, "--functions", *FUNCTIONS, "--out", str(out)]
+    assert main(["bench", "kernel", *flags]) == 0
     stored = json.loads(out.with_suffix(".json").read_text())
-    assert {each["implementation"] for each in stored["entries"]} == {"triton", "xla"}
+    kinds = {each["implementation"] for each in stored["entries"]}
+    assert kinds == {"triton", "xla", "mosaic"}
     assert "torch" not in stored["versions"]
     assert out.with_suffix(".png").stat().st_size > 0
     assert "1.00× XLA's fusion" in capsys.readouterr().out
-
-
-def test_the_backward_through_mosaic_is_measured_where_it_runs(without_gpu, tmp_path, monkeypatch):
-    monkeypatch.setattr(devices, "unsupported_mosaic_device", lambda: None)
-    out, functions = tmp_path / "found", sorted({name for name, _ in kernel.TENSORS})
-    shapes = ["--shape", "2,6,128", "--shape", "2,6,130"]
-    flags = [*shapes, "--functions", *functions, "--out", str(out)]
-    assert main(["bench", "kernel", *flags]) == 0
-    entries = json.loads(out.with_suffix(".json").read_text())["entries"]
     found = {
         (*each["shape"], each["function"], each["direction"])
-        for each in entries
+        for each in stored["entries"]
         if each["implementation"] == "mosaic"
     }
-    kinds = [name for name in functions if not name.startswith("token")]
-    assert found == {(2, 6, 128, name, "backward") for name in kinds}
+    wide = [name for name in FUNCTIONS if not name.startswith("token")]
+    assert found == {(2, 6, 128, name, "backward") for name in wide}
 
 
-def test_the_benchmark_adds_rivals_to_the_same_json(without_gpu, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    program = importlib.import_module("layernorm_modulate")
+def test_the_benchmark_adds_rivals_to_the_same_json(without_gpu, program, tmp_path, monkeypatch):
+    program = program("layernorm_modulate")
     monkeypatch.setattr(program, "_importable", lambda name: name != "tokamax")
     monkeypatch.setattr(program, "_torch", lambda *_: iter([("torch", without_gpu)]))
     out = tmp_path / "found"
-    assert program.main([*SMALL_FLAGS, str(out)]) == 0
+    assert program.main(["--shape", "2,6,32", "--out", str(out)]) == 0
     stored = json.loads(out.with_suffix(".json").read_text())
     known = json.loads((RESULTS / f"{NAMES[0]}.json").read_text())
     assert stored.keys() - {"xla_flags", "commit"} == known.keys()
@@ -122,47 +114,43 @@ def test_the_benchmark_adds_rivals_to_the_same_json(without_gpu, tmp_path, monke
     assert stored["summary"][0]["times_torch_mean"] == 1.0
 
 
-def test_without_a_gpu_it_says_so():
-    with pytest.raises(InputError, match=r"backend is 'cpu'.*cuda12 or cuda13"):
-        main(["bench", "kernel"])
-
-
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("command", "flags", "words"),
     [
-        (["--workloads", "wan"], "--workloads wan is unknown; there are wan-1.3b-480p"),
-        (["--functions", "norm"], "--functions norm is unknown; there are layernorm_modulate"),
-        (["--shape", "1,2"], "'1,2' is not three whole numbers such as 1,4096,1536"),
-        (["--shape", "1,0,8"], "'1,0,8' is not three whole numbers"),
-        (
-            ["--out", "/no/such/folder/x"],
-            "/no/such/folder/x.json: not a file in an existing folder",
-        ),
-        (["--shapes"], "--shapes is unknown; did you mean --shape"),
+        ("kernel", [], r"backend is 'cpu'.*cuda12 or cuda13"),
+        ("kernel", ["--workloads", "wan"], "--workloads wan is unknown; there are wan-1.3b-480p"),
+        ("kernel", ["--functions", "norm"], "--functions norm is unknown; there are layernorm_mod"),
+        ("kernel", ["--shape", "1,2"], "'1,2' is not three whole numbers such as 1,4096,1536"),
+        ("kernel", ["--shape", "1,0,8"], "'1,0,8' is not three whole numbers"),
+        ("kernel", ["--out", "/no/folder/x"], "/no/folder/x.json: not a file in an existing fold"),
+        ("kernel", ["--shapes"], "--shapes is unknown; did you mean --shape"),
+        ("sparse-attention", [], "the backend is 'cpu'; kernels are measured on a GPU"),
+        ("sparse-attention", ["--sparsities", "1"], "1.0: it must be at least 0 and below 1"),
+        ("sparse-attention", ["--tokens", "0"], "--tokens is 0; it must be at least 1"),
+        ("sparse-attention", ["--out", "/no/x"], "/no/x.json: not a file in an existing folder"),
     ],
 )
-def test_wrong_flags_are_one_line(flags, words):
+def test_wrong_flags_are_one_line(command, flags, words, tmp_path):
     with pytest.raises(InputError, match=words) as raised:
-        main(["bench", "kernel", *flags])
+        main(["bench", command, "--out", str(tmp_path / "x"), *flags])
     assert "\n" not in str(raised.value)
 
 
-def test_help_needs_no_jax():
+def test_help_needs_no_jax_and_surroundings_are_json():
     script = "import sys; from alload_jax import cli\ntry: cli.main(['bench', '--help'])\n"
     script += "except SystemExit: pass\nassert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
-
-
-def test_surroundings_are_json():
     assert json.loads(json.dumps(provenance(["jax"])))["versions"]["jax"] == jax.__version__
 
+
+# ---------------------------------------------------------------- committed results
 
 NAMES = [f"layernorm_modulate_{part}h200" for part in ("", "small_", "layouts_")]
 LAYOUTS = {"segment_layernorm_modulate": "segment", "token_layernorm_modulate": "token"}
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_committed_results_bear_out_their_summary(name):
+def test_results_bear_out_their_summary_and_the_choice_of_auto(name):
     stored = json.loads((RESULTS / f"{name}.json").read_text())
     entries = [
         kernel.Entry(**{**each, "shape": tuple(each["shape"])}) for each in stored["entries"]
@@ -172,36 +160,132 @@ def test_committed_results_bear_out_their_summary(name):
         {key: pytest.approx(value) for key, value in sorted(row.items())}
         for row in stored["summary"]
     ]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_auto_never_chooses_what_was_measured_as_slower(name):
-    stored = json.loads((RESULTS / f"{name}.json").read_text())
-    us = {
-        (each["workload"], each["function"], each["direction"], each["implementation"]): each
-        for each in stored["entries"]
-    }
-    for (*case, implementation), each in us.items():
-        elements, dim = math.prod(each["shape"]), each["shape"][-1]
-        layout = LAYOUTS.get(case[1], "row")
-        chosen = measured_as_faster(stored["device"], layout, elements, dim)
+    us = {(e.workload, e.function, e.direction, e.implementation): e.us for e in entries}
+    for each in entries:
+        layout, dim = LAYOUTS.get(each.function, "row"), each.shape[-1]
+        chosen = measured_as_faster(stored["device"], layout, math.prod(each.shape), dim)
         assert chosen == (dim >= {"row": 256, "segment": 1152, "token": 1536}[layout])
-        if implementation == "triton" and chosen:
-            assert each["us"] <= us[*case, "xla"]["us"]
+        if each.implementation == "triton" and chosen:
+            assert each.us <= us[each.workload, each.function, each.direction, "xla"]
 
 
 @pytest.mark.parametrize(
     ("call", "known"),
     [
         (("NVIDIA A100", "row", 1 << 30, 1536), None),
-        (("NVIDIA A100", "row", 1 << 10, 1536), False),
-        (("NVIDIA H200", "segment", 1 << 20, 1536), False),
-        (("NVIDIA H200", "segment", 1 << 30, 8192), None),
-        (("NVIDIA H200", "token", 1 << 30, 1152), False),
-        (("NVIDIA H200", "row", 1 << 10, 1536), False),
-        (("NVIDIA H200", "row", 1 << 30, 128), False),
-        (("NVIDIA H200", "row", 1 << 30, 16384), None),
+        (("NVIDIA A100", "row", 256 * 1536 - 1, 1536), False),
+        (("NVIDIA H200", "row", 256 * 1536, 1536), True),
+        (("NVIDIA H200", "segment", 8 * 4096 * 1152 - 1, 1536), False),
+        (("NVIDIA H200", "segment", 8 * 4096 * 1152, 5120), True),
+        (("NVIDIA H200", "segment", 1 << 30, 5121), None),
+        (("NVIDIA H100 PCIe", "token", 32760 * 1536, 1536), True),
+        (("NVIDIA H200", "token", 1 << 30, 1535), False),
+        (("NVIDIA H200", "row", 1 << 30, 255), False),
+        (("NVIDIA H200", "row", 1 << 30, 8193), None),
     ],
 )
 def test_auto_knows_what_was_measured(call, known):
     assert measured_as_faster(*call) is known
+
+
+# ---------------------------------------------------------------- sparse attention
+
+SHAPE = bench.Shape(1000, heads=2)
+
+
+def entry(part, us, sparsity=0.9, implementation="triton", shape=SHAPE):
+    return bench.Entry(shape, implementation, "random", sparsity, part, us, us, us, ())
+
+
+DENSE = [entry("forward", 10.0, 0.0, "cudnn"), entry("backward", 30.0, 0.0, "cudnn")]
+
+
+@pytest.mark.parametrize(
+    ("popularity", "sparsity"), [("random", 0.0), ("zipf", 0.99), ("random", 0.5), ("zipf", 0.5)]
+)
+def test_lists_name_each_block_once_and_popular_ones_more_often(popularity, sparsity):
+    shape = bench.Shape(4000, heads=3)
+    lists = bench.make_lists(shape, sparsity, popularity)
+    blocks, most = 63, max(1, round(63 * (1 - sparsity)))
+    assert lists.indices.shape == (1, 3, blocks, most)
+    assert (np.asarray(lists.counts) == most).all()
+    assert lists.key_tokens[0].tolist() == [64] * 62 + [32]
+    for named in np.asarray(lists.indices).reshape(-1, most):
+        assert len(set(named.tolist())) == most
+    if sparsity == 0.5:
+        named = np.asarray(lists.indices)[0].reshape(3, -1)
+        counts = np.stack([np.bincount(head, minlength=blocks) for head in named])
+        assert (counts.max(axis=1) > 55).all() == (popularity == "zipf")
+
+
+def test_speeds_are_ratios_to_dense_attention():
+    entries = [*DENSE, entry("forward", 2.0), entry("backward", 6.0)]
+    entries.append(entry("selection", 0.4, implementation="xla"))
+    (found,) = bench.speeds(entries)
+    assert (found.forward, found.backward, found.both) == (5, 5, 5)
+    assert found.selection == pytest.approx(0.05)
+    # Two products of 10 % of 1000² pairs, 2 heads, 128 wide.
+    assert entries[2].flops_per_second == pytest.approx(2 * 2 * 1e5 * 2 * 128 / 2e-6)
+    (without,) = bench.speeds(entries[:4])
+    assert math.isnan(without.selection)
+
+
+def test_the_sparsity_at_which_dense_attention_is_as_fast():
+    times = {0.2: 50.0, 0.4: 30.0, 0.8: 10.0}
+    entries = [*DENSE]
+    for sparsity, us in times.items():
+        entries += [entry("forward", us / 4, sparsity), entry("backward", us * 3 / 4, sparsity)]
+    assert bench.break_even(bench.speeds(entries), SHAPE) == pytest.approx(0.3)
+    assert bench.break_even(bench.speeds(entries[:4]), SHAPE) is None
+
+
+@pytest.fixture
+def on_a_pretended_gpu(monkeypatch):
+    """The command's every part but the device's times and what needs a GPU."""
+    time = DeviceTime(100.0, 90.0, 110.0, (("kernel", 100.0),))
+    monkeypatch.setattr(device, "device_time", lambda program, sets: time)
+    monkeypatch.setattr(device, "require_gpu", lambda: None)
+    attend = bench.block_sparse_attention
+
+    def reference(*arrays, implementation):
+        assert implementation in bench.KERNELS
+        return attend(*arrays, implementation="xla")
+
+    monkeypatch.setattr(bench, "block_sparse_attention", reference)
+    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda q, k, v, implementation: q)
+
+
+def test_the_command_prints_a_table_and_writes_json_and_a_picture(
+    tmp_path, capsys, on_a_pretended_gpu
+):
+    out = tmp_path / "found"
+    flags = ["--tokens", "256", "--heads", "1", "--sparsities", "0.5", "0.75", "--out", str(out)]
+    assert main(["bench", "sparse-attention", *flags]) == 0
+    printed = capsys.readouterr().out
+    rows = [line.replace(" ", "") for line in printed.splitlines() if line.startswith("|")]
+    assert rows[2].startswith("|256|random|50%|mosaic|1.00×|1.00×|1.00×|")
+    assert rows[3].startswith("|256|random|50%|triton|1.00×|1.00×|1.00×|")
+    assert "do not show where dense is as fast" in printed
+    content = json.loads(out.with_suffix(".json").read_text())
+    assert [each["sparsity"] for each in content["speeds"]] == [0.5, 0.5, 0.75, 0.75] * 2
+    assert {each["part"] for each in content["entries"]} == {"forward", "backward", "selection"}
+    assert content["versions"]["jax"]
+    assert Image.open(out.with_suffix(".png")).width > 500
+
+
+def test_selection_runs(monkeypatch):
+    ran = []
+    monkeypatch.setattr(bench, "call_time", lambda function, sets: ran.append(function(*sets[0])))
+    bench._selection(SHAPE, bench.make_arguments(SHAPE), 0.5)
+    lists, inverted = ran[0]
+    assert lists.indices.shape == (1, 2, 16, 8)
+    assert inverted.queries.shape == (1, 2, 128)
+
+
+def test_the_picture_has_a_line_for_each_length(tmp_path):
+    speed = bench.Speed(SHAPE, "triton", "random", 0.5, 2.0, 2.0, 2.0, 0.1)
+    others = [speed._replace(sparsity=s, both=1 / (1 - s)) for s in (0.7, 0.9)]
+    longer = [s._replace(shape=bench.Shape(2000)) for s in (speed, *others)]
+    draw_sparse_attention(tmp_path / "a.png", [speed, *others, *longer], "some GPU")
+    for colour in ((0x1F, 0x6F, 0xEB), (0xF0, 0x88, 0x3E)):
+        assert (colours_of(tmp_path / "a.png") == colour).all(axis=1).any()

@@ -1,76 +1,144 @@
-"""`alload bench step`: what it measures here, and how it refuses."""
+"""`alload bench step` and benchmarks around it: what they measure, and how they refuse."""
 
-import importlib
 import json
-from pathlib import Path
-from typing import get_args
+import math
+import re
+import sys
+from collections import Counter
+from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from alload_jax.bench import harness, step_process
+from alload_jax.bench.harness import MODELS, Record, markdown, measured, training_fields, typed
 from alload_jax.bench.step_process import Settings
 from alload_jax.bench.workload_step import Measured, draw_samples, representative, summary
 from alload_jax.cli import main
 from alload_jax.commands import bench_step
 from alload_jax.errors import InputError
-from alload_jax.models.families import parameter_count
+from alload_jax.models.common.config import ModelConfig
+from alload_jax.models.families import config_from_fields, parameter_count
 from alload_jax.models.wan.costs import WanArchitecture
 from alload_jax.planning.factory import make_plan
-from alload_jax.planning.remat import RematPolicy
+from alload_jax.planning.remat import LADDER
 from alload_jax.planning.settings import PlanningConfig
+from alload_jax.sharding.mesh import MeshConfig, make_mesh
+from alload_jax.training import trial_step
+from alload_jax.training.state import TrainState, abstract_state, init_state
+from alload_jax.training.step import make_accumulate, zero_accumulator
+from alload_jax.training.trial_step import (
+    layer_seconds,
+    measurable,
+    random_batch,
+    square_latents,
+    training_spec,
+    without_zeros,
+)
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+# ---------------------------------------------------------------- what results are written as
 
 
-@pytest.mark.slow
-def test_a_tiny_step_is_measured_and_written(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("argv", "command"),
+    [
+        (["benchmarks/table.py", "--out", "a b"], "python benchmarks/table.py --out 'a b'"),
+        (["/home/someone/.venv/bin/alload", "bench", "step"], "alload bench step"),
+    ],
+)
+def test_the_command_is_recorded_without_absolute_folders(argv, command, monkeypatch):
+    monkeypatch.setattr(sys, "argv", argv)
+    assert typed() == command
+
+
+def test_a_file_holds_every_result_as_soon_as_it_is_known(tmp_path):
+    record = Record(tmp_path / "found.json", ["numpy", "no-such-package"], cases=[])
+    for number in range(3):
+        record.add({"number": number})
+        content = json.loads(record.path.read_text())
+        assert [case["number"] for case in content["cases"]] == list(range(number + 1))
+    assert content["versions"]["numpy"]
+    assert content["versions"]["no-such-package"] is None
+    assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
+    lines = markdown(("data", "case", "s"), [("a", "b", 1), ("", "c", 2.5)], left=2).splitlines()
+    assert lines == ["| data | case | s |", "|---|---|---:|", "| a | b | 1 |", "|  | c | 2.5 |"]
+
+
+def test_what_fails_in_a_process_is_told_in_a_line(tmp_path):
+    script = tmp_path / "fails.py"
+    script.write_text("raise ValueError('too small')\n")
+    found = measured(script, {"size": 1})
+    assert found == {
+        "error": "ended with status 1: ValueError: too small",
+        "settings": {"size": 1},
+    }
+
+
+# ---------------------------------------------------------------- steps of one shape
+
+ONE_STEP = ["--model", "tiny", "--layers", "1", "--latents", "1", "4", "4", "--steps", "1"]
+
+
+def test_a_step_is_measured_and_what_auto_keeps_is_told(in_process, tmp_path, capsys):
     out = tmp_path / "step.json"
-    flags = ["--model", "tiny", "--latents", "1", "4", "4", "--steps", "1", "--remat", "full"]
-    assert main(["bench", "step", *flags, "--out", str(out)]) == 0
+    flags = ["--remat", "auto", "--memory-budget", "2", "--out", str(out)]
+    assert main(["bench", "step", *ONE_STEP, *flags]) == 0
     [case] = json.loads(out.read_text())["cases"]
-    assert case["seconds"] > 0
-    assert case["tokens"] == 4
-    assert case["settings"]["model"]["remat"] == "full"
-    assert "| alload, keep full" in capsys.readouterr().out
+    assert 0 < case["seconds_least"] <= case["seconds"] <= case["seconds_most"]
+    assert (case["tokens"], case["tokens_beside"], case["policies"]) == (4, 0, ["none"])
+    printed = capsys.readouterr().out
+    assert "auto keeps none" in printed
+    assert "| alload, keep auto" in printed
 
 
-def test_what_auto_keeps_is_told(tmp_path, capsys):
-    out = tmp_path / "step.json"
-    flags = ["--model", "tiny", "--latents", "1", "4", "4", "--steps", "1", "--remat", "auto"]
-    assert main(["bench", "step", *flags, "--memory-budget", "2", "--out", str(out)]) == 0
-    assert "auto keeps none" in capsys.readouterr().out
-    [case] = json.loads(out.read_text())["cases"]
-    assert case["policies"] == ["none"]
+def test_a_budget_in_which_nothing_fits_ends_no_other_case(tmp_path, monkeypatch):
+    def measured(_, settings):
+        if settings["model"]["remat"] == "auto":
+            return step_process.measure(**settings)
+        return {"seconds": 1.0, "tokens": 4, "tokens_beside": 0, "settings": settings}
 
-
-def test_a_budget_in_which_nothing_fits_ends_no_other_case(tmp_path, capsys):
-    out = tmp_path / "step.json"
-    flags = ["--model", "tiny", "--latents", "1", "4", "4", "--steps", "1"]
-    flags += ["--remat", "auto", "full", "--memory-budget", "0.1"]
-    assert main(["bench", "step", *flags, "--out", str(out)]) == 0
-    first, second = json.loads(out.read_text())["cases"]
+    monkeypatch.setattr(bench_step, "measured", measured)
+    flags = ["--remat", "auto", "full", "--memory-budget", "0.1"]
+    assert main(["bench", "step", *ONE_STEP, *flags, "--out", str(tmp_path / "step.json")]) == 0
+    first, second = json.loads((tmp_path / "step.json").read_text())["cases"]
     assert "auto finds nothing that fits" in first["error"]
     assert second["seconds"] > 0
 
 
-def test_policies_are_those_of_the_model():
-    assert set(bench_step._POLICIES) == set(get_args(RematPolicy))
-
-
-@pytest.fixture
-def diffusers_step(monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    return importlib.import_module("diffusers_step")
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--remat", "most"], "invalid choice: 'most'"),
+        (["--out", "/no/such/step.json"], "not a file in an existing folder"),
+        (["--steps", "0"], "--steps is 0; it must be at least 1"),
+        (["--layers", "0"], "--layers is 0; it must be at least 1"),
+        (["--remat", "auto", "--memory-budget", "0"], "--memory-budget 0.0: it must be above 0"),
+        (["--memory-budget", "40"], "--memory-budget is for --remat auto"),
+        (["--latentz", "1", "1", "1"], "--latentz is unknown; did you mean --latents"),
+        (["--workload", "nobody"], "invalid choice"),
+        (["--same", "1", "32", "32", "--workload", "wan-480p"], "both given"),
+        (["--same", "1", "32", "32", "--m-mem", "0"], "--m-mem is 0; it must be at least 1"),
+        (["--same", "1", "0", "32"], "--same is 0; it must be at least 1"),
+        (["--cost-model", "/no/cost.json"], "no such file"),
+        (["--profile", "--same", "1", "32", "32"], "--profile and --same are both given"),
+        (["--keep-trace", "kept"], "--keep-trace needs --profile"),
+        (["--profile", "--keep-trace", "/dev/null"], "this is a file; name a folder"),
+    ],
+)
+def test_wrong_flags_are_one_line(flags, words, tmp_path):
+    with pytest.raises(InputError, match=words) as raised:
+        main(["bench", "step", "--out", str(tmp_path / "step.json"), *flags])
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
     ("model", "parameters", "variants"),
     [("1.3b", 1_418_996_800, 5), ("hunyuan-video-1.5", 8_326_608_160, 6)],
 )
-def test_the_measured_model_is_the_published_one(
-    diffusers_step, tmp_path, model, parameters, variants
-):
+def test_the_measured_model_is_the_published_one(program, tmp_path, model, parameters, variants):
+    diffusers_step = program("diffusers_step")
     options = diffusers_step.parse(["--model", model, "--out", str(tmp_path / "step.json")])
     _, _, ours = next(bench_step.cases(options))
     assert parameter_count(Settings(**ours).config()) == parameters
@@ -80,9 +148,9 @@ def test_the_measured_model_is_the_published_one(
 
 
 def test_pytorchs_steps_are_measured_by_a_script_beside_ours(
-    diffusers_step, tmp_path, monkeypatch, capsys
+    program, tmp_path, monkeypatch, capsys
 ):
-    script = tmp_path / "torch_step.py"
+    diffusers_step, script = program("diffusers_step"), tmp_path / "torch_step.py"
     script.write_text(
         "import json, sys\n"
         "settings = json.loads(sys.argv[1])\n"
@@ -103,62 +171,19 @@ def test_pytorchs_steps_are_measured_by_a_script_beside_ours(
     model = cases[1]["settings"]["model"]
     assert (model["num_attention_heads"], model["attention_head_dim"]) == (2, 16)
     assert "| diffusers, bf16_copy" in capsys.readouterr().out
-
-
-def test_a_pytorch_case_that_is_unknown_is_refused(diffusers_step):
     with pytest.raises(InputError, match="--torch-cases 5 is unknown; there are 0 to 4"):
         diffusers_step.parse(["--torch-cases", "5"])
 
 
-def test_flops_are_those_of_the_compiled_forward():
-    """XLA's own count of a forward without softmax: the formula holds matrix products alone."""
-    dim, text, seq_len = 32, 512, 64
-    model = WanArchitecture(dim, 64, 2, 3, text_length=text)
-
-    def forward(x, context):
-        for _ in range(4):  # query, key, value, out
-            x = x @ jax.numpy.ones((dim, dim))
-        for _ in range(2):  # query and out of cross-attention
-            x = x @ jax.numpy.ones((dim, dim))
-        x = (x @ x.T) @ x
-        for _ in range(2):
-            context = context @ jax.numpy.ones((dim, dim))
-        x = (x @ context.T) @ context
-        return x @ jax.numpy.ones((dim, 64)) @ jax.numpy.ones((64, dim))
-
-    shapes = [jax.ShapeDtypeStruct((rows, dim), "float32") for rows in (seq_len, text)]
-    counted = jax.jit(forward).lower(*shapes).cost_analysis()["flops"]
-    formula = model.step_flops(np.asarray([seq_len])) / 3 / 3
-    assert counted == pytest.approx(formula, rel=0.02)
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--remat", "most"], "invalid choice: 'most'"),
-        (["--out", "/no/such/step.json"], "not a file in an existing folder"),
-        (["--steps", "0"], "--steps is 0; it must be at least 1"),
-        (["--layers", "0"], "--layers is 0; it must be at least 1"),
-        (["--remat", "auto", "--memory-budget", "0"], "--memory-budget 0.0: it must be above 0"),
-        (["--memory-budget", "40"], "--memory-budget is for --remat auto"),
-        (["--latentz", "1", "1", "1"], "--latentz is unknown; did you mean --latents"),
-        (["--profil"], "--profil is unknown; did you mean --profile"),
-    ],
-)
-def test_wrong_flags_are_one_line(flags, words):
-    with pytest.raises(InputError, match=words) as raised:
-        main(["bench", "step", *flags])
-    assert "\n" not in str(raised.value)
-
-
-SMALL = ["--model", "tiny", "--same", "1", "32", "32", "--samples", "9", "--m-mem", "12"]
+# ---------------------------------------------------------------- steps by policy
 
 
 @pytest.mark.slow
-def test_policies_are_measured_on_the_same_samples(tmp_path, capsys):
+def test_policies_are_measured_on_the_same_samples(in_process, tmp_path, capsys):
     out = tmp_path / "step.json"
-    flags = ["--policies", "balanced", "equal_tokens", "--steps", "2", "--out", str(out)]
-    assert main(["bench", "step", *SMALL, *flags]) == 0
+    flags = ["--model", "tiny", "--same", "1", "32", "32", "--samples", "9", "--m-mem", "12"]
+    flags += ["--policies", "balanced", "equal_tokens", "--steps", "2", "--out", str(out)]
+    assert main(["bench", "step", *flags]) == 0
     content = json.loads(out.read_text())
     assert [case["policy"] for case in content["cases"]] == ["balanced", "equal_tokens"]
     assert content["tokens"] == 9 * 4
@@ -180,29 +205,13 @@ def test_timed_steps_stand_for_all_others_by_what_they_cost():
     assert representative([4, 7], np.arange(10.0), 5) == [4, 7]
 
 
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--workload", "nobody"], "invalid choice"),
-        ([*SMALL, "--workload", "wan-480p"], "both given"),
-        ([*SMALL, "--m-mem", "0"], "at least 1"),
-        ([*SMALL, "--cost-model", "/no/cost.json"], "no such file"),
-    ],
-)
-def test_what_cannot_be_measured_by_policy_is_refused(flags, words, tmp_path):
-    with pytest.raises(InputError, match=words):
-        main(["bench", "step", *flags, "--out", str(tmp_path / "step.json")])
-
-
 def test_seconds_of_steps_lie_on_the_line_through_the_timed_ones():
     squares = np.asarray([1.0, 2.0, 3.0, 10.0])
     timed = Measured("rows", [2.0 + 0.5 * square for square in (1.0, 3.0)], [1.0, 3.0])
     assert timed.mean_seconds(squares) == pytest.approx(2.0 + 0.5 * squares.mean())
-
-
-def test_steps_of_equal_cost_take_their_mean():
-    assert Measured("rows", [1.0, 3.0], [4.0, 4.0]).mean_seconds(np.full(9, 4.0)) == 2.0
-    assert Measured("rows", [1.5], [7.0]).mean_seconds(np.full(3, 7.0)) == 1.5
+    # Steps of equal cost take their mean.
+    assert Measured("rows", [1.0, 3.0], [4.0, 4.0]).mean_seconds(np.full(9, 5.0)) == 2.0
+    assert Measured("rows", [1.5], [7.0]).mean_seconds(np.full(3, 8.0)) == 1.5
 
 
 def test_an_epoch_counts_its_samples_and_their_time():
@@ -215,4 +224,121 @@ def test_an_epoch_counts_its_samples_and_their_time():
     assert found["samples_per_second"] == pytest.approx(100 / found["seconds"])
     assert found["tokens_per_second"] == pytest.approx(6400 / found["seconds"])
     assert found["flops"] == pytest.approx(100 * architecture.step_flops(np.asarray([64])))
-    assert 0 <= found["padding"] < 1
+    assert found["padding"] == pytest.approx(1 - 6400 / (epoch.rows * epoch.padded_len).sum())
+
+
+# ---------------------------------------------------------------- times of a layer, by policy
+
+FIELDS = {"in_channels": 1, "dim": 16, "ffn_dim": 32, "num_heads": 2, "num_layers": 5}
+AUTO = config_from_fields(FIELDS | {"memory_budget": 40.0, "remat": "auto"})
+
+
+@pytest.mark.slow
+def test_every_policy_has_a_time():
+    found = layer_seconds(AUTO, (2, 1, 4, 4))
+    assert list(found) == list(LADDER)
+    assert all(0 < seconds < math.inf for seconds in found.values())
+
+
+def test_what_does_not_fit_has_no_time(monkeypatch):
+    def out_of_memory(*_, **__):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    def seconds(step, program, batch):
+        return out_of_memory() if program in ("none", "matmuls_and_attention") else 3.0
+
+    step = SimpleNamespace(batch=lambda latents: None, renew=lambda: None)
+    monkeypatch.setattr(trial_step, "Step", lambda *_: step)
+    monkeypatch.setattr(trial_step, "_compiled", lambda step, spec, latents: spec.model.remat)
+    monkeypatch.setattr(trial_step, "_run", seconds)
+    found = layer_seconds(AUTO, (2, 1, 4, 4))
+    assert found == {each: 1.5 for each in LADDER if each not in ("none", "matmuls_and_attention")}
+    monkeypatch.setattr(trial_step, "Step", out_of_memory)
+    assert layer_seconds(AUTO, (2, 1, 4, 4)) is None
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 17, 1000, 32_760, 99_991])
+def test_a_square_row_has_about_as_many_tokens(tokens):
+    rows, *latents = square_latents(AUTO, tokens)
+    found = math.prod(latents) / math.prod(AUTO.patch_size)
+    assert rows == 1
+    assert found % 2 == 0
+    assert tokens - math.isqrt(tokens) - 2 <= found <= max(2, tokens)
+
+
+def test_a_measured_step_takes_the_policy_of_least_measured_time(monkeypatch):
+    assert not measurable(AUTO)  # on a CPU
+    monkeypatch.setattr("jax.default_backend", lambda: "gpu")
+    assert measurable(AUTO)
+    assert not measurable(ModelConfig(family="without_layers"))
+    monkeypatch.undo()
+    asked, times = [], dict.fromkeys(LADDER, 2.0) | {"feed_forward_and_attention": 1.0}
+    monkeypatch.setattr(step_process, "measurable", lambda model: True)
+    monkeypatch.setattr(
+        step_process, "layer_seconds", lambda model, latents, **_: asked.append(latents) or times
+    )
+    fields = FIELDS | {"remat": "auto", "memory_budget": 9.0}
+    model, seconds = step_process.resolved(Settings(fields, 3, (1, 8, 8)))
+    assert (model.remat, model.policies) == ("none", ("feed_forward_and_attention",))
+    assert (seconds, asked) == (times, [(3, 1, 8, 8)])
+
+
+@pytest.mark.slow
+def test_only_zero_parameters_are_drawn_and_all_keep_their_sharding():
+    spec = training_spec(config_from_fields(training_fields(MODELS["tiny"])))
+    mesh = make_mesh(MeshConfig(fsdp=2), jax.devices()[:2])
+    state = init_state(spec, mesh, 0)
+    fresh = jax.tree.map(np.asarray, state.params)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state.params)
+    drawn = without_zeros(state).params
+    assert not fresh["head"]["out"]["kernel"].any()
+    for before, after, sharding in zip(
+        *map(jax.tree.leaves, (fresh, drawn, shardings)), strict=True
+    ):
+        assert after.sharding == sharding
+        after = np.asarray(after)
+        assert after.any()
+        if before.any():
+            np.testing.assert_array_equal(before, after)
+
+
+# ---------------------------------------------------------------- steps with sparse attention
+
+
+def test_the_ends_of_the_model_are_dense(program):
+    sparse_step = program("sparse_step")
+    assert sparse_step.ENDS.densities(30) == [1, 1, *([0.1] * 25), 1, 1, 1]
+    assert sparse_step.Case(False, 0.05).densities(3) == [0.05] * 3
+    assert sparse_step.ENDS.name(30) == "25 of 30 layers at 10%"
+
+
+def test_switches_are_set_beside_what_else_there_is(program):
+    switch = {"sparse": jnp.zeros(2, bool), "density": jnp.ones((2, 3)), "layer": jnp.arange(2)}
+    blocks = {"sparse_attention": {"switch": switch | {"step": jnp.zeros(2, jnp.int32)}}}
+    step = SimpleNamespace(state=TrainState(*[None] * 6, variables={"blocks": blocks}))
+    program("sparse_step").set_switches(step, [1.0, 0.05], 7)
+    found = step.state.variables["blocks"]["sparse_attention"]["switch"]
+    assert found["sparse"].tolist() == [False, True]
+    assert found["density"].tolist() == [[1.0] * 3, [pytest.approx(0.05)] * 3]
+    assert found["step"].tolist() == [7, 7]
+    assert found["layer"].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("remat", "forwards"), [("attention", 1), pytest.param("full", 2, marks=pytest.mark.slow)]
+)
+def test_only_full_recomputation_attends_twice(program, monkeypatch, remat, forwards):
+    model = MODELS["tiny"] | {"num_heads": 2, "dim": 128, "ffn_dim": 64, "num_layers": 2}
+    monkeypatch.setattr("pallas_kernels.devices.unsupported_triton_device", lambda: None)
+    spec = program("sparse_step").make_spec("sparse", harness.training_fields(model, remat))
+    mesh = make_mesh(MeshConfig(), jax.local_devices()[:1])
+    state = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), abstract_state(spec, mesh, 0)
+    )
+    batch = jax.eval_shape(lambda: random_batch(spec.model, (1, 4, 16, 16)))
+    sums = jax.eval_shape(lambda: zero_accumulator(spec, mesh, state.weights, batch))
+    step = make_accumulate(spec, mesh).trace(state.weights, sums, batch, state.key)
+    text = str(step.jaxpr)
+    found = Counter(re.findall(r"name_and_src_info=block_sparse_attention_(\w+)", text))
+    assert found == {"forward": forwards, "dq": 1, "dkv": 1}
+    assert text.count(" top_k[") == 1

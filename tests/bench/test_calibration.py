@@ -1,5 +1,6 @@
 """`alload calibrate`: a run of a tiny model on this host, and refusals."""
 
+import itertools
 import math
 import time
 
@@ -39,7 +40,7 @@ SHORT = ["--seconds", str(PATIENCE), "--shortest", "4", "--longest", "16"]
 def config(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     # Few compilations: the sizes for memory are points of the grid too.
-    monkeypatch.setattr("alload_jax.bench.calibration._TARGETS", (8, 16))
+    monkeypatch.setattr(calibration, "_TARGETS", (8, 16))
     monkeypatch.setattr(calibration, "_MEMORY_SIZES", (1, 2))
     monkeypatch.setattr(calibration, "_MEMORY_LENGTH", 4)
     monkeypatch.setattr("alload_jax.bench.calibration_fit._HOLD_OUT_FROM", 6)
@@ -55,32 +56,7 @@ def config(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_tiny_model_is_calibrated(config, tmp_path, capsys):
-    out, picture = tmp_path / "cost.json", tmp_path / "fit.png"
-    flags = ["--config", str(config), "--out", str(out), "--picture", str(picture), *SHORT]
-    flags += ["--memory-gb", "0.5", "--set", "model.remat", "full"]
-    began = time.perf_counter()
-    assert main(["calibrate", *flags]) == 0
-    seconds = time.perf_counter() - began
-    costs = read_cost_file(out)
-    assert all(math.isfinite(value) for value in vars(costs.quadratic).values())
-    assert costs.power.p > 0
-    assert costs.origin == "measured"
-    assert costs.device == "cpu"
-    assert costs.model["remat"] == "full"
-    assert costs.memory.bytes_of(costs.m_mem) <= 0.95 * 0.5e9
-    assert costs.bytes_per_split_token == 12 * 4 * 16
-    assert 0 < costs.program_seconds < seconds
-    points, fits = costs.details["points"], costs.details["fits"]
-    assert any(point["held_out"] for point in points)
-    assert all(math.isfinite(form["held_out_mape"]) for form in fits.values())
-    assert set(fits) == {"quadratic", "three_term", "power"}
-    assert picture.stat().st_size > 10_000
-    assert "held out" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_layers_with_sparse_attention_are_calibrated(config, tmp_path, monkeypatch, capsys):
+def test_a_tiny_model_and_its_sparse_layers_are_calibrated(config, tmp_path, monkeypatch, capsys):
     # Blocks are longer than these samples, which sparse layers do not make faster.
     run, used = calibration.Step.run, []
 
@@ -95,12 +71,26 @@ def test_layers_with_sparse_attention_are_calibrated(config, tmp_path, monkeypat
             "[1, 1, 1]", "[1, 1, 1], sparse_attention: {selector: pooled, min_tokens: 9}"
         )
     )
-    out = tmp_path / "cost.json"
-    flags = ["--config", str(config), "--out", str(out), *SHORT, "--memory-gb", "0.5"]
+    out, picture = tmp_path / "cost.json", tmp_path / "fit.png"
+    flags = ["--config", str(config), "--out", str(out), "--picture", str(picture), *SHORT]
+    flags += ["--memory-gb", "0.5", "--set", "model.remat", "full"]
+    began = time.perf_counter()
     assert main(["calibrate", *flags]) == 0
+    seconds = time.perf_counter() - began
+    costs = read_cost_file(out)
+    assert all(math.isfinite(value) for value in vars(costs.quadratic).values())
+    assert costs.power.p > 0
+    assert (costs.origin, costs.device, costs.model["remat"]) == ("measured", "cpu", "full")
+    assert costs.memory.bytes_of(costs.m_mem) <= 0.95 * 0.5e9
+    assert costs.bytes_per_split_token == 12 * 4 * 16
+    assert 0 < costs.program_seconds < seconds
+    points, fits = costs.details["points"], costs.details["fits"]
+    assert any(point["held_out"] for point in points)
+    assert all(math.isfinite(form["held_out_mape"]) for form in fits.values())
+    assert set(fits) == {"quadratic", "three_term", "power"}
+    assert picture.stat().st_size > 10_000
     assert {forced for forced, _ in used} == {(1.0,), (0.1,), (0.3,)}
     assert {tokens for forced, tokens in used if forced[0] < 1} == {12, 16}
-    costs = read_cost_file(out)
     sparse = costs.details["sparse"]
     assert [(p["density"], p["seq_len"]) for p in sparse["points"]] == [
         (density, seq_len) for density in (0.1, 0.3) for seq_len in (12, 16)
@@ -112,8 +102,8 @@ def test_layers_with_sparse_attention_are_calibrated(config, tmp_path, monkeypat
         assert seconds == pytest.approx(point["predicted_seconds"])
     assert costs.model["sparse_attention"] == {"selector": "pooled"}
     printed = capsys.readouterr().out
-    assert "1 × 12 tokens, density 0.3: " in printed
-    assert "steps with sparse attention" in printed
+    for words in ("held out", "1 × 12 tokens, density 0.3: ", "steps with sparse attention"):
+        assert words in printed
 
 
 def test_outcomes_of_sparse_attention_become_terms():
@@ -165,24 +155,18 @@ def test_measurements_before_an_interrupt_are_fitted(config, tmp_path, monkeypat
     assert len(read_cost_file(out).details["points"]) == 6
 
 
-@pytest.mark.parametrize("seq_len", [1, 7, 256, 32_760, 80_000, 65_537])
-@pytest.mark.parametrize("patch", [(1, 2, 2), (1, 4, 4), (2, 3, 1)])
-def test_latents_have_the_requested_number_of_tokens(seq_len, patch):
-    rows, *latents = Case(3, seq_len).latents(patch)
-    assert rows == 3
-    assert math.prod(latents) == seq_len * math.prod(patch)
-    assert all(size % p == 0 for size, p in zip(latents, patch, strict=True))
-
-
 def test_the_grid_is_ascending_and_within_memory():
     cases = grid(256, 80_000, 100_000)
     assert [c.tokens for c in cases] == sorted(c.tokens for c in cases)
     assert {c.seq_len for c in cases} >= {256, 512, 65_536, 80_000}
     assert all(Case(1, c.seq_len) in cases for c in cases)
     assert max(c.tokens for c in grid(256, 4096, 5000)) <= 5000
-
-
-def test_tokens_of_a_joint_condition_count_in_a_length_and_make_no_latents():
+    for seq_len, patch in itertools.product((1, 7, 32_760, 65_537), ((1, 2, 2), (2, 3, 1))):
+        rows, *latents = Case(3, seq_len).latents(patch)
+        assert rows == 3
+        assert math.prod(latents) == seq_len * math.prod(patch)
+        assert all(size % p == 0 for size, p in zip(latents, patch, strict=True))
+    # Tokens of a joint condition count in a length, and make no latents.
     cases = grid(256, 4096, 10_000, beside=100)
     assert [case.seq_len for case in cases if case.rows == 1] == [356, 612, 1124, 2148, 4196]
     assert max(case.tokens for case in cases) <= 10_000
@@ -215,7 +199,7 @@ def test_the_memory_check_runs_steps_at_m_mem_and_beyond(monkeypatch):
         return {"seconds": 1.0, "peak_bytes": 5e8} if len(calls) == 1 else {"error": "no memory"}
 
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
-    monkeypatch.setattr("alload_jax.bench.calibration.measured", measured)
+    monkeypatch.setattr(calibration, "measured", measured)
     costs = CostFile(
         memory=MemoryModel(1e8, 4e3, 1e5),
         m_mem=100_000,
@@ -249,19 +233,20 @@ def test_every_flag_is_passed_to_the_measuring_process():
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--config", "none.yaml", "--out", "c.json"], "none.yaml: no such config"),
-        (["--config", "tiny.yaml", "--out", "no/c.json"], "not a file in an existing folder"),
-        (["--config", "tiny.yaml", "--out", "c.json", "--seconds", "0"], "must be above 0"),
-        (["--config", "tiny.yaml", "--out", "c.json", "--margin", "1"], "below 1"),
-        (["--config", "tiny.yaml", "--out", "c.json", "--layers", "0"], "at least 1"),
-        (["--config", "tiny.yaml", "--out", "c.json", "--longest", "300"], "further apart"),
-        (["--config", "tiny.yaml", "--out", "c.json", "--set", "model.dym", "3"], "model.dim"),
-        (["--config", "tiny.yaml", "--out", "c.json", "--memory-gb", "1e-5"], "before any token"),
-        (["--config", "tiny.yaml", "--out", "c.json", "--longst", "3"], "did you mean --longest"),
-        (["--out", "c.json"], "--config --from-run is required"),
+        (["--config", "none.yaml"], "none.yaml: no such config"),
+        (["--out", "no/c.json"], "not a file in an existing folder"),
+        (["--seconds", "0"], "must be above 0"),
+        (["--margin", "1"], "below 1"),
+        (["--layers", "0"], "at least 1"),
+        (["--longest", "300"], "further apart"),
+        (["--set", "model.dym", "3"], "model.dim"),
+        (["--memory-gb", "1e-5"], "before any token"),
+        (["--longst", "3"], "did you mean --longest"),
     ],
 )
 def test_refusals_are_one_line(config, flags, words):
     with pytest.raises(InputError, match=words) as raised:
-        main(["calibrate", *flags])
+        main(["calibrate", "--config", "tiny.yaml", "--out", "c.json", *flags])
     assert "\n" not in str(raised.value)
+    with pytest.raises(InputError, match="--config --from-run is required"):
+        main(["calibrate", "--out", "c.json"])

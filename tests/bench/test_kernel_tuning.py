@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from patience import PATIENCE, wait_until
 
@@ -54,15 +54,11 @@ def _own_cache(tmp_path_factory):
     tuning.read.cache_clear()
 
 
-@given(TUNED)
-def test_a_file_holds_what_was_measured(measured):
+@given(TUNED, st.sampled_from(PASSES), st.integers(1, 8192))
+@settings(max_examples=30)
+def test_a_file_holds_what_was_measured_which_goes_before_the_table(measured, kernel, dim):
     tuning.write(DEVICE, measured, {"command": "alload bench tune"})
     assert tuning.read(DEVICE) == measured
-
-
-@given(TUNED, st.sampled_from(PASSES), st.integers(1, 8192))
-def test_a_measured_width_goes_before_the_table(measured, kernel, dim):
-    tuning.write(DEVICE, measured, {})
     known = tuning.divisions(kernel, DEVICE)
     for width in known:
         expected = measured.divisions[kernel].get(width) or tuning.MEASURED[kernel][width]
@@ -81,34 +77,28 @@ def test_other_widths_have_equal_tiles_that_pad_less_than_one_tile(kernel, dim):
     tiles = split_width(dim, division.max_tile, division.equal_tiles)
     assert len({tile.width for tile in tiles}) == 1
     assert 0 <= sum(tile.width for tile in tiles) - dim < tiles[0].width
-    assert [tile.ragged for tile in tiles[:-1]] == [False] * (len(tiles) - 1)
+    assert tiles[0].width <= 128 or sum(tile.width for tile in tiles) <= 1.25 * dim
 
 
-@given(TUNED, st.sampled_from([DEVICE, "NVIDIA H200"]), st.integers(1, 9000))
-def test_auto_follows_what_was_measured_near_a_width_and_else_the_table(measured, device, dim):
-    big, built_in = 1 << 31, None
-    if device == "NVIDIA H200" and dim <= 8192:
-        built_in = dim >= 256
-    tuning.write(device, Tuned(measured.divisions, {}), {})
-    assert tuning.measured_as_faster(device, "row", big, dim) == built_in
-    tuning.write(device, measured, {})
-    found = tuning.measured_as_faster(device, "row", big, dim)
-    near = [width for width in measured.times_xla if 1 / 1.14 < width / dim < 1.14]
-    if not near and not any(1 / 1.16 < width / dim < 1.16 for width in measured.times_xla):
-        assert found == built_in
-    if len(near) == 1 and len(measured.times_xla) == 1:
-        assert found == (min(measured.times_xla[near[0]]) > 1)
-    assert not tuning.measured_as_faster(device, "row", 1000, dim)
-    tuning.path_of(device).unlink()
-
-
-@pytest.mark.parametrize("kind", ["NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA H100 NVL"])
-def test_an_h100_takes_what_its_chip_takes(kind):
-    for layout in ("row", "segment", "token"):
-        for dim in (1024, 1536, 5120, 8192):
-            call = (layout, 1 << 30, dim)
-            expected = tuning.measured_as_faster("NVIDIA H200", *call)
-            assert tuning.measured_as_faster(kind, *call) == expected
+@pytest.mark.parametrize(
+    ("ratios", "dim", "faster"),
+    [
+        ({1500: (1.2, 0.9)}, 1500, False),
+        ({1500: (1.2, 1.1)}, 1724, True),
+        ({1500: (1.2, 1.1)}, 1726, None),
+        ({1500: (1.0, 1.1)}, 1305, False),
+        ({1500: (1.2, 1.1), 1600: (1.2, 0.5)}, 1560, False),
+        ({1500: (1.2, 1.1), 1600: (1.2, 0.5)}, 1540, True),
+        ({}, 1500, None),
+    ],
+)
+def test_auto_follows_what_was_measured_near_a_width_and_else_the_table(ratios, dim, faster):
+    tuning.write(DEVICE, Tuned({kernel: {} for kernel in PASSES}, ratios), {})
+    assert tuning.measured_as_faster(DEVICE, "row", 1 << 31, dim) is faster
+    assert tuning.measured_as_faster(DEVICE, "segment", 1 << 31, dim) is None
+    assert tuning.measured_as_faster(DEVICE, "row", 1000, dim) is False
+    tuning.path_of(DEVICE).unlink()
+    tuning.read.cache_clear()
 
 
 def with_fields(**changes):
@@ -119,7 +109,6 @@ def with_fields(**changes):
 @pytest.mark.parametrize(
     "text",
     [
-        "",
         "[]",
         "{",
         "[" * 100_000,
@@ -127,8 +116,13 @@ def with_fields(**changes):
         with_fields(device="another"),
         with_fields(divisions={"forward": {"64": {"max_tile": 100, "num_warps": 1}}}),
         with_fields(divisions={"forward": {"64": {"max_tile": 96, "num_warps": 1, "per_core": 1}}}),
+        with_fields(
+            divisions={
+                "forward": {"64": {"max_tile": 128, "num_warps": 1, "per_core": 1, "prefetch": 1}}
+            }
+        ),
         with_fields(times_xla={"64": [1.0]}),
-        with_fields(times_xla={"64": [1.0, -1.0]}),
+        with_fields(times_xla={"64": [1.0, 0.0]}),
         with_fields(times_xla={"0": [1.0, 1.0]}),
         with_fields(times_xla={"64": [1.0, 1e999]}),
     ],
@@ -180,21 +174,8 @@ def test_processes_share_the_work_and_begin_none_after_the_deadline():
 
 
 @pytest.mark.slow
-def test_a_search_that_is_interrupted_leaves_no_process(two_at_work, default_signals):
-    def interrupt():
-        two_at_work()
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-
-    interrupts = threading.Thread(target=interrupt)
-    interrupts.start()
-    with pytest.raises(KeyboardInterrupt):
-        list(kernel_tuning._in_processes(for_ever, groups_of(1, 2), 2, math.inf))
-    interrupts.join()
-    wait_until(lambda: not multiprocessing.active_children())
-
-
-@pytest.mark.slow
-def test_a_search_that_is_killed_leaves_no_process(tmp_path, two_at_work):
+@pytest.mark.parametrize("way", [signal.SIGINT, signal.SIGTERM], ids=["interrupted", "killed"])
+def test_a_search_that_ends_early_leaves_no_process(way, tmp_path, two_at_work, default_signals):
     script = (
         "import sys, math; sys.path[:0] = sys.argv[1:]\n"
         "from test_kernel_tuning import for_ever, groups_of, kernel_tuning\n"
@@ -213,12 +194,13 @@ def test_a_search_that_is_killed_leaves_no_process(tmp_path, two_at_work):
 
     two_at_work(search)
     assert len(running()) >= 3
-    search.terminate()
+    search.send_signal(way)
     search.wait(PATIENCE)
     wait_until(lambda: not running())
 
 
 @given(st.sampled_from(PASSES), st.integers(65, 8192))
+@settings(max_examples=30)
 def test_candidates_can_run_and_differ(kernel, dim):
     found = list(candidates(kernel, dim))
     assert len(set(found)) == len(found) > 0
@@ -233,6 +215,7 @@ def test_candidates_can_run_and_differ(kernel, dim):
 
 
 @given(TUNED, DIVISIONS, st.sampled_from(PASSES), st.integers(1, 9000))
+@settings(max_examples=20)
 def test_a_search_replaces_only_its_widths(before, division, kernel, dim):
     timed = Timed(kernel, dim, division, 1.0, 1.0)
     after = tuned([Best(timed, timed)], before, {dim: (2.0, 3.0)})
@@ -252,16 +235,13 @@ def test_the_table_holds_what_the_committed_search_found():
             assert best["us"] <= used["us"]
             if name != "_common" or best["us"] < 0.985 * used["us"]:
                 last[best["kernel"], best["dim"]] = best
+    # Widths from 1,024 on are near a searched one; passes forward were not between 7,168 and 8,192.
+    for kernel, known in tuning.MEASURED.items():
+        for dim in range(1024, 8193 if kernel.endswith("backward") else 7169):
+            assert min(abs(width - dim) for width in known) <= 64
     for (kernel, dim), best in last.items():
         fields = {name: best[name] for name in Division.__dataclass_fields__ if name in best}
         assert tuning.MEASURED[kernel][dim] == Division(**fields)
-
-
-@given(st.sampled_from(PASSES), st.integers(1024, 8192))
-def test_widths_from_1024_on_are_near_a_searched_one(kernel, dim):
-    """Passes forward were searched up to 7,168 and at 8,192."""
-    known, everywhere = tuning.MEASURED[kernel], kernel.endswith("backward") or dim <= 7168
-    assert min(abs(width - dim) for width in known) <= (64 if everywhere else 512)
 
 
 @pytest.mark.parametrize(

@@ -183,131 +183,99 @@ def cotangents_for(operands, residual_dtype=None, seed=99):
 
 
 class Oracle:
-    """Float64 by hand. `h` is the kernel's own, because the norm is that of the rounded sum."""
+    """Float64 by hand. `h` is the kernel's own, because the norm is that of the rounded sum.
+
+    Arrays are [tokens, D]; `row` is a token's row of the flattened tables, −1 for padding.
+    """
 
     def __init__(self, operands, h=None, eps=EPS):
-        self.operands, self.eps = operands, eps
-        self.shape = operands.x.shape
-        self.dim = self.shape[-1]
-        scale = numpy64(operands.scale)
-        ids = None if operands.segment_ids is None else np.asarray(operands.segment_ids)
-        self.ids = ids
-        self.padding = np.zeros(self.shape[:-1], bool) if ids is None else ids < 0
-        self.table = scale.shape
-        self.scale, self.shift, self.gate, self.y = (
-            None if v is None else self.per_token(numpy64(v))
-            for v in (operands.scale, operands.shift, operands.gate, None)
+        self.operands, self.dim = operands, operands.x.shape[-1]
+        self.tokens, self.rows = (a.size // self.dim for a in (operands.x, operands.scale))
+        number = np.arange(self.tokens)
+        self.row = number // (self.tokens // self.rows)
+        if operands.segment_ids is not None:
+            ids, of_table = np.asarray(operands.segment_ids).ravel(), operands.scale.shape[-2]
+            own = number // (self.tokens // (self.rows // of_table)) * of_table
+            self.row = np.where(ids < 0, -1, ids + own)
+        self.padding = (self.row < 0)[:, None]
+        self.scale, self.shift, self.gate = (
+            None if v is None else self.flat(v)[np.maximum(self.row, 0)]
+            for v in (operands.scale, operands.shift, operands.gate)
         )
-        self.y = None if operands.y is None else self.clear(numpy64(operands.y))
-        self.x = self.clear(numpy64(operands.x))
-        self.h = self.x if h is None else self.clear(numpy64(h))
-        self.mean = self.h.mean(-1, keepdims=True)
-        self.rstd = 1 / np.sqrt(((self.h - self.mean) ** 2).mean(-1, keepdims=True) + eps)
-        self.normed = (self.h - self.mean) * self.rstd
+        self.x = self.clear(self.flat(operands.x))
+        self.y = None if operands.y is None else self.clear(self.flat(operands.y))
+        self.h = self.x if h is None else self.clear(self.flat(h))
+        mean = self.h.mean(-1, keepdims=True)
+        self.rstd = 1 / np.sqrt(((self.h - mean) ** 2).mean(-1, keepdims=True) + eps)
+        self.normed = (self.h - mean) * self.rstd
+        # How much a relative error of h's elements grows in the normed row.
+        self.condition = 1 + np.abs(self.h).max(-1, keepdims=True) * self.rstd
 
-    def per_token(self, table):
-        """A table's row for each token."""
-        if self.ids is None:
-            if table.shape == self.shape:
-                return table
-            return np.broadcast_to(
-                table[..., None, :] if len(self.shape) == 3 else table, self.shape
-            )
-        own = np.maximum(self.ids, 0)
-        if table.ndim == 2:
-            return table[own]
-        return np.stack([rows[ids] for rows, ids in zip(table, own, strict=True)])
+    def flat(self, value):
+        return numpy64(value).reshape(-1, self.dim)
 
     def clear(self, value):
-        return np.where(self.padding[..., None], 0.0, value)
+        return np.where(self.padding, 0.0, value)
 
-    @property
-    def condition(self):
-        """How much a relative error of h's elements grows in the normed row."""
-        size = np.abs(self.h).max(-1, keepdims=True)
-        return 1 + size * self.rstd
+    def check(self, name, actual, expected, *, like, **bound):
+        """`like`: an operand whose shape it must have; `bound`: of `tolerance`."""
+        assert actual.shape == like.shape, name
+        bound = tolerance(actual.dtype, expected, self.dim, **bound)
+        assert_within(self.flat(actual), expected, bound, name)
 
-    def residual(self):
-        """h, and the size of what it adds up."""
-        branch = self.y if self.gate is None else self.gate * self.y
-        return self.clear(self.x + branch), self.clear(np.abs(self.x) + np.abs(branch))
+    def check_outputs(self, h, out):
+        if h is not None:
+            branch = self.y if self.gate is None else self.gate * self.y
+            size = self.clear(np.abs(self.x) + np.abs(branch))
+            expected = self.clear(self.x + branch)
+            bound = tolerance(h.dtype, expected, 1, condition=size)
+            assert_within(self.flat(h), expected, bound, "h")
+        expected = self.clear(self.normed * (1 + self.scale) + self.shift)
+        # An element's error is that of the normed row times its own gain.
+        condition = self.condition * np.abs(1 + self.scale) + np.abs(self.shift)
+        self.check("out", out, expected, like=self.operands.x, condition=condition)
 
-    def modulated(self):
-        return self.clear(self.normed * (1 + self.scale) + self.shift)
-
-    def gradients(self, cotangents):
-        """By token: of x, y, scale, shift, gate, float64; and the size of x's terms."""
-        dh, dout = (None if c is None else self.clear(numpy64(c)) for c in cotangents)
+    def check_gradients(self, gradients, dh, dout):
+        dout = self.clear(self.flat(dout))
         gained = dout * (1 + self.scale)
-        constant = gained.mean(-1, keepdims=True)
         slope = (gained * self.normed).mean(-1, keepdims=True)
-        dx = self.rstd * (gained - constant - self.normed * slope)
+        dx = self.rstd * (gained - gained.mean(-1, keepdims=True) - self.normed * slope)
         size = self.rstd * (np.abs(gained).max(-1, keepdims=True) + np.abs(self.normed * slope))
-        dx = dx if dh is None else dx + dh
-        by_token = {"x": self.clear(dx), "scale": dout * self.normed, "shift": dout}
+        dx = self.clear(dx if dh is None else dx + self.flat(dh))
+        noise = self.clear(size) * self.condition / 3 + 1.0
+        gate = 1.0 if self.gate is None else self.gate
+        tokens = {"x": (dx, noise)}
+        # The largest term of a sum decides: √rows such errors add up at random.
+        tables = {"scale": (dout * self.normed, np.abs(dout) * self.condition)}
+        tables["shift"] = dout, np.abs(dout)
         if self.y is not None:
-            by_token["y"] = self.clear(dx if self.gate is None else dx * self.gate)
+            tokens["y"] = self.clear(dx * gate), noise * np.abs(gate)
         if self.gate is not None:
-            by_token["gate"] = self.clear(dx * self.y)
-        return by_token, self.clear(np.broadcast_to(size, self.shape))
-
-    def summed(self, by_token):
-        """Added up over the tokens of each table row."""
-        if self.ids is None:
-            if self.table == self.shape:
-                return by_token
-            return by_token.sum(-2, keepdims=len(self.shape) == 2)
-        total = np.zeros(self.table)
-        for place in np.ndindex(self.shape[:-1]):
-            if self.ids[place] >= 0:
-                row = (self.ids[place],) if len(self.table) == 2 else (place[0], self.ids[place])
-                total[row] += by_token[place]
-        return total
+            tables["gate"] = dx * self.y, noise * np.abs(self.y)
+        for name, actual in zip(NAMES, gradients, strict=True):
+            if name not in tokens | tables:
+                assert actual is None, name
+                continue
+            like = getattr(self.operands, name)
+            assert actual.dtype == like.dtype, name
+            if name in tokens:
+                expected, condition = tokens[name]
+                bound = {"condition": condition + 1e-30}
+            else:
+                each, term = tables[name]
+                expected, used = np.zeros((self.rows, self.dim)), ~self.padding[:, 0]
+                np.add.at(expected, self.row[used], each[used])
+                bound = {"condition": 1 + np.max(self.clear(term), initial=0)}
+                bound["rows"] = 1 if self.rows == self.tokens else self.tokens
+            self.check(f"d{name}", actual, expected, like=like, **bound)
 
 
 def check(operands, outputs, gradients=None, cotangents=None, *, eps=EPS):
     """Compares outputs, and gradients where given, with the oracle."""
-    h, out = outputs
-    oracle = Oracle(operands, h, eps)
-    dim = oracle.dim
-    if h is not None:
-        expected, size = oracle.residual()
-        assert_within(h, expected, tolerance(h.dtype, expected, 1, condition=size), "h")
-    expected = oracle.modulated()
-    # An element's error is that of the normed row times its own gain.
-    condition = oracle.condition * np.abs(1 + oracle.scale) + np.abs(oracle.shift)
-    bound = tolerance(out.dtype, expected, dim, condition=condition)
-    assert_within(out, expected, bound, "out")
+    oracle = Oracle(operands, outputs[0], eps)
+    oracle.check_outputs(*outputs)
     if gradients is not None:
-        check_gradients(oracle, gradients, cotangents)
-
-
-def check_gradients(oracle, gradients, cotangents):
-    by_token, size = oracle.gradients(cotangents)
-    noise = size * oracle.condition / 3 + 1.0
-    rows = int(np.prod(oracle.shape[:-1]))
-    for name, actual in zip(NAMES, gradients, strict=True):
-        if name not in by_token:
-            assert actual is None, name
-            continue
-        assert actual.dtype == getattr(oracle.operands, name).dtype, name
-        own = by_token[name]
-        if name in ("x", "y"):
-            factor = noise * (np.abs(oracle.gate) if name == "y" and oracle.gate is not None else 1)
-            bound = tolerance(actual.dtype, own, oracle.dim, condition=factor + 1e-30)
-            assert_within(actual, own, bound, f"d{name}")
-            continue
-        # The largest term of a sum decides: √rows such errors add up at random.
-        term = {
-            "scale": np.abs(numpy64(cotangents[1])) * oracle.condition,
-            "shift": np.abs(numpy64(cotangents[1])),
-        }.get(name)
-        term = noise * np.abs(oracle.y) if term is None else term
-        worst = 1 + np.max(np.where(oracle.padding[..., None], 0, term), initial=0)
-        expected = oracle.summed(own)
-        count = 1 if oracle.table == oracle.shape else rows
-        bound = tolerance(actual.dtype, expected, oracle.dim, rows=count, condition=worst)
-        assert_within(actual, expected, bound, f"d{name}")
+        oracle.check_gradients(gradients, *cotangents)
 
 
 def run_and_check(operands, interpret, **static):

@@ -1,0 +1,25 @@
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def program(monkeypatch):
+    """A program of benchmarks/ by its name."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module
+
+
+@pytest.fixture
+def in_process(monkeypatch):
+    """`alload bench step` measures in this process, which takes less time than one of its own."""
+
+    def measured(program, settings, variables=None):
+        found = importlib.import_module(program).measure(**settings)
+        return json.loads(json.dumps(found))
+
+    monkeypatch.setattr("alload_jax.commands.bench_step.measured", measured)

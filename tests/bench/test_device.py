@@ -1,0 +1,200 @@
+"""What is seen of a device: nvidia-smi's samples, and kernels in a profile written by hand."""
+
+import contextlib
+import os
+import signal
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.profiler import ProfileData
+from patience import PATIENCE, wait_until
+
+from alload_jax.bench import device as device_load
+from alload_jax.bench.device import load_of, sampling
+from alload_jax.bench.trace import device_seconds, timeline, traced
+
+values = st.integers(0, 5000)
+samples = st.tuples(values, values, values, values)
+JUNK = ["", "1980, 19", "1980, 1980, 1, 7", "[N/A], 1980, 1, 700\n", "nan, 1, 2, 3\n", "\ufffd\n"]
+
+
+@given(st.lists(samples, max_size=9), st.sampled_from(JUNK))
+def test_medians_of_whole_samples(drawn, junk):
+    lines = [f"{a}, {b}, {c}.00, {d}.00\n" for a, b, c, d in drawn]
+    found = load_of([*lines, junk])
+    if not drawn:
+        assert found is None
+        return
+    assert found[:4] == tuple(map(statistics.median, zip(*drawn, strict=True)))
+    assert found.samples == len(drawn)
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch):
+    """Puts a shell script in nvidia-smi's place, on a machine that seems to have a GPU."""
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(device_load, "_PATIENCE", PATIENCE)
+
+    def write(script):
+        path = tmp_path / "nvidia-smi"
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+
+    return write
+
+
+def runs(pid):
+    """Whether a process does; one that nobody waits for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_samples_what_the_program_says_until_the_end(program, tmp_path):
+    program(
+        f"echo '1600, 1980, 690.5, 700'; printf '\\377\\n17'; : > {tmp_path}/told; exec sleep 60"
+    )
+    with sampling() as sampled:
+        wait_until((tmp_path / "told").exists)
+    assert sampled.load == (1600, 1980, 690.5, 700, 1)
+
+
+@pytest.mark.parametrize(
+    ("visible", "device"), [(None, "0"), (" 3,1", "3"), ("GPU-8a,GPU-9", "GPU-8a")]
+)
+def test_asks_for_the_first_visible_device(program, tmp_path, monkeypatch, visible, device):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    program(f'echo "$*" > {tmp_path}/told; mv {tmp_path}/told {tmp_path}/asked; exec sleep 60')
+    with sampling():
+        wait_until((tmp_path / "asked").exists)
+    assert f"-i {device} " in (tmp_path / "asked").read_text()
+
+
+def test_a_program_that_does_not_end_is_killed(program, tmp_path, monkeypatch):
+    monkeypatch.setattr(device_load, "_PATIENCE", 0.2)
+    program(f'trap "" TERM; echo $$ > {tmp_path}/pid; : > {tmp_path}/told; while :; do :; done')
+    with sampling() as sampled:
+        wait_until((tmp_path / "told").exists)
+    assert sampled.load is None
+    wait_until(lambda: not runs((tmp_path / "pid").read_text().strip()))
+
+
+def test_it_ends_where_its_process_is_killed(program, tmp_path):
+    program(f"echo $$ > {tmp_path}/pid; : > {tmp_path}/told; while echo 1; do sleep 0.05; done")
+    script = "import jax, signal; from alload_jax.bench.device import sampling\n"
+    script += "jax.default_backend = lambda: 'gpu'\nwith sampling(): signal.pause()"
+    process = subprocess.Popen([sys.executable, "-c", script])
+    wait_until((tmp_path / "told").exists, process)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    sampler = int((tmp_path / "pid").read_text())
+    try:
+        wait_until(lambda: not runs(sampler))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(sampler, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("reason", ["no program", "no GPU", "no visible GPU"])
+def test_nothing_is_started_without_a_gpu_or_the_program(program, monkeypatch, tmp_path, reason):
+    program("echo '1, 2, 3, 4'; exec sleep 60")
+    if reason == "no program":
+        monkeypatch.setenv("PATH", str(tmp_path / "none"))
+    elif reason == "no GPU":
+        monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",1")
+    start, started = subprocess.Popen, []
+
+    def noted(*arguments, **options):
+        started.append(start(*arguments, **options))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", noted)
+    with pytest.raises(ValueError, match="within") as raised, sampling() as sampled:
+        raise ValueError("within")
+    assert raised.value.__context__ is None
+    assert sampled.load is None
+    assert not started
+
+
+# ---------------------------------------------------------------- profiles
+
+MS = 1_000_000_000
+"""Picoseconds, in which a profile counts."""
+
+
+def plane(name, events_of_lines):
+    """A plane in protobuf's text: {line: [(event, begin, end) in ms]}."""
+    names = sorted({event for events in events_of_lines.values() for event, *_ in events})
+    ids = {event: number for number, event in enumerate(names, 1)}
+    lines = "".join(
+        f'lines {{ name: "{line}" timestamp_ns: 0 '
+        + "".join(
+            f"events {{ metadata_id: {ids[event]} offset_ps: {begin * MS} "
+            f"duration_ps: {(end - begin) * MS} }} "
+            for event, begin, end in events
+        )
+        + "} "
+        for line, events in events_of_lines.items()
+    )
+    metadata = "".join(
+        f'event_metadata {{ key: {number} value {{ id: {number} name: "{event}" }} }} '
+        for event, number in ids.items()
+    )
+    return f'planes {{ name: "{name}" {lines} {metadata} }}'
+
+
+def profile(*planes):
+    return ProfileData.from_serialized_xspace(
+        ProfileData.text_proto_to_serialized_xspace(" ".join(planes))
+    )
+
+
+HOST = plane("/host:CPU", {"python": [("alload step", 0, 10), ("alload step", 20, 40)]})
+
+
+def test_overlapping_kernels_count_once_and_collectives_separately():
+    first = plane(
+        "/device:GPU:0",
+        {
+            "Stream #1(Compute)": [("gemm", 1, 5), ("attention", 21, 30), ("gemm", 35, 36)],
+            "Stream #2(Compute)": [("gemm", 4, 6), ("gemm", 22, 23)],
+            "Stream #3": [("ncclDevKernel_AllGather", 5, 9), ("ncclDevKernel_AllGather", 28, 32)],
+            "XLA Modules": [("jit_step", 0, 10)],
+        },
+    )
+    second = plane("/device:GPU:1", {"Stream #1(Compute)": [("gemm", 15, 25)]})
+    busy, exposed = device_seconds(profile(second, HOST, first))
+    # The kernel from 15 to 25 began before its step; the record's clock is the host's.
+    assert busy == [pytest.approx([5e-3, 0]), pytest.approx([10e-3, 5e-3])]
+    assert exposed == [pytest.approx([3e-3, 0]), pytest.approx([2e-3, 0])]
+
+
+def test_a_profile_without_gpus_has_no_device_times():
+    assert device_seconds(profile(HOST)) is None
+
+
+def test_every_step_runs_once_in_order():
+    done = []
+    found = traced([lambda n=n: done.append(float(jnp.float32(n) + 1)) for n in range(3)])
+    assert done == [1.0, 2.0, 3.0]
+    assert len(found.seconds) == 3
+
+
+def test_calls_of_a_kernel_are_added():
+    calls = {"Stream #1(Compute)": [("gemm", 1, 5), ("sort", 6, 7), ("gemm", 8, 9)]}
+    found = timeline(profile(HOST, plane("/device:GPU:0", calls))).spent
+    seconds = {operation.kernel: 2 * spent.seconds for operation, spent in found.items()}
+    assert seconds == {"gemm": pytest.approx(5e-3), "sort": pytest.approx(1e-3)}
