@@ -1,8 +1,10 @@
 """`alload calibrate`: a run of a tiny model on this host, and refusals."""
 
+import dataclasses
 import itertools
 import math
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -136,6 +138,73 @@ def test_outcomes_of_sparse_attention_become_terms():
 )
 def test_sparse_attention_is_measured_where_it_applies(shortest, longest, min_tokens, lengths):
     assert [c.seq_len for c in sparse_cases(shortest, longest, min_tokens)] == lengths
+
+
+STEP_SECONDS = {4: 0.01, 8: 0.2, 16: 1.0, 32: 2.0, 64: 9.0}
+"""By tokens."""
+
+
+class PretendedStep:
+    """Takes no time, and says that it took STEP_SECONDS."""
+
+    tokens_beside, state, accumulator = 0, np.zeros(2, np.float32), np.zeros(3, np.float32)
+    model = SimpleNamespace(sparse_attention=None, patch_size=(1, 1, 1))
+
+    def __init__(self):
+        self.update, self.ran = program_of(50), []
+        self.update.lower = lambda *_: SimpleNamespace(compile=lambda: self.update)
+
+    def compile(self, latents):
+        return program_of(100 * math.prod(latents))
+
+    def batch_shape(self, latents):
+        return [np.zeros(latents, np.float32)]
+
+    def batch(self, latents):
+        return math.prod(latents)
+
+    def run(self, program, tokens):
+        self.ran.append(tokens)
+        return STEP_SECONDS[tokens]
+
+
+def program_of(temporary):
+    found = SimpleNamespace(temp_size_in_bytes=temporary)
+    return SimpleNamespace(memory_analysis=lambda: found)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "memory", "repeats", "notes"),
+    [
+        (1000.0, None, {4: 15, 8: 7, 16: 3, 32: 3, 64: 1}, {}),
+        (5.0, None, {4: 15, 8: 7, 16: 3}, dict.fromkeys((32, 64), "skipped: no time left")),
+        (1000.0, 20 + 104 * 32, {4: 15, 8: 7, 16: 3, 32: 3}, {64: "needs 0.0 GB"}),
+    ],
+)
+def test_the_grid_is_timed_within_time_and_memory(seconds, memory, repeats, notes, monkeypatch):
+    monkeypatch.setattr(calibration, "_TARGETS", ())
+    step, bounds = PretendedStep(), calibration.Bounds(seconds, 4, 64, memory=memory)
+    found = list(calibration.Calibration(step, bounds).measure(64))
+    timed = {each.case.tokens: each for each in found if each.seconds}
+    assert {tokens: each.repeats for tokens, each in timed.items()} == repeats
+    assert {each.case.tokens: each.note for each in found if each.note} == notes
+    for tokens, each in timed.items():
+        assert each.seconds == each.least == each.most == STEP_SECONDS[tokens]
+        assert each.bytes == 20 + 104 * tokens
+        assert step.ran.count(tokens) == 1 + each.repeats
+
+
+def test_memory_is_a_line_through_compiled_programs(monkeypatch):
+    monkeypatch.setattr(calibration, "_MEMORY_LENGTH", 16)
+    bounds = calibration.Bounds(shortest=4, margin=0.05, memory=20 + 104 * 100)
+    found = calibration.Calibration(PretendedStep(), bounds).memory()
+    assert {case.tokens: size for case, size in found.sizes} == {
+        tokens: 20 + 104 * tokens for tokens in (16, 32, 64)
+    }
+    assert found.m_mem == int((0.95 * bounds.memory - 20) / 104)
+    small = dataclasses.replace(bounds, memory=20 + 104 * 3)
+    with pytest.raises(InputError, match="hold 2 tokens, fewer than the shortest sequence, 4"):
+        calibration.Calibration(PretendedStep(), small).memory()
 
 
 @pytest.mark.slow

@@ -1,10 +1,12 @@
 """Inputs, a float64 oracle and tolerances for the tests of block-sparse attention."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.block_sparse_attention import BlockLists, block_sparse_attention
+from pallas_kernels.block_sparse_attention import BlockLists, block_sparse_attention, full_lists
 
 ROUNDING = {jnp.dtype(jnp.bfloat16): 2.0**-8, jnp.dtype(jnp.float16): 2.0**-11}
 KINDS = ("random", "full", "empty", "one", "ragged", "popular")
@@ -12,14 +14,19 @@ KINDS = ("random", "full", "empty", "one", "ragged", "popular")
 
 def lists_of(kind, rng, rows, heads, n_query, n_key, query_block=64, key_block=64):
     """Lists of a kind; every row and head has its own."""
-    most = {"one": 1, "full": n_key}.get(kind, max(1, n_key - 1))
+    if kind == "full":
+        tokens = (
+            jnp.full((rows, n), size) for n, size in ((n_query, query_block), (n_key, key_block))
+        )
+        return full_lists(*tokens, heads, query_block, key_block)
+    most = 1 if kind == "one" else max(1, n_key - 1)
     weight = 1.0 / np.arange(1, n_key + 1) ** (2 if kind == "popular" else 0)
     chosen = [
         rng.choice(n_key, most, replace=False, p=weight / weight.sum())
         for _ in range(rows * heads * n_query)
     ]
     counts = rng.integers(0, most + 1, (rows, heads, n_query))
-    if kind in ("full", "one"):
+    if kind == "one":
         counts[:] = most
     if kind == "empty":
         counts[:] = 0
@@ -76,25 +83,16 @@ def oracle(q, k, v, dout, blocks, scale=None, dlse=None):
     return [x.swapaxes(1, 2) for x in (out, *grads)], lse
 
 
+@partial(jax.jit, static_argnames=("way", "scale"))
 def compute(q, k, v, dout, blocks, way, scale=None, dlse=None):
-    """Output and gradients, and the statistics; jitted. `way` is (implementation, interpret)."""
-    implementation, interpret = way
+    """Output and gradients, and the statistics. `way` is (implementation, interpret)."""
 
-    @jax.jit
-    def run(q, k, v):
-        def attend(q, k, v):
-            return block_sparse_attention(
-                *(q, k, v, blocks),
-                scale=scale,
-                return_lse=True,
-                implementation=implementation,
-                interpret=interpret,
-            )
+    def attend(q, k, v):
+        options = dict(zip(("implementation", "interpret"), way, strict=True))
+        return block_sparse_attention(q, k, v, blocks, scale=scale, return_lse=True, **options)
 
-        (out, lse), pull = jax.vjp(attend, q, k, v)
-        return (out, *pull((dout, jnp.zeros_like(lse) if dlse is None else dlse))), lse
-
-    return run(q, k, v)
+    (out, lse), pull = jax.vjp(attend, q, k, v)
+    return (out, *pull((dout, jnp.zeros_like(lse) if dlse is None else dlse))), lse
 
 
 def close(found, expected, dtype):
