@@ -1,5 +1,6 @@
 """The search for divisions of rows, and the files that keep what it finds."""
 
+import contextlib
 import json
 import math
 import multiprocessing
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -225,6 +227,74 @@ def test_a_search_replaces_only_its_widths(before, division, kernel, dim):
     assert after.times_xla == {**before.times_xla, dim: (2.0, 3.0)}
     # While a search goes on, nothing is known of XLA yet, and nothing is forgotten.
     assert tuned([Best(timed, timed)], before).times_xla == before.times_xla
+
+
+def microseconds(division):
+    """Of one division in a pretended measurement: each field makes a difference."""
+    slow = 4 * division.keep_in_registers + 2 * division.prefetch + division.equal_tiles
+    return abs(division.max_tile - 700) + division.num_warps + 1 / division.per_core + slow
+
+
+@pytest.fixture
+def on_a_pretended_gpu(monkeypatch):
+    """All of the command but kernels, processes and the device's times."""
+    calls = SimpleNamespace(compile=lambda division: division, sets=list)
+    monkeypatch.setattr(
+        kernel_tuning,
+        "_Calls",
+        lambda kernel, dim: SimpleNamespace(kernel=kernel, dim=dim, **vars(calls)),
+    )
+    monkeypatch.setattr(kernel_tuning, "_measuring", contextlib.nullcontext())
+    monkeypatch.setattr(
+        kernel_tuning,
+        "device_time",
+        lambda division, sets, iterations: SimpleNamespace(median=microseconds(division)),
+    )
+    monkeypatch.setattr(kernel_tuning, "_in_processes", lambda work, groups, *_: map(work, groups))
+    times = {("forward", "xla"): 6, ("backward", "xla"): 8}
+    monkeypatch.setattr(
+        kernel_tuning,
+        "measure",
+        lambda workloads, functions: [
+            SimpleNamespace(workload=dim, direction=way, implementation=each, us=us)
+            for dim in workloads
+            for (way, each), us in {
+                **times,
+                ("forward", "triton"): 3,
+                ("backward", "triton"): 2,
+            }.items()
+        ],
+    )
+    monkeypatch.setattr("alload_jax.bench.device.require_gpu", lambda: None)
+    monkeypatch.setattr("alload_jax.bench.device.copy_bandwidth", lambda: 1e12)
+    yield
+    tuning.path_of("cpu").unlink()
+    tuning.read.cache_clear()
+
+
+def test_the_command_searches_writes_and_checks(on_a_pretended_gpu, tmp_path, capsys):
+    out = tmp_path / "tune.json"
+    flags = ["--dims", "1500", "1500", "--kernels", "forward", "backward", "--check", "1536"]
+    assert main(["bench", "tune", *flags, "--out", str(out)]) == 0
+    content, known = json.loads(out.read_text()), tuning.read("cpu")
+    assert known.times_xla == {1500: (2.0, 4.0)}
+    assert [used["kernel"] for used, _ in content["widths"]] == ["backward", "forward"]
+    for used, best in content["widths"]:
+        kernel = best["kernel"]
+        usual = tuning.division_for(tuning.MEASURED[kernel], 1500)
+        tried = sorted({usual, *candidates(kernel, 1500)}, key=microseconds)
+        refined = tried[: kernel_tuning._REFINED]
+        tried += [one for each in refined for one in variants(kernel, each)]
+        assert known.divisions[kernel][1500] == min(tried, key=microseconds) != usual
+        assert used["us"] == microseconds(usual)
+        assert best["us"] == min(map(microseconds, tried))
+        moved = kernel_tuning.TENSORS[kernel] * (kernel_tuning.ELEMENTS // 1500) * 1500 * 2
+        assert best["of_copy"] == pytest.approx(moved / best["us"] * 1e6 / 1e12)
+    assert {each["dim"] for each in content["checked"]} == {1536}
+    assert {each["kernel"] for each in content["checked"]} == set(PASSES)
+    printed = capsys.readouterr().out
+    assert "| 1500  |    2.00 |     4.00 |" in printed
+    assert printed.count("checked: 1536") == len(PASSES)
 
 
 def test_the_table_holds_what_the_committed_search_found():
