@@ -234,9 +234,10 @@ AUTO = config_from_fields(FIELDS | {"memory_budget": 40.0, "remat": "auto"})
 
 
 @pytest.mark.slow
-def test_every_policy_has_a_time():
+def test_policies_have_a_time_each(monkeypatch):
+    monkeypatch.setattr(trial_step, "LADDER", ("none", "attention", "full"))
     found = layer_seconds(AUTO, (2, 1, 4, 4))
-    assert list(found) == list(LADDER)
+    assert list(found) == ["none", "attention", "full"]
     assert all(0 < seconds < math.inf for seconds in found.values())
 
 
@@ -285,7 +286,8 @@ def test_a_measured_step_takes_the_policy_of_least_measured_time(monkeypatch):
 
 @pytest.mark.slow
 def test_only_zero_parameters_are_drawn_and_all_keep_their_sharding():
-    spec = training_spec(config_from_fields(training_fields(MODELS["tiny"])))
+    small = {"num_layers": 1, "text": {"dim": 16, "length": 8}}
+    spec = training_spec(config_from_fields(training_fields(MODELS["tiny"] | small)))
     mesh = make_mesh(MeshConfig(fsdp=2), jax.devices()[:2])
     state = init_state(spec, mesh, 0)
     fresh = jax.tree.map(np.asarray, state.params)

@@ -12,7 +12,12 @@ from patience import PATIENCE
 
 from alload_jax.bench import calibration
 from alload_jax.bench.calibration import Case, check_memory, grid, sparse_cases
-from alload_jax.bench.calibration_fit import fit_points, fit_sparse_outcomes
+from alload_jax.bench.calibration_fit import (
+    fit_points,
+    fit_sparse_outcomes,
+    memory_details,
+    point_rows,
+)
 from alload_jax.cli import main
 from alload_jax.commands import calibrate
 from alload_jax.errors import InputError
@@ -202,6 +207,8 @@ def test_memory_is_a_line_through_compiled_programs(monkeypatch):
         tokens: 20 + 104 * tokens for tokens in (16, 32, 64)
     }
     assert found.m_mem == int((0.95 * bounds.memory - 20) / 104)
+    outcomes = [calibration.Outcome(case, bytes=2 * size) for case, size in found.sizes]
+    assert memory_details(found, outcomes)["worst_relative_error"] == pytest.approx(0.5)
     small = dataclasses.replace(bounds, memory=20 + 104 * 3)
     with pytest.raises(InputError, match="hold 2 tokens, fewer than the shortest sequence, 4"):
         calibration.Calibration(PretendedStep(), small).memory()
@@ -257,6 +264,10 @@ def test_held_out_points_do_not_affect_the_fit():
     ]
     assert fit_points(spoilt).quadratic.model == fit_points(points).quadratic.model
     assert fit_points(spoilt).summary()["quadratic"]["held_out_mape"] == pytest.approx(8 / 9)
+    outcomes = [calibration.Outcome(c, p.seconds) for c, p in zip(cases, spoilt, strict=True)]
+    for row in point_rows(fit_points(spoilt), outcomes):
+        expected = 1 / 9 - 1 if row["held_out"] else 0.0
+        assert row["residual"] == pytest.approx(expected, abs=1e-6)
 
 
 def test_the_memory_check_runs_steps_at_m_mem_and_beyond(monkeypatch):

@@ -1,6 +1,7 @@
 """The search for divisions of rows, and the files that keep what it finds."""
 
 import contextlib
+import itertools
 import json
 import math
 import multiprocessing
@@ -238,33 +239,22 @@ def microseconds(division):
 @pytest.fixture
 def on_a_pretended_gpu(monkeypatch):
     """All of the command but kernels, processes and the device's times."""
-    calls = SimpleNamespace(compile=lambda division: division, sets=list)
-    monkeypatch.setattr(
-        kernel_tuning,
-        "_Calls",
-        lambda kernel, dim: SimpleNamespace(kernel=kernel, dim=dim, **vars(calls)),
-    )
-    monkeypatch.setattr(kernel_tuning, "_measuring", contextlib.nullcontext())
-    monkeypatch.setattr(
-        kernel_tuning,
-        "device_time",
-        lambda division, sets, iterations: SimpleNamespace(median=microseconds(division)),
-    )
-    monkeypatch.setattr(kernel_tuning, "_in_processes", lambda work, groups, *_: map(work, groups))
-    times = {("forward", "xla"): 6, ("backward", "xla"): 8}
-    monkeypatch.setattr(
-        kernel_tuning,
-        "measure",
-        lambda workloads, functions: [
-            SimpleNamespace(workload=dim, direction=way, implementation=each, us=us)
-            for dim in workloads
-            for (way, each), us in {
-                **times,
-                ("forward", "triton"): 3,
-                ("backward", "triton"): 2,
-            }.items()
+    us = {("forward", "xla"): 6, ("forward", "triton"): 3}
+    us |= {("backward", "xla"): 8, ("backward", "triton"): 2}
+    pretended = {
+        "_Calls": lambda kernel, dim: SimpleNamespace(
+            kernel=kernel, dim=dim, compile=lambda division: division, sets=list
+        ),
+        "_measuring": contextlib.nullcontext(),
+        "_in_processes": lambda work, groups, *_: map(work, groups),
+        "device_time": lambda each, *_, **__: SimpleNamespace(median=microseconds(each)),
+        "measure": lambda workloads, _: [
+            SimpleNamespace(workload=dim, direction=each[0], implementation=each[1], us=us[each])
+            for dim, each in itertools.product(workloads, us)
         ],
-    )
+    }
+    for name, value in pretended.items():
+        monkeypatch.setattr(kernel_tuning, name, value)
     monkeypatch.setattr("alload_jax.bench.device.require_gpu", lambda: None)
     monkeypatch.setattr("alload_jax.bench.device.copy_bandwidth", lambda: 1e12)
     yield

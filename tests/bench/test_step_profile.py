@@ -332,8 +332,7 @@ def test_a_picture_is_drawn_of_any_profile(tmp_path_factory, drawn):
 
 
 @pytest.mark.slow
-def test_a_step_is_profiled_on_a_cpu(tmp_path, monkeypatch):
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+def test_a_step_is_profiled_on_a_cpu(in_process, tmp_path):
     out, kept = tmp_path / "step.json", tmp_path / "kept"
     flags = ["--model", "tiny", "--latents", "1", "4", "4", "--steps", "1", "--remat", "full"]
     flags += ["--profile", "--keep-trace", str(kept), "--out", str(out)]
