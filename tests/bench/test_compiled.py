@@ -101,13 +101,12 @@ def test_kernels_compile_as_recorded(tmp_path):
         assert one["spilled_bytes"] <= other["spilled_bytes"] + 64
 
 
-@pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.slow)])
-def test_predicted_memory_is_that_of_compiled_programs_of_every_policy(program, every):
+def test_predicted_memory_is_that_of_compiled_programs_of_every_policy(program):
     program, recorded = program("compiled_memory"), cases_of(RESULTS / "compiled_memory_h200.json")
     cases = list(program.cases())
     assert {policy for case in recorded for policy in case["policies"]} == {*LADDER, *OFFLOADED}
     assert len(cases) == len(recorded)
-    for case, found in zip(cases[::every], recorded[::every], strict=True):
+    for case, found in zip(cases[::5], recorded[::5], strict=True):
         fields = json.loads(json.dumps(case._asdict()))
         assert fields == {name: found[name] for name in fields}
         predicted, held = program.predicted_bytes(case), found["bytes"]
