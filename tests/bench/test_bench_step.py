@@ -177,7 +177,6 @@ def test_pytorchs_steps_are_measured_by_a_script_beside_ours(
 # ---------------------------------------------------------------- steps by policy
 
 
-@pytest.mark.slow
 def test_policies_are_measured_on_the_same_samples(in_process, tmp_path, capsys):
     out = tmp_path / "step.json"
     flags = ["--model", "tiny", "--same", "1", "32", "32", "--samples", "9", "--m-mem", "12"]
