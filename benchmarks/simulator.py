@@ -1,0 +1,227 @@
+"""Renders walks through 24 places of Freedoom's maps, with captions: stills and clips, by ViZDoom.
+
+    python benchmarks/simulator.py --out data/walks/media --samples 30000 --workers 16
+
+writes .jpg and .mp4 files and a .txt with the caption beside each. ViZDoom's package holds the
+maps; no display is needed.
+"""
+
+import argparse
+import math
+import os
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import vizdoom
+from PIL import Image
+
+FPS = 16
+TICS = 2
+"""Steps of the simulator, of 1/35 s, from a frame to the next."""
+RATIOS = {(240, 320): 0.5, (180, 320): 0.3, (240, 240): 0.2}
+"""Height and width that are cut from the screen, and how often."""
+FRAMES = {1: 0.4, 17: 0.26, 33: 0.2, 65: 0.14}
+"""Frames of a sample, and how often."""
+SMALL = 0.3
+"""Share of the stills that are a quarter as wide as the screen."""
+WALK, TURN = 7.0, 1.0
+"""Units and degrees of a step of the simulator."""
+MOVES = {
+    "walks ahead": (WALK, 0, 0),
+    "walks back": (-WALK, 0, 0),
+    "steps left": (0, -WALK, 0),
+    "steps right": (0, WALK, 0),
+    "turns left": (0, 0, -TURN),
+    "turns right": (0, 0, TURN),
+}
+"""Forward, right and turn of each step, by what the caption says."""
+_REACHED = 0.29 * 0.75
+"""Of `WALK`, that a step moves at least on the way of a clip that nothing stops."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place that a walk begins near, and where it looks; of a map of freedoom1 or freedoom2."""
+
+    caption: str
+    wad: str
+    map: str
+    x: int
+    y: int
+    angle: int
+
+
+PLACES = (
+    Place("a brick causeway below grey mountains", "freedoom1", "E1M6", -2450, -1650, 93),
+    Place("a plain of lava below a red sky", "freedoom2", "map29", 2183, -308, 148),
+    Place("a grey hall with a dark, open roof", "freedoom2", "map04", 639, 1, 118),
+    Place("a green brick room around a blue pool", "freedoom1", "E4M1", 1600, -768, 294),
+    Place("a bare hall of grey stone tiles", "freedoom1", "E1M7", 1760, 3179, 296),
+    Place("a computer room with a blue canal", "freedoom1", "E1M7", 78, 470, 195),
+    Place("a canyon of brown rock filled with lava", "freedoom2", "map26", 1422, -1330, 143),
+    Place("stone arches on cracked ground, red sky", "freedoom2", "map29", 4278, 579, 94),
+    Place("a courtyard of brown walls and mud", "freedoom1", "E1M6", 459, 156, 121),
+    Place("a grey street beside green slime", "freedoom1", "E1M4", 1671, 135, 3),
+    Place("a roof terrace under green and gold stars", "freedoom1", "E4M7", 856, 3424, 270),
+    Place("mossy pillars on a floor of orange roots", "freedoom1", "E3M8", -5356, 384, 85),
+    Place("a brown cave with a deep blue lake", "freedoom2", "map17", 97, 2839, 262),
+    Place("a steel corridor on a floor of brown rock", "freedoom1", "E2M2", 400, -272, 351),
+    Place("a blue basin between grey stone blocks", "freedoom1", "E2M4", -608, 201, 357),
+    Place("a hall of stained concrete pillars", "freedoom1", "E2M3", 1651, 968, 161),
+    Place("a dark meadow below orange cliffs", "freedoom1", "E2M7", 694, 1514, 116),
+    Place("a cave of black rock with falls of lava", "freedoom2", "map26", 1680, -1969, 121),
+    Place("a brick control room with screens", "freedoom2", "map08", -504, -170, 5),
+    Place("a white stone hall flooded with green slime", "freedoom2", "map13", 736, 2160, 178),
+    Place("a river below orange cliffs", "freedoom1", "E2M1", -1286, 109, 54),
+    Place("a stone yard with crates below clouds", "freedoom1", "E1M5", -3552, 1475, 161),
+    Place("a garden of moss and grey mist", "freedoom1", "E1M8", 2464, 50, 152),
+    Place("a ruined garden in a city at night", "freedoom2", "map14", 476, -2734, 322),
+)
+
+
+class Walker:
+    """Walks from near a place on, seen by who walks."""
+
+    def __init__(self, place: Place):
+        self._place = place
+        game = vizdoom.DoomGame()
+        wad = str(Path(vizdoom.__file__).parent / f"{place.wad}.wad")
+        game.set_doom_game_path(wad)
+        game.set_doom_scenario_path(wad)
+        game.set_doom_map(place.map)
+        game.set_doom_config_path(f"{tempfile.gettempdir()}/vizdoom-{os.getpid()}.ini")
+        game.set_window_visible(False)
+        game.set_screen_resolution(vizdoom.ScreenResolution.RES_320X240)
+        game.set_screen_format(vizdoom.ScreenFormat.RGB24)
+        for shown in ("hud", "weapon", "crosshair", "decals", "particles", "messages", "corpses"):
+            getattr(game, f"set_render_{shown}")(False)
+        game.set_available_buttons(
+            [
+                vizdoom.Button.MOVE_FORWARD_BACKWARD_DELTA,
+                vizdoom.Button.MOVE_LEFT_RIGHT_DELTA,
+                vizdoom.Button.TURN_LEFT_RIGHT_DELTA,
+            ]
+        )
+        place_and_angle = ("POSITION_X", "POSITION_Y", "ANGLE")
+        game.set_available_game_variables(
+            [getattr(vizdoom.GameVariable, n) for n in place_and_angle]
+        )
+        game.set_episode_timeout(0)
+        game.set_seed(0)
+        game.add_game_args("-nomonsters +sv_cheats 1 +sv_nohealth 1 +sv_noitems 1 +sv_noarmor 1")
+        game.init()
+        for command in ("con_midtime 0", "blood_fade_scalar 0", "pickup_fade_scalar 0", "god"):
+            game.send_game_command(command)
+        self._game = game
+
+    def walk(self, move: str, frames: int, rng: np.random.Generator) -> np.ndarray | None:
+        """Frames [T, 240, 320, 3] of a walk from a random point near the place.
+
+        None where something is in the way.
+        """
+        place, game = self._place, self._game
+        x, y = place.x + rng.uniform(-64, 64), place.y + rng.uniform(-64, 64)
+        game.send_game_command(f"warp {x:.0f} {y:.0f}")
+        game.make_action([0, 0, 0], TICS)
+        angle = place.angle + rng.uniform(-50, 50)
+        game.make_action([0, 0, self._state()[2] - angle], 1)
+        game.make_action([0, 0, 0], 20)  # falls to the ground, and fades of things taken up end
+        begun = self._state()
+        action, pictures = list(MOVES[move]), []
+        for _ in range(frames):
+            pictures.append(self._game.get_state().screen_buffer.copy())
+            game.make_action(action, TICS)
+        way = math.dist(begun[:2], self._state()[:2])
+        speed = max(abs(action[0]), abs(action[1]))
+        return None if way < _REACHED * speed * TICS * (frames - 1) else np.stack(pictures)
+
+    def _state(self) -> Any:
+        return self._game.get_state().game_variables
+
+    def close(self) -> None:
+        """Ends the simulator."""
+        self._game.close()
+
+
+def draw_sample(walker: Walker, rng: np.random.Generator) -> tuple[np.ndarray, str]:
+    """A clip [T, H, W, 3], half as large as the screen or smaller, and how one walks in it."""
+    (height, width) = list(RATIOS)[rng.choice(len(RATIOS), p=list(RATIOS.values()))]
+    frames = int(rng.choice(list(FRAMES), p=list(FRAMES.values())))
+    clip = None
+    while clip is None:
+        move = str(rng.choice(list(MOVES)))
+        clip = walker.walk(move, frames, rng)
+    top, left = (240 - height) // 2, (320 - width) // 2
+    clip = clip[:, top : top + height, left : left + width]
+    by = 4 if frames == 1 and rng.uniform() < SMALL else 2
+    blocks = clip[:, : height // by * by, : width // by * by].reshape(
+        frames, height // by, by, width // by, by, 3
+    )
+    return blocks.mean((2, 4)).round().astype(np.uint8), move if frames > 1 else "stands still"
+
+
+def write_clip(path: Path, clip: np.ndarray) -> None:
+    """Writes frames [T, H, W, 3] as .mp4."""
+    with av.open(str(path), "w") as file:
+        stream = file.add_stream("libx264", rate=FPS, options={"crf": "14", "preset": "fast"})
+        stream.height, stream.width = clip.shape[1:3]
+        stream.pix_fmt, stream.thread_count = "yuv420p", 1
+        for picture in clip:
+            file.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        file.mux(stream.encode())
+
+
+def render(job: tuple[int, int, int], out: Path, seed: int) -> int:
+    """Renders `samples` of a place as part `part`: (place, part, samples)."""
+    place, part, samples = job
+    rng = np.random.default_rng((seed, place, part))
+    walker = Walker(PLACES[place])
+    for number in range(samples):
+        clip, move = draw_sample(walker, rng)
+        name = f"{place:02}_{part:03}_{number:04}"
+        if len(clip) == 1:
+            Image.fromarray(clip[0]).save(out / f"{name}.jpg", quality=95)
+        else:
+            write_clip(out / f"{name}.mp4", clip)
+        (out / f"{name}.txt").write_text(f"{PLACES[place].caption}; {move}")
+    walker.close()
+    return samples
+
+
+def jobs(samples: int, most: int = 50) -> Iterator[tuple[int, int, int]]:
+    """Parts of at most so many samples of each place, in turn."""
+    of_place = [samples // len(PLACES) + (n < samples % len(PLACES)) for n in range(len(PLACES))]
+    for part in range(-(-max(of_place) // most)):
+        for place, number in enumerate(of_place):
+            if (left := min(most, number - part * most)) > 0:
+                yield place, part, left
+
+
+def main() -> None:
+    """Renders the samples."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="folder to make")
+    parser.add_argument("--samples", type=int, default=30_000)
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    options.out.mkdir(parents=True)
+    with ProcessPoolExecutor(options.workers, get_context("spawn")) as pool:
+        run = partial(render, out=options.out, seed=options.seed)
+        done = 0
+        for samples in pool.map(run, jobs(options.samples)):
+            done += samples
+            print(f"\r{done:,} of {options.samples:,} samples", end="", flush=True)
+    print()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,265 @@
+"""How drawn walks compare with rendered ones: what a classifier reads, distances, motion, faults.
+
+    python benchmarks/walks.py list --out runs/walks/drawn --clips 500
+    alload sample --checkpoint runs/walks --list runs/walks/drawn/list.jsonl
+    python benchmarks/walks.py score --train data/walks/media --real data/walks/held_out \
+        --drawn runs/walks/drawn --out benchmarks/results/walks_h100_x4.json
+
+A small 3D network learns the place and the movement of rendered clips. It then reads drawn clips
+and rendered ones of another seed. The Fréchet distance of its features between drawn and rendered
+clips is compared with that between two halves of the rendered ones. Clips are .mp4 files of at
+least 33 frames with the caption beside them; every fourth of their first 33 frames is looked at.
+"""
+
+import argparse
+import json
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import NamedTuple
+
+import av
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import scipy.linalg
+from flax import nnx
+from simulator import MOVES, PLACES
+
+from alload_jax.bench.harness import Record
+
+LOOKED_AT = slice(0, 33, 4)
+SIZE = (48, 64)
+"""Height and width that the network sees."""
+SIZES = ((96, 128), (80, 144), (112, 112))
+CAPTIONS = [place.caption for place in PLACES]
+WAYS = list(MOVES)
+
+
+class Clips(NamedTuple):
+    """Clips as the network and the measures need them.
+
+    Attributes:
+      seen: [N, 9, 48, 64, 3] uint8.
+      place, move: [N] int, by the caption.
+      motion: [N, 4] float, see `motion_of`.
+    """
+
+    seen: np.ndarray
+    place: np.ndarray
+    move: np.ndarray
+    motion: np.ndarray
+
+
+def motion_of(frames: np.ndarray) -> np.ndarray:
+    """Of [T, H, W] grey frames: jerk over travel, flicker, least contrast and most grain.
+
+    Travel is the mean change from a frame to the next and jerk the mean third difference. Flicker
+    is the mean second difference of the brightness. Contrast is a frame's standard deviation, and
+    grain its mean difference from its four neighbours' mean.
+    """
+    values = frames.astype(np.float32)
+    travel = np.abs(np.diff(values, axis=0)).mean()
+    jerk = np.abs(np.diff(values, 3, axis=0)).mean()
+    flicker = np.abs(np.diff(values.mean((1, 2)), 2)).mean()
+    contrast = values.std((1, 2)).min()
+    inner = values[:, 1:-1, 1:-1]
+    around = values[:, :-2, 1:-1] + values[:, 2:, 1:-1] + values[:, 1:-1, :-2] + values[:, 1:-1, 2:]
+    grain = np.abs(inner - around / 4).mean((1, 2)).max()
+    return np.array([jerk / max(travel, 0.05), flicker, contrast, grain])
+
+
+def read_clip(path: Path) -> tuple[np.ndarray, int, int, np.ndarray] | None:
+    """What `Clips` holds of a file; None for a clip of fewer than 33 frames."""
+    caption = path.with_suffix(".txt").read_text(encoding="utf-8")
+    place, _, move = caption.partition("; ")
+    with av.open(str(path)) as file:
+        frames = [frame for frame, _ in zip(file.decode(video=0), range(33), strict=False)]
+    if len(frames) < 33:
+        return None
+    height, width = SIZE
+    seen = [f.to_ndarray(width=width, height=height, format="rgb24") for f in frames[LOOKED_AT]]
+    grey = np.stack([f.to_ndarray(width=128, height=96, format="gray") for f in frames])
+    return np.stack(seen), CAPTIONS.index(place), WAYS.index(move), motion_of(grey)
+
+
+def read_clips(folder: Path, workers: int) -> Clips:
+    """All clips of a folder that are long enough, in the order of their names."""
+    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+        found = pool.map(read_clip, sorted(folder.glob("*.mp4")), chunksize=16)
+        columns = zip(*(one for one in found if one is not None), strict=True)
+    return Clips(*(np.array(column) for column in columns))
+
+
+class Reader(nnx.Module):
+    """Names the place and the movement of a clip."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        conv = partial(nnx.Conv, padding="SAME", rngs=rngs)
+        self.convolutions = nnx.List(
+            [
+                conv(3, 48, (3, 5, 5), strides=(1, 2, 2)),
+                conv(48, 96, (3, 3, 3), strides=(1, 2, 2)),
+                conv(96, 192, (3, 3, 3), strides=(2, 2, 2)),
+                conv(192, 384, (3, 3, 3), strides=(2, 2, 2)),
+            ]
+        )
+        self.norms = nnx.List(
+            [nnx.GroupNorm(n, num_groups=16, rngs=rngs) for n in (48, 96, 192, 384)]
+        )
+        self.place = nnx.Linear(384, len(CAPTIONS), rngs=rngs)
+        self.move = nnx.Linear(384, len(WAYS), rngs=rngs)
+
+    def features(self, clips: jax.Array) -> jax.Array:
+        """[N, 9, 48, 64, 3] uint8 → [N, 384]."""
+        x = clips.astype(jnp.float32) / 127.5 - 1
+        for convolution, norm in zip(self.convolutions, self.norms, strict=True):
+            x = nnx.gelu(norm(convolution(x)))
+        return x.mean((1, 2, 3))
+
+    def __call__(self, clips: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Logits of places and of movements."""
+        features = self.features(clips)
+        return self.place(features), self.move(features)
+
+
+def train(clips: Clips, steps: int, batch: int = 128) -> Reader:
+    """A reader that was trained on rendered clips, with random brightness and shifts."""
+    reader = Reader(nnx.Rngs(0))
+    schedule = optax.warmup_cosine_decay_schedule(0, 2e-3, steps // 10, steps)
+    optimizer = nnx.Optimizer(reader, optax.adamw(schedule, weight_decay=0.05), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(
+        reader: Reader,
+        optimizer: nnx.Optimizer,
+        seen: jax.Array,
+        place: jax.Array,
+        move: jax.Array,
+    ) -> None:
+        def loss(reader: Reader) -> jax.Array:
+            logits = reader(seen)
+            found = optax.softmax_cross_entropy_with_integer_labels
+            return (found(logits[0], place) + found(logits[1], move)).mean()
+
+        optimizer.update(reader, nnx.grad(loss)(reader))
+
+    rng = np.random.default_rng(0)
+    for _ in range(steps):
+        chosen = rng.choice(len(clips.place), batch)
+        seen = clips.seen[chosen]
+        top, left = rng.integers(-4, 5, 2)
+        seen = np.roll(seen, (top, left), (2, 3)).astype(np.float32)
+        seen = np.clip(seen * rng.uniform(0.8, 1.2, (batch, 1, 1, 1, 1)), 0, 255).astype(np.uint8)
+        place, move = jnp.asarray(clips.place[chosen]), jnp.asarray(clips.move[chosen])
+        step(reader, optimizer, jnp.asarray(seen), place, move)
+    return reader
+
+
+def read(reader: Reader, clips: Clips) -> tuple[dict[str, float], np.ndarray]:
+    """Shares of clips whose place, movement and both are read as captioned; features [N, 384]."""
+
+    @nnx.jit
+    def look(reader: Reader, seen: jax.Array) -> tuple[jax.Array, ...]:
+        features = reader.features(seen)
+        return features, reader.place(features).argmax(-1), reader.move(features).argmax(-1)
+
+    parts = [
+        look(reader, jnp.asarray(clips.seen[n : n + 64])) for n in range(0, len(clips.seen), 64)
+    ]
+    features, place, move = (
+        np.concatenate([np.asarray(v) for v in p]) for p in zip(*parts, strict=True)
+    )
+    right = place == clips.place, move == clips.move
+    shares = {"place": right[0], "move": right[1], "both": right[0] & right[1]}
+    return {name: float(value.mean()) for name, value in shares.items()}, features
+
+
+def frechet(one: np.ndarray, other: np.ndarray) -> float:
+    """The Fréchet distance of normal distributions fitted to features [N, 384]."""
+    mean = one.mean(0) - other.mean(0)
+    first, second = np.cov(one, rowvar=False), np.cov(other, rowvar=False)
+    root = scipy.linalg.sqrtm(first @ second)
+    return float(mean @ mean + np.trace(first + second - 2 * np.real(root)))
+
+
+def compare(reader: Reader, real: Clips, drawn: Clips) -> dict[str, object]:
+    """The figures of drawn clips beside as many rendered ones."""
+    order = np.random.default_rng(0).permutation(len(real.place))
+    half = min(len(drawn.place), len(order) // 2)
+    _, of_real = read(reader, real)
+    shares, of_drawn = read(reader, drawn)
+    one, other = of_real[order[:half]], of_real[order[half : 2 * half]]
+    among_real, to_drawn = frechet(one, other), frechet(one, of_drawn[:half])
+    jerk, flicker = (
+        float(np.median(drawn.motion[:, n]) / np.median(real.motion[:, n])) for n in (0, 1)
+    )
+    flat = drawn.motion[:, 2] < 0.8 * real.motion[:, 2].min()
+    grainy = drawn.motion[:, 3] > 1.25 * real.motion[:, 3].max()
+    return {
+        "clips": len(drawn.place),
+        "read_as_captioned": shares,
+        "frechet": to_drawn,
+        "frechet_of_real": among_real,
+        "frechet_ratio": to_drawn / among_real,
+        "jerk_over_travel_ratio": jerk,
+        "flicker_ratio": flicker,
+        "flat_clips": int(flat.sum()),
+        "grainy_clips": int(grainy.sum()),
+    }
+
+
+def score(options: argparse.Namespace) -> None:
+    """Trains the reader, and writes the figures of each folder of drawn clips."""
+    real = read_clips(options.real, options.workers)
+    reader = train(read_clips(options.train, options.workers), options.steps)
+    held_out, _ = read(reader, real)
+    report = Record(options.out, ["jax", "flax"], real=held_out, real_clips=len(real.place))
+    for folder in options.drawn:
+        found = compare(reader, real, read_clips(folder, options.workers))
+        report.add({"folder": folder.name, **found}, to="drawn")
+        print(json.dumps(found, indent=1))
+    report.write()
+
+
+def write_list(options: argparse.Namespace) -> None:
+    """Writes a list for `alload sample`: every place and movement in turn, in three shapes."""
+    options.out.mkdir(parents=True)
+    lines = []
+    for number in range(options.clips):
+        place = CAPTIONS[number % len(CAPTIONS)]
+        move = WAYS[(number // len(CAPTIONS) + number) % len(WAYS)]
+        height, width = SIZES[number // 144 % 3]
+        caption = f"{place}; {move}"
+        (options.out / f"{number:04}.txt").write_text(caption, encoding="utf-8")
+        size = {"frames": options.frames, "height": height, "width": width}
+        lines.append({"prompt": caption, **size, "seed": number, "out": f"{number:04}.mp4"})
+    text = "\n".join(json.dumps(line) for line in lines)
+    (options.out / "list.jsonl").write_text(text, encoding="utf-8")
+
+
+def main() -> None:
+    """Writes a list of samples, or scores what was drawn."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    commands = parser.add_subparsers(required=True)
+    listing = commands.add_parser("list")
+    listing.add_argument("--out", type=Path, required=True, help="folder to make")
+    listing.add_argument("--clips", type=int, default=500)
+    listing.add_argument("--frames", type=int, default=65)
+    listing.set_defaults(run=write_list)
+    scoring = commands.add_parser("score")
+    scoring.add_argument("--train", type=Path, required=True, help="media that the model learned")
+    scoring.add_argument("--real", type=Path, required=True, help="media of another seed")
+    scoring.add_argument("--drawn", type=Path, nargs="+", required=True)
+    scoring.add_argument("--steps", type=int, default=1500)
+    scoring.add_argument("--workers", type=int, default=8)
+    scoring.add_argument("--out", type=Path, required=True)
+    scoring.set_defaults(run=score)
+    options = parser.parse_args()
+    options.run(options)
+
+
+if __name__ == "__main__":
+    main()
