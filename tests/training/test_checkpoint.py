@@ -1,3 +1,6 @@
+"""Checkpoints: what comes back, which are kept, and what is told of damaged and other ones."""
+
+import argparse
 import json
 import shutil
 
@@ -8,18 +11,34 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from alload_jax.commands.flags import add_run_flags
 from alload_jax.distributed.cluster import Cluster
 from alload_jax.errors import InputError, LostConnectionError
 from alload_jax.models.wan.transformer import WanConfig
 from alload_jax.training import CheckpointConfig
-from alload_jax.training.checkpoint import Checkpoints
+from alload_jax.training.checkpoint import (
+    BEST_NAME,
+    BestCheckpoints,
+    Checkpoints,
+    Measured,
+    best_step,
+)
 from alload_jax.training.checkpoint_files import CHECKSUMS_NAME, as_input_error, damage
 from alload_jax.training.parameters import ALL_TRAINED
-from alload_jax.training.restore import one_device_mesh, restore_weights
+from alload_jax.training.restore import find_step, one_device_mesh, restore_weights
 from alload_jax.training.state import abstract_state
 
 MODEL = WanConfig(dim=16, ffn_dim=16, num_heads=2, num_layers=1, freq_dim=8)
-IDENTITY = {"model": {"dim": 16}, "plan": {"m_mem": 40, "seed": 0}}
+ARCHITECTURE = MODEL.architecture()
+IDENTITY = {
+    "model": ARCHITECTURE,
+    "plan": {"m_mem": 40, "seed": 0, "ranks": 4},
+    "data": {"samples": 11, "records": "a"},
+}
+
+
+def opened(folder, identity=IDENTITY, **settings):
+    return Checkpoints(folder, CheckpointConfig(**settings), identity, MODEL.later_fields)
 
 
 @pytest.fixture(scope="module")
@@ -28,36 +47,91 @@ def made(tiny_state):
     return state, abstract_state(spec, one_device_mesh(), 0)
 
 
-def opened(folder, identity=IDENTITY, **settings):
-    return Checkpoints(folder, CheckpointConfig(**settings), identity, MODEL.later_fields)
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, made):
+    """A checkpoint of step 3, which tests leave as it is."""
+    folder = tmp_path_factory.mktemp("saved")
+    with opened(folder) as checkpoints:
+        checkpoints.save(3, made[0])
+    return folder / "3"
 
 
-def test_a_state_comes_back_bit_for_bit(tmp_path, made):
+@pytest.fixture
+def copies(saved, tmp_path):
+    """Makes copies of the checkpoint that stand for steps; returns their folder."""
+
+    def make(*steps):
+        for step in steps:
+            shutil.copytree(saved, tmp_path / str(step))
+        return tmp_path
+
+    return make
+
+
+def on_disk(folder):
+    return {int(place.name) for place in folder.iterdir() if place.name.isdigit()}
+
+
+# ---------------------------------------------------------------- kept and brought back
+
+
+def test_a_state_comes_back_bit_for_bit(saved, made):
     state, like = made
-    with opened(tmp_path) as checkpoints:
-        checkpoints.save(3, state)
-    with opened(tmp_path) as again:
+    with opened(saved.parent) as again:
         restored = again.restore(again.latest(), like)
     jax.tree.map(np.testing.assert_array_equal, restored, state)
     assert jax.tree.structure(restored) == jax.tree.structure(state)
 
 
-def test_the_newest_and_every_so_many_are_kept(tmp_path, made):
-    with opened(tmp_path, keep=2, keep_every=4) as checkpoints:
-        for step in range(1, 8):
+def test_the_newest_and_the_best_and_every_so_many_are_kept(tmp_path, made):
+    losses = {2: 0.5, 3: 0.9, 5: 0.5, 6: 0.7, 7: 0.6}
+    folder = tmp_path / "checkpoints"
+    with opened(folder, keep=1, keep_every=4, keep_best=2) as checkpoints:
+        best = BestCheckpoints(tmp_path, 2, checkpoints, Cluster())
+        best.begin([])
+        for step in range(1, 10):
             checkpoints.save(step, made[0])
-    kept = sorted(int(path.name) for path in tmp_path.iterdir() if path.name.isdigit())
-    assert kept == [4, 6, 7]
+            if step in losses:  # which is known after the checkpoint is saved
+                best.add(Measured(losses[step], step))
+        checkpoints.wait()
+        assert on_disk(folder) == {2, 4, 5, 8, 9}
+        content = json.loads((tmp_path / BEST_NAME).read_text())
+        assert content == {"best": [{"step": 2, "loss": 0.5}, {"step": 5, "loss": 0.5}]}
+        assert best.add(Measured(0.4, 9))
+        best.finish()
+    assert on_disk(folder) == {2, 4, 8, 9}
+    assert find_step(folder, "best") == find_step(folder) == 9
+
+
+def test_a_held_checkpoint_stays_and_later_ones_can_be_set_aside(copies, made):
+    folder = copies(3, 5)
+    with opened(folder, keep=1) as checkpoints:
+        assert checkpoints.hold(3) is None
+        assert checkpoints.hold(5) == 3
+        for step in (7, 9):
+            checkpoints.save(step, made[0])
+            checkpoints.wait()
+        assert on_disk(folder) == {3, 9}
+        assert checkpoints.set_aside(9) == ["diverged-9"]
+    assert on_disk(folder) == {3}
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model": {"dim": 32}}, "another model: dim was 16 and is now 32"),
-        ({"plan": {"m_mem": 80, "seed": 0}}, "another plan: m_mem was 40 and is now 80"),
+        ({"model": ARCHITECTURE | {"dim": 32}}, "another model: dim was 16 and is now 32"),
+        ({"model": {"dim": 16}}, "another model: "),
         (
-            {"model": {"dim": 16, "cross_norm": False}},
-            "another model: cross_norm was True and is now False",
+            {"plan": {"m_mem": 80, "seed": 0, "ranks": 4}},
+            "another plan: m_mem was 40 and is now 80; restore the config or choose",
+        ),
+        (
+            {"plan": {"m_mem": 40, "seed": 0, "ranks": 2}},
+            "ranks was 4 and is now 2; on another number of devices give --planning.ranks 4",
+        ),
+        (  # split samples need the ranks that they were planned for
+            {"plan": {"m_mem": 40, "seed": 0, "ranks": 2, "context": 2}},
+            "restore the config, with mesh and number of devices",
         ),
         # The plan of other data differs too, and says less.
         (
@@ -70,37 +144,50 @@ def test_the_newest_and_every_so_many_are_kept(tmp_path, made):
         ),
     ],
 )
-def test_another_models_plans_or_datas_checkpoint_is_refused(tmp_path, made, change, words):
-    state, like = made
-    whole = IDENTITY | {"data": {"samples": 11, "records": "a"}}
-    with opened(tmp_path, whole) as checkpoints:
-        checkpoints.save(1, state)
-    with opened(tmp_path, whole | change) as other:
-        for refused in (lambda: other.restore(1, like), lambda: other.check(1)):
+def test_another_models_plans_or_datas_checkpoint_is_refused(saved, made, change, words):
+    with opened(saved.parent, IDENTITY | change) as other:
+        for refused in (lambda: other.restore(3, made[1]), lambda: other.check(3)):
             with pytest.raises(InputError, match=words):
                 refused()
-    assert (tmp_path / "1").exists()
+    assert saved.exists()
 
 
-def test_checkpoints_that_name_no_data_are_of_any(tmp_path, made):
-    with opened(tmp_path) as checkpoints:
-        checkpoints.save(3, made[0])
-    with opened(tmp_path, IDENTITY | {"data": {"samples": 2, "records": "b"}}) as again:
-        again.check(3)
+def change_identity(folder, change):
+    path = folder / "identity" / "metadata"
+    identity = json.loads(path.read_text())
+    change(identity)
+    path.write_text(json.dumps(identity))
 
 
-def test_a_plan_for_other_ranks_says_how_to_go_on(tmp_path, made):
-    state, like = made
-    plans = ({"ranks": 4}, {"ranks": 2}, {"ranks": 4, "context": 2})
-    four, two, split = ({"model": {"dim": 16}, "plan": plan} for plan in plans)
-    with opened(tmp_path, four) as checkpoints:
-        checkpoints.save(1, state)
-    words = "ranks was 4 and is now 2; on another number of devices give --planning.ranks 4"
-    # Split samples need the ranks that they were planned for.
-    other_words = "restore the config, with mesh and number of devices"
-    for identity, said in ((two, words), (split, other_words)):
-        with opened(tmp_path, identity) as other, pytest.raises(InputError, match=said):
-            other.restore(1, like)
+def as_an_old_version_wrote_it(folder):
+    (folder / CHECKSUMS_NAME).unlink()
+
+    def change(identity):
+        del identity["checksums"], identity["data"]
+        identity["model"].pop("cross_norm", None)
+
+    change_identity(folder, change)
+
+
+def test_a_checkpoint_of_an_old_version_is_used_with_a_warning(copies, made, capsys):
+    """It names no data and has no checksums; fields that came later have their defaults."""
+    folder = copies(3)
+    as_an_old_version_wrote_it(folder / "3")
+    with opened(folder) as checkpoints:
+        assert checkpoints.continue_from(Cluster()) == 3
+        restored = checkpoints.restore(3, made[1])
+        jax.tree.map(np.testing.assert_array_equal, restored, made[0])
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert warning.startswith(f"warning: {folder}/3: has no checksums")
+    other = {"model": ARCHITECTURE | {"cross_norm": False}}
+    with (
+        opened(folder, IDENTITY | other) as checkpoints,
+        pytest.raises(InputError, match="cross_norm was True and is now False"),
+    ):
+        checkpoints.check(3)
+
+
+# ---------------------------------------------------------------- damage
 
 
 def remove_arrays(folder):
@@ -121,14 +208,6 @@ def garble_identity(folder):
     (folder / "identity" / "metadata").write_text("[1]")
 
 
-def as_an_old_version_wrote_it(folder):
-    (folder / CHECKSUMS_NAME).unlink()
-    identity = folder / "identity" / "metadata"
-    fields = json.loads(identity.read_text())
-    del fields["checksums"]
-    identity.write_text(json.dumps(fields))
-
-
 @given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), file=st.integers(0, 10**6))
 @settings(max_examples=40, deadline=None)
 def test_every_flipped_bit_is_found(saved, place, bit, file):
@@ -147,121 +226,170 @@ def test_every_flipped_bit_is_found(saved, place, bit, file):
     assert damage(saved) == ""
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory, made):
-    folder = tmp_path_factory.mktemp("saved")
-    with opened(folder) as checkpoints:
-        checkpoints.save(3, made[0])
-    return folder / "3"
-
-
-def test_a_run_goes_on_from_the_newest_whole_checkpoint(tmp_path, made, capsys):
-    with opened(tmp_path, keep=3) as checkpoints:
-        for step in (3, 6, 9):
-            checkpoints.save(step, made[0])
-    garble_arrays(tmp_path / "9")
-    remove_arrays(tmp_path / "6")
-    with opened(tmp_path, keep=3) as checkpoints:
+def test_a_run_goes_on_from_the_newest_whole_checkpoint(copies, made, capsys):
+    folder = copies(3, 6, 9, 12)
+    garble_arrays(folder / "12")
+    remove_arrays(folder / "9")
+    (folder / "6" / CHECKSUMS_NAME).unlink()
+    with pytest.raises(InputError, match=r"\(checksums.json is missing\); choose another with"):
+        restore_weights(folder, 6, MODEL, ALL_TRAINED, one_device_mesh())
+    with opened(folder, keep=3) as checkpoints:
         assert checkpoints.continue_from(Cluster()) == 3
         warnings = capsys.readouterr().err.splitlines()
-        assert [line.split(": ")[1] for line in warnings] == [f"{tmp_path}/9", f"{tmp_path}/6"]
-        assert warnings[0].endswith("is damaged; it is moved to damaged-9")
-        assert warnings[1].endswith("is missing; it is moved to damaged-6")
-        checkpoints.save(9, made[0])  # as a run that goes on does
-    assert (tmp_path / "damaged-9").is_dir()
-    with opened(tmp_path) as checkpoints:
-        assert checkpoints.continue_from(Cluster()) == 9
-    for step in (3, 9):
-        garble_arrays(tmp_path / str(step))
+        for step, end, warning in zip(
+            (12, 9, 6), ("is damaged", "is missing", "is missing"), warnings, strict=True
+        ):
+            assert warning.startswith(f"warning: {folder}/{step}: ")
+            assert warning.endswith(f"{end}; it is moved to damaged-{step}")
+            assert (folder / f"damaged-{step}").is_dir()
+        checkpoints.save(12, made[0])  # as a run that goes on does
+    for step in (3, 12):
+        garble_arrays(folder / str(step))
     with (
-        opened(tmp_path) as checkpoints,
-        pytest.raises(InputError, match=r"9: .* is damaged, and no other checkpoint is left"),
+        opened(folder) as checkpoints,
+        pytest.raises(InputError, match=r"12: .* is damaged, and no other checkpoint is left"),
     ):
         checkpoints.continue_from(Cluster())
-    assert (tmp_path / "damaged-9-2").is_dir()
-
-
-def test_lost_checksums_are_damage(tmp_path, made, capsys):
-    identity = {"model": MODEL.architecture()}
-    with opened(tmp_path, identity, keep=3) as checkpoints:
-        for step in (3, 6):
-            checkpoints.save(step, made[0])
-    (tmp_path / "6" / CHECKSUMS_NAME).unlink()
-    with pytest.raises(InputError, match=r"\(checksums.json is missing\); choose another with"):
-        restore_weights(tmp_path, 6, MODEL, ALL_TRAINED, one_device_mesh())
-    with opened(tmp_path, identity, keep=3) as checkpoints:
-        assert checkpoints.continue_from(Cluster()) == 3
-    warning = f"warning: {tmp_path}/6: checksums.json is missing; it is moved to damaged-6\n"
-    assert capsys.readouterr().err == warning
-
-
-def test_a_checkpoint_that_never_had_checksums_is_used_with_a_warning(tmp_path, made, capsys):
-    state, like = made
-    with opened(tmp_path) as checkpoints:
-        checkpoints.save(3, state)
-    as_an_old_version_wrote_it(tmp_path / "3")
-    with opened(tmp_path) as checkpoints:
-        assert checkpoints.continue_from(Cluster()) == 3
-        jax.tree.map(np.testing.assert_array_equal, checkpoints.restore(3, like), state)
-    (warning,) = capsys.readouterr().err.splitlines()
-    assert warning.startswith(f"warning: {tmp_path}/3: has no checksums")
+    assert (folder / "damaged-12-2").is_dir()
 
 
 @pytest.mark.parametrize("harm", [remove_arrays, garble_arrays, garble_manifest, garble_identity])
-def test_a_damaged_checkpoint_is_one_line(tmp_path, made, harm):
-    state, like = made
-    identity = {"model": MODEL.architecture()}
-    with opened(tmp_path, identity) as checkpoints:
-        checkpoints.save(1, state)
-    as_an_old_version_wrote_it(tmp_path / "1")
-    harm(tmp_path / "1")
-    with opened(tmp_path, identity) as checkpoints:
-        with pytest.raises(InputError, match="1: this checkpoint cannot be read") as refused:
-            checkpoints.restore(1, like)
+def test_a_damaged_checkpoint_is_one_line(copies, made, harm):
+    folder = copies(3)
+    as_an_old_version_wrote_it(folder / "3")
+    harm(folder / "3")
+    with opened(folder) as checkpoints:
+        with pytest.raises(InputError, match="3: this checkpoint cannot be read") as refused:
+            checkpoints.restore(3, made[1])
         assert "\n" not in str(refused.value)
     with pytest.raises(InputError, match="choose another with --step") as refused:
-        restore_weights(tmp_path, 1, MODEL, ALL_TRAINED, one_device_mesh())
+        restore_weights(folder, 3, MODEL, ALL_TRAINED, one_device_mesh())
     assert "\n" not in str(refused.value)
 
 
-def test_what_orbax_raises_is_an_input_error(tmp_path, made, monkeypatch):
+def test_what_orbax_raises_is_an_input_error(saved, monkeypatch):
     def fail(*_, **__):
         raise Exception("bare\nand long")
 
-    with opened(tmp_path, {"model": MODEL.architecture()}) as checkpoints:
-        checkpoints.save(1, made[0])
     monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "restore", fail)
     with pytest.raises(InputError, match=r"cannot be read \(bare\); choose"):
-        restore_weights(tmp_path, 1, MODEL, ALL_TRAINED, one_device_mesh())
+        restore_weights(saved.parent, 3, MODEL, ALL_TRAINED, one_device_mesh())
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("words", "kind", "told"),
     [
-        "FAILED_PRECONDITION: Gloo AllGather failed: Connection closed by peer",
-        "NCCL operation failed",
-        "DEADLINE_EXCEEDED: Barrier timed out",
+        ("Gloo AllGather failed: Connection closed by peer", LostConnectionError, "read it"),
+        ("NCCL operation failed", LostConnectionError, "lost each other while they read it"),
+        ("DEADLINE_EXCEEDED: Barrier timed out", LostConnectionError, "start all processes again"),
+        ("bad magic\nand more", InputError, r"cannot be read \(bad magic\); move it away"),
     ],
 )
-def test_lost_processes_are_not_told_as_damage(tmp_path, words):
-    lost = pytest.raises(LostConnectionError, match="lost each other while they read it")
-    with lost as error, as_input_error(tmp_path, "move it away"):
+def test_lost_processes_are_told_apart_from_damage(tmp_path, words, kind, told):
+    with pytest.raises(kind, match=told), as_input_error(tmp_path, "move it away"):
         raise RuntimeError(words)
-    assert words in str(error.value)
-    assert "move it away" not in str(error.value)
 
 
-def test_lost_processes_are_not_told_as_a_full_disk(tmp_path, made, monkeypatch):
-    def lose(*arguments, **options):
-        raise RuntimeError("UNKNOWN: Gloo AllGather failed: Connection reset by peer")
+@pytest.mark.parametrize(
+    ("words", "kind", "told"),
+    [
+        ("Gloo AllGather failed: Connection reset by peer", LostConnectionError, "they wrote it"),
+        ("x\ny: No space left on device z", InputError, r"written \(No space .*, none is whole"),
+    ],
+)
+def test_lost_processes_are_told_apart_from_a_full_disk(tmp_path, monkeypatch, words, kind, told):
+    def fail(*_, **__):
+        raise RuntimeError(words)
 
     with opened(tmp_path / "run") as checkpoints, monkeypatch.context() as patched:
-        patched.setattr(checkpoints._manager, "check_for_errors", lose)
-        with pytest.raises(LostConnectionError, match="lost each other while they wrote it"):
+        patched.setattr(checkpoints._manager, "check_for_errors", fail)
+        with pytest.raises(kind, match=told):
             checkpoints.check_writing()
 
 
-def test_other_errors_are_told_as_damage(tmp_path):
-    damaged = pytest.raises(InputError, match=r"cannot be read \(bad magic\); move it away")
-    with damaged, as_input_error(tmp_path, "move it away"):
-        raise RuntimeError("bad magic")
+# ---------------------------------------------------------------- the best
+
+
+class Saved:
+    """Checkpoints in memory."""
+
+    def __init__(self, newest):
+        self.newest, self.there, self.chosen = newest, [], frozenset()
+
+    def steps(self):
+        return frozenset(self.there)
+
+    def keep(self, steps):
+        self.chosen = frozenset(steps)
+
+    def save(self, step):
+        after = [*self.there, step]
+        self.there = [each for each in after if each in {*after[-self.newest :], *self.chosen}]
+
+
+@given(
+    st.lists(st.integers(0, 5), min_size=1, max_size=20),
+    st.integers(1, 4),
+    st.sets(st.integers(1, 20)),
+    st.integers(0, 20),
+)
+def test_the_best_of_all_are_there_whenever_a_run_is_continued(
+    tmp_path_factory, losses, count, intervals, stop
+):
+    """Steps are saved where they are among the best, and some at an interval."""
+    folder, saved = tmp_path_factory.mktemp("run"), Saved(newest=1)
+    best = BestCheckpoints(folder, count, saved, Cluster())
+    best.begin([])
+    for step, loss in enumerate(losses, 1):
+        if step == stop + 1:  # another start knows only what is in the log and on disk
+            best = BestCheckpoints(folder, count, saved, Cluster())
+            best.begin([Measured(old, at) for at, old in enumerate(losses[:stop], 1)])
+        if best.add(Measured(loss, step)) or step in intervals:
+            saved.save(step)
+        lowest = sorted(range(1, step + 1), key=lambda at: (losses[at - 1], at))[:count]
+        assert {each.step for each in best.best} == set(lowest) <= set(saved.there)
+        assert best_step(folder, saved.there) == lowest[0]
+
+
+def test_a_best_checkpoint_that_is_gone_is_no_longer_the_best(tmp_path):
+    checkpoints = Saved(3)
+    checkpoints.there = [2, 4]  # and that of step 6 was damaged
+    best = BestCheckpoints(tmp_path, 1, checkpoints, Cluster())
+    best.begin([Measured(0.9, 2), Measured(0.7, 4), Measured(0.3, 6)])
+    assert best.best == [Measured(0.7, 4)]
+
+
+def test_without_keep_best_nothing_is_written(tmp_path):
+    best = BestCheckpoints(tmp_path, None, Saved(1), Cluster())
+    best.begin([Measured(0.1, 1)])
+    assert not best.add(Measured(0.0, 2))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "no such file; the run keeps no best checkpoint"),
+        ("[]", "is not a list of steps and losses; name a step"),
+        ('{"best": [{"loss": 1}]}', "is not a list of steps and losses"),
+        ("{", "is not valid JSON"),
+        ('{"best": []}', "names no checkpoint that is complete; name a step"),
+        ('{"best": [{"step": 9, "loss": 1}]}', "names no checkpoint that is complete"),
+    ],
+)
+def test_a_missing_best_checkpoint_is_one_line(tmp_path, content, words):
+    if content is not None:
+        (tmp_path / BEST_NAME).write_text(content)
+    with pytest.raises(InputError, match=words):
+        best_step(tmp_path, [3])
+
+
+def test_a_step_is_a_number_or_best(capsys):
+    parser = argparse.ArgumentParser()
+    add_run_flags(parser.add_argument)
+    given = [parser.parse_args(["--step", right]).step for right in ("12", "best")]
+    assert given == [12, "best"]
+    for wrong in ("-1", "1.5", "newest", "", "٣", "9" * 5000):
+        with pytest.raises(SystemExit):
+            parser.parse_args([f"--step={wrong}"])
+        assert "is not a step such as 500, nor best" in capsys.readouterr().err

@@ -156,6 +156,10 @@ class Runs:
         assert finished.returncode == 0, finished.stderr
         return finished
 
+    def refused(self, *flags, **options):
+        """Runs in this process what must be refused in one line; returns the line."""
+        return line_of(self.here(*flags, **options))
+
     def kill_after(self, step, *flags, devices=1):
         """Starts a process and kills it as soon as the checkpoint of a step is written."""
         process = self.start(*flags, devices=devices)
@@ -177,6 +181,37 @@ class Runs:
 
     def metrics(self, name="run"):
         return metrics_of(self.folder / name)
+
+
+class Sections:
+    """train.py in this process and folder; changes are sections of the config."""
+
+    def __init__(self, **config):
+        self.config = config
+
+    def told(self, *flags, folder="run", devices=1, **changes):
+        config = self.config | {"run": self.config["run"] | {"folder": folder}}
+        for section, values in changes.items():
+            config[section] = config.get(section, {}) | values
+        Path("config.yaml").write_text(yaml.safe_dump(config))
+        return run_here("--config", "config.yaml", *flags, devices=devices)
+
+    def train(self, *flags, folder="run", **changes):
+        """Runs to the end; returns the run's folder."""
+        finished = self.told(*flags, folder=folder, **changes)
+        assert finished.returncode == 0, finished.stderr
+        self.said = finished.stderr
+        return Path(folder).absolute()
+
+    def refused(self, **changes):
+        """Runs what must be refused in one line; returns the line."""
+        return line_of(self.told(**changes))
+
+
+def line_of(ended):
+    """What a run said that was refused in one line."""
+    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1), ended.stderr
+    return ended.stderr
 
 
 def lines_of(path):
