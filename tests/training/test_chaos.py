@@ -55,49 +55,31 @@ def interrupted(tmp_path, monkeypatch):
     return SimpleNamespace(phases=phases, time_is_up=time_is_up, sent=sent, marked=marked)
 
 
-def test_a_kill_counts_for_the_phases_that_are_open(interrupted):
-    phases = interrupted.phases
+def test_a_kill_counts_once_for_the_phases_that_are_open(interrupted):
+    phases, killed = interrupted.phases, [(os.getpid(), signal.SIGKILL)]
     assert interrupted.marked() == (("start",), "")
     with phases.during("validation"):
         pass
     phases.open("saving")
-    assert interrupted.marked() == (("saving",), "")
+    assert (interrupted.sent, interrupted.marked()) == ([], (("saving",), ""))
     with phases.during("validation"):
         interrupted.time_is_up()
-    assert interrupted.sent == [(os.getpid(), signal.SIGKILL)]
-    assert interrupted.marked() == (("saving", "validation"), "SIGKILL")
+    assert (interrupted.sent, interrupted.marked()) == (
+        killed,
+        (("saving", "validation"), "SIGKILL"),
+    )
+    with phases.during("validation"):  # as after SIGTERM
+        interrupted.time_is_up()
+    assert interrupted.sent == killed
 
 
-def test_a_kill_comes_before_its_phase_is_over_and_once(interrupted):
+def test_a_kill_comes_before_its_phase_is_over(interrupted):
     with interrupted.phases.during("sampling"):
         for _ in range(2):
             with interrupted.phases.during("validation"):
                 assert interrupted.sent == []
     assert interrupted.sent == [(os.getpid(), signal.SIGKILL)]
     assert interrupted.marked() == (("sampling", "validation"), "SIGKILL")
-    with interrupted.phases.during("validation"):  # as after SIGTERM
-        interrupted.time_is_up()
-    assert interrupted.marked() == (("sampling", "validation"), "SIGKILL")
-    assert len(interrupted.sent) == 1
-
-
-def test_a_phase_that_never_begins_is_not_hit(interrupted):
-    with interrupted.phases.during("validation"), interrupted.phases.during("end"):
-        pass
-    assert interrupted.sent == []
-    assert interrupted.marked() == ((), "")
-
-
-def test_every_phase_is_that_of_a_function_that_exists():
-    import importlib
-    from functools import reduce
-
-    import chaos_phases
-
-    for place in chaos_phases._FUNCTIONS.values():
-        module, _, path = place.partition(":")
-        assert callable(reduce(getattr, path.split("."), importlib.import_module(module)))
-    assert callable(chaos_phases.AsyncCheckpointer._make_on_commit_callback)
 
 
 def test_300_kills_hit_every_phase_25_times():
@@ -136,7 +118,9 @@ def write_run(folder):
     save_file({"a": np.arange(4.0)}, folder / "exported" / "x.safetensors")
 
 
-def edited(edit):
+def rows(edit):
+    """Edits the lines of the metrics."""
+
     def plant(folder):
         path = folder / "metrics.jsonl"
         path.write_text("".join(edit(path.read_text().splitlines(keepends=True))))
@@ -144,9 +128,8 @@ def edited(edit):
     return plant
 
 
-def rounded(loss):
-    """Another loss of the last step."""
-    return edited(lambda rows: [row.replace("0.125", loss) for row in rows])
+def last_loss(value):
+    return rows(lambda lines: [line.replace("0.125", value) for line in lines])
 
 
 def plant_array(folder):
@@ -167,75 +150,64 @@ def plant_export(folder):
     save_file({"a": np.arange(4.0) * (1 + 2e-16)}, folder / "exported" / "x.safetensors")
 
 
-def without(place):
-    return lambda folder: shutil.rmtree(folder / place)
-
-
 LOSSES = "samples or their losses differ"
 STEPS = "steps are missing or repeated"
-PLANTED = {
-    "nothing": (lambda folder: None, []),
-    "loss": (rounded("0.12500000000000003"), [LOSSES]),
-    "lost step": (edited(lambda rows: rows[:2] + rows[3:]), [STEPS, LOSSES]),
-    "repeated step": (edited(lambda rows: rows[:3] + rows[2:]), [STEPS, LOSSES]),
-    "lost validation": (
-        edited(lambda rows: [row for row in rows if "validation" not in row]),
+PLANTED = [
+    (lambda folder: None, []),
+    (last_loss("0.12500000000000003"), [LOSSES]),
+    (rows(lambda lines: lines[:2] + lines[3:]), [STEPS, LOSSES]),
+    (rows(lambda lines: lines[:3] + lines[2:]), [STEPS, LOSSES]),
+    (
+        rows(lambda lines: [line for line in lines if "validation" not in line]),
         ["validations or their losses differ"],
     ),
-    "lost checkpoint": (
-        without("checkpoints/4"),
+    (
+        lambda folder: shutil.rmtree(folder / "checkpoints/4"),
         ["there are checkpoints of steps [8], not [4, 8]"],
     ),
-    "bit of an array": (plant_array, ["last arrays differ: ['params']['kernel'] and 0 more"]),
-    "lost array": (plant_lost_array, ["last arrays have other names"]),
-    "export": (plant_export, ["exports differ: a and 0 more"]),
-    "lost export": (without("exported"), ["exports have other names"]),
-}
+    (plant_array, ["last arrays differ: ['params']['kernel'] and 0 more"]),
+    (plant_lost_array, ["last arrays have other names"]),
+    (plant_export, ["exports differ: a and 0 more"]),
+    (lambda folder: shutil.rmtree(folder / "exported"), ["exports have other names"]),
+]
 
 
-@pytest.mark.parametrize("name", PLANTED)
-def test_planted_faults_are_seen(tmp_path, name):
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    write_run(folder := tmp_path_factory.mktemp("chaos") / "whole")
+    return folder
+
+
+def test_planted_faults_are_seen(tmp_path, whole):
     from chaos_runs import differences
 
-    plant, expected = PLANTED[name]
-    for folder in ("whole", "planted"):
-        write_run(tmp_path / folder)
-    plant(tmp_path / "planted")
-    assert differences(tmp_path / "planted", tmp_path / "whole", exact=True) == expected
-
-
-def test_several_processes_may_round_and_no_more(tmp_path):
-    from chaos_runs import differences
-
-    for folder in ("whole", "planted"):
-        write_run(tmp_path / folder)
+    for number, (plant, expected) in enumerate(PLANTED):
+        planted = shutil.copytree(whole, tmp_path / str(number))
+        plant(planted)
+        assert differences(planted, whole, exact=True) == expected
     for loss, expected in (("0.12500000000000003", []), ("0.1251", [LOSSES])):
-        rounded(loss)(tmp_path / "planted")
-        found = differences(tmp_path / "planted", tmp_path / "whole", exact=False)
-        assert found == expected
-        (tmp_path / "planted" / "metrics.jsonl").write_bytes(
-            (tmp_path / "whole" / "metrics.jsonl").read_bytes()
-        )
+        planted = shutil.copytree(whole, tmp_path / loss)
+        last_loss(loss)(planted)  # of several processes, which may round and no more
+        assert differences(planted, whole, exact=False) == expected
 
 
-@pytest.mark.parametrize(
-    ("before", "step", "saved", "faults"),
-    [
-        (8, 14, 8, []),
-        (8, 17, 8, ["9 steps are lost"]),
-        (8, 9, 4, ["the checkpoint of step 8 is gone"]),
-        (12, 3, 0, ["12 steps are lost", "the checkpoint of step 12 is gone"]),
-    ],
-)
-def test_lost_steps_and_checkpoints_are_seen(before, step, saved, faults):
+def test_lost_steps_and_checkpoints_are_seen():
     from chaos_runs import faults_of_rest
 
-    assert faults_of_rest(before, step, saved) == faults
+    gone = "the checkpoint of step {} is gone"
+    for numbers, faults in (
+        ((8, 14, 8), []),
+        ((8, 17, 8), ["9 steps are lost"]),
+        ((8, 9, 4), [gone.format(8)]),
+        ((12, 3, 0), ["12 steps are lost", gone.format(12)]),
+    ):
+        assert faults_of_rest(*numbers) == faults
 
 
-@pytest.mark.parametrize(
-    ("said", "before", "right"),
-    [
+def test_a_start_from_elsewhere_is_seen():
+    from chaos_runs import faults_of_start
+
+    for said, before, right in (
         ("weights: checkpoint of step 8 in run", 8, True),
         ("weights: checkpoint of step 4 in run", 8, False),
         ("weights: new, drawn with run.seed 0", 8, False),
@@ -243,28 +215,22 @@ def test_lost_steps_and_checkpoints_are_seen(before, step, saved, faults):
         ("weights: /some/weights; trained: lora", 0, True),
         ("weights: checkpoint of step 4 in run", 0, False),
         ("nothing yet", 8, True),
-    ],
-)
-def test_a_start_from_elsewhere_is_seen(said, before, right):
-    from chaos_runs import faults_of_start
-
-    assert (faults_of_start(SimpleNamespace(stdout=f"plan\n{said}\n"), before) == []) == right
+    ):
+        started = SimpleNamespace(stdout=f"plan\n{said}\n")
+        assert (faults_of_start(started, before) == []) == right
 
 
-@pytest.mark.parametrize(
-    ("name", "status", "stderr", "words"),
-    [
+def test_ends_that_are_none_are_seen():
+    from chaos_runs import faults_of_end
+
+    for name, status, stderr, words in (
         ("SIGTERM", 0, "", []),
         ("SIGKILL", -9, "warning: x", []),
         ("SIGTERM", 1, "", ["SIGTERM gave status 1"]),
         ("", 2, "error: x", ["the run ended by itself with 2: ['error: x']"]),
         ("SIGTERM", 0, "Traceback ...\nKeyError: 3", ["a traceback: KeyError: 3"]),
-    ],
-)
-def test_ends_that_are_none_are_seen(name, status, stderr, words):
-    from chaos_runs import faults_of_end
-
-    assert faults_of_end(SimpleNamespace(stderr=stderr), name, status) == words
+    ):
+        assert faults_of_end(SimpleNamespace(stderr=stderr), name, status) == words
 
 
 def test_processes_that_are_left_are_seen(tmp_path):

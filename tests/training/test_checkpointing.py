@@ -75,7 +75,9 @@ def saved_steps(monkeypatch, config, seconds, count=2, total=40):
 def test_steps_and_minutes_save_after_the_same_step_in_all_processes(
     monkeypatch, config, seconds, steps
 ):
-    found = saved_steps(monkeypatch, CheckpointConfig(**config), lambda process, _: seconds[process])
+    found = saved_steps(
+        monkeypatch, CheckpointConfig(**config), lambda process, _: seconds[process]
+    )
     assert found == steps
 
 

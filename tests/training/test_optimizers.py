@@ -1,7 +1,7 @@
 """Each optimizer and schedule against a reference: by hand in float64, optax, or AdamW."""
 
 import math
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,6 @@ from alload_jax.training.optimizer import (
 from alload_jax.training.state import TrainingSpec, init_state, state_shardings
 from alload_jax.training.update_rules import (
     BLOCK,
-    Quantised,
     dequantise,
     dynamic_codes,
     quantise,
@@ -66,6 +65,7 @@ def follow(optimizer, params, grads):
     return params
 
 
+@cache
 def trained(name, **changes):
     """The parameters of `stacked` after three updates."""
     grads = [stacked(n) for n in range(1, 4)]
@@ -76,19 +76,6 @@ def kernels(layer):
     """One layer's kernel in the stack, and its gradients."""
     first, *grads = (stacked(n)["blocks"]["kernel"][layer] for n in range(4))
     return first, grads
-
-
-@pytest.mark.parametrize("name", ["adamw8bit", "adafactor", "muon"])
-def test_a_stack_of_matrices_is_trained_as_its_matrices(name):
-    """Other arrays of a stack may share statistics; matrices must not."""
-    together, optimizer = trained(name)["blocks"]["kernel"], make_optimizer(constant(name), 10)
-    for number in (0, LAYERS - 1):
-        first, *grads = (
-            {"blocks": {"kernel": stacked(n)["blocks"]["kernel"][number : number + 1]}}
-            for n in range(4)
-        )
-        alone = follow(optimizer, first, grads)["blocks"]["kernel"][0]
-        np.testing.assert_allclose(together[number], alone, rtol=1e-4, atol=1e-5)
 
 
 def test_muon_is_optax_muon_on_each_matrix_and_adamw_elsewhere():
@@ -103,61 +90,42 @@ def test_muon_is_optax_muon_on_each_matrix_and_adamw_elsewhere():
         np.testing.assert_allclose(ours, expected["kernel"], rtol=1e-4, atol=1e-5)
 
 
-def test_the_updates_of_muon_are_nearly_orthogonal_with_the_size_of_adamw():
-    zero = jax.tree.map(jnp.zeros_like, stacked(0))
-    moved = follow(make_optimizer(constant("muon", weight_decay=0.0), 10), zero, [stacked(1)])
-    for matrix in np.asarray(moved["blocks"]["kernel"], np.float64):
-        singular = np.linalg.svd(matrix / RATE / 0.2 / np.sqrt(OUTPUTS), compute_uv=False)
-        assert singular.min() > 0.4
-        assert singular.max() < 1.3
-        assert 0.1 < np.sqrt((matrix**2).mean()) / RATE < 0.3
-
-
 def adafactor_by_hand(matrix, grads):
-    """Factored second moments in float64 (arXiv 1804.04235, algorithm 4), decay as in AdamW."""
-    rows, columns = np.zeros(matrix.shape[0]), np.zeros(matrix.shape[1])
+    """Second moments in float64 (arXiv 1804.04235, algorithm 4), decay as in AdamW."""
+    moments = [np.zeros_like(grads[0])] if min(matrix.shape) < 128 else [0.0, 0.0]
     for count, grad in enumerate(grads, 1):
         keep = 1 - count**-0.8
         square = grad**2 + 1e-30
-        rows = keep * rows + (1 - keep) * square.mean(1)
-        columns = keep * columns + (1 - keep) * square.mean(0)
-        update = grad / np.sqrt(np.outer(rows, columns) / rows.mean())
+        means = [square] if len(moments) == 1 else [square.mean(1), square.mean(0)]
+        moments = [keep * old + (1 - keep) * new for old, new in zip(moments, means, strict=True)]
+        second = moments[0]
+        if len(moments) == 2:  # factored
+            second = np.outer(*moments) / moments[0].mean()
+        update = grad / np.sqrt(second)
         update /= max(1.0, np.sqrt((update**2).mean()))
         matrix = matrix - RATE * (update + DECAY * matrix)
     return matrix
 
 
-def test_adafactor_by_hand_and_its_small_state():
-    found = trained("adafactor")["blocks"]["kernel"]
-    for number in range(LAYERS):
-        first, grads = kernels(number)
-        exact = [np.asarray(grad, np.float64) for grad in grads]
-        expected = adafactor_by_hand(np.asarray(first, np.float64), exact)
-        np.testing.assert_allclose(found[number], expected, rtol=1e-3, atol=1e-5)
+@pytest.mark.parametrize(
+    ("layers", "size"), [(3, (130, 160)), (200, (130, 128)), (200, (128, 4))], ids=str
+)
+def test_adafactor_by_hand_on_each_layer_of_a_stack(layers, size):
+    rng = np.random.default_rng(0)
+    stacks = [rng.normal(size=(layers, *size)).astype(np.float32) for _ in range(3)]
+    first, *grads = ({"kernel": jnp.asarray(stack)} for stack in stacks)
+    optimizer = make_optimizer(constant("adafactor"), 10)
+    together = follow(optimizer, first, grads)["kernel"]
+    for number in (0, layers - 1):
+        exact = [np.asarray(stack[number], np.float64) for stack in stacks]
+        expected = adafactor_by_hand(exact[0], exact[1:])
+        np.testing.assert_allclose(together[number], expected, rtol=1e-3, atol=1e-5)
+
+
+def test_adafactor_has_a_small_state():
     state = make_optimizer(constant("adafactor"), 10).init(stacked(0))
     assert max(leaf.size for leaf in jax.tree.leaves(state)) == max(LAYERS * OUTPUTS, INPUTS * 4)
-
-
-@pytest.mark.parametrize(
-    ("layers", "size"), [(2, (128, 130)), (200, (130, 128)), (200, (128, 4))], ids=str
-)
-def test_adafactor_treats_each_layer_of_a_stack_by_itself(layers, size):
-    rng = np.random.default_rng(0)
-    stacks = [jnp.asarray(rng.normal(size=(layers, *size)), jnp.float32) for _ in range(3)]
-    optimizer = make_optimizer(constant("adafactor"), 10)
-
-    def after(arrays):
-        first, *grads = ({"kernel": array} for array in arrays)
-        return follow(optimizer, first, grads)["kernel"]
-
-    together = after(stacks)
-    for number in (0, layers - 1):
-        alone = after([stack[number] for stack in stacks])
-        np.testing.assert_allclose(together[number], alone, rtol=1e-5, atol=1e-6)
-
-
-def test_adafactor_keeps_the_second_moments_of_biases_whole():
-    bias = {"bias": jnp.zeros((200, 130))}  # of 200 layers
+    bias = {"bias": jnp.zeros((200, 130))}  # of 200 layers, whose moments stay whole
     moments = optax.tree.get(make_optimizer(constant("adafactor"), 10).init(bias), "v")
     assert moments["bias"].shape == bias["bias"].shape
 
@@ -217,15 +185,23 @@ def test_groups_can_have_another_optimizer():
         jax.tree.map(same, found[part], trained(name)[part])
 
 
-def test_checkpoints_say_which_optimizer_wrote_them():
-    assert OptimizerConfig().identity() == {}
-    found = [OptimizerConfig(name=name).identity().get("name") for name in NAMES]
-    assert found == [None, "adamw8bit", "adafactor", "lion", "muon"]
-    assert OptimizerConfig(mu_dtype="bfloat16").identity() == {"mu_dtype": "bfloat16"}
-    group = OptimizerGroup(("a",))
-    assert OptimizerConfig(groups=(group,)).identity() == {"groups": [["a"]]}
-    named = OptimizerConfig(groups=(OptimizerGroup(("a",), name="muon"),)).identity()
-    assert named == {"groups": [["a"]], "group_names": ["muon"]}
+@pytest.mark.parametrize(
+    ("settings", "identity"),
+    [
+        ({}, {}),
+        *(({"name": name}, {"name": name}) for name in NAMES[1:]),
+        ({"mu_dtype": "bfloat16"}, {"mu_dtype": "bfloat16"}),
+        ({"groups": (OptimizerGroup(("a",)),)}, {"groups": [["a"]]}),
+        (
+            {"groups": (OptimizerGroup(("a",), name="muon"),)},
+            {"groups": [["a"]], "group_names": ["muon"]},
+        ),
+        ({"skip_above": 5.0}, {"skip_above": "set"}),
+        ({"ema_decay": None}, {"without_ema": True}),
+    ],
+)
+def test_checkpoints_say_which_optimizer_wrote_them(settings, identity):
+    assert OptimizerConfig(**settings).identity() == identity
 
 
 @pytest.mark.parametrize(
@@ -253,7 +229,7 @@ MODEL = WanConfig(dim=64, ffn_dim=64, num_heads=4, num_layers=2, freq_dim=16, dt
 
 @pytest.mark.slow
 @pytest.mark.skipif(len(jax.devices("cpu")) < 8, reason="needs 8 CPU devices")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["adamw8bit", "adafactor", "muon"])
 def test_the_state_is_sharded_and_computes_the_same(name):
     config = OptimizerConfig(name=name, warmup_steps=0)
     spec = TrainingSpec(MODEL, FlowMatching(), make_optimizer(config, 10), 0.99)
@@ -301,36 +277,28 @@ def blocks_along_inputs(values):
     return [slice(start, start + size) for start in range(0, values.shape[-2], size)]
 
 
-SHAPES = [(1, 1), (7, 3), (256, 2), (300, 2), (2, 520, 3)]
-
-
 @settings(deadline=None, max_examples=15)
-@given(st.integers(0, 10**6), st.sampled_from(SHAPES), st.booleans())
+@given(st.integers(0, 10**6), st.sampled_from([(7, 3), (256, 2), (2, 520, 3)]), st.booleans())
 def test_a_value_becomes_the_nearest_code_of_its_block(seed, shape, signed):
     values = spread(seed, shape, signed)
     stored = quantise(jnp.asarray(values), signed)
     found = np.asarray(dequantise(stored, signed), np.float64)
     codes = dynamic_codes(signed).astype(np.float64)
-    assert stored.codes.dtype == jnp.uint8
-    assert stored.codes.shape == shape
+    assert (stored.codes.dtype, stored.codes.shape) == (jnp.uint8, shape)
     assert stored.scale.shape == (*shape[:-2], len(blocks_along_inputs(values)), shape[-1])
     for rows in blocks_along_inputs(values):
         block = values[..., rows, :].astype(np.float64)
         scale = np.abs(block).max(-2, keepdims=True)
-        best = np.abs(block[..., None] - scale[..., None] * codes).min(-1)
-        away = np.abs(found[..., rows, :] - block)
-        allowed = best + 1e-6 * scale
+        allowed = np.abs(block[..., None] - scale[..., None] * codes).min(-1) + 1e-6 * scale
         if not signed:  # what is not zero stays above zero
             least = scale * codes[1]
             allowed = np.where((block > 0) & (block < least), least * (1 + 1e-6), allowed)
-        assert (away <= allowed).all()
-    if not signed:
-        assert ((found > 0) == (values > 0)).all()
+        assert (np.abs(found[..., rows, :] - block) <= allowed).all()
+    assert signed or ((found > 0) == (values > 0)).all()
     # Codes stay what they are when nothing changes.
     once = quantise(jnp.asarray(np.abs(values)), signed)
     twice = quantise(dequantise(once, signed), signed)
-    np.testing.assert_array_equal(once.codes, twice.codes)
-    np.testing.assert_array_equal(once.scale, twice.scale)
+    jax.tree.map(np.testing.assert_array_equal, once, twice)
 
 
 @pytest.mark.parametrize(("signed", "intervals"), [(True, 64), (False, 128)])
@@ -341,12 +309,20 @@ def test_the_error_within_a_decade_of_the_largest_is_half_an_interval(signed, in
     assert 0.9 * 0.45 / intervals < error < 1.001 * 0.45 / intervals
 
 
-def test_the_first_update_is_that_of_adam():
-    grads = {"kernel": jnp.asarray(spread(0, (2, 300, 4), True))}
-    ours, theirs = scale_by_adam8bit(0.9, 0.99, 1e-8), optax.scale_by_adam(0.9, 0.99, 1e-8)
-    found, _ = ours.update(grads, ours.init(grads))
-    expected, _ = theirs.update(grads, theirs.init(grads))
-    np.testing.assert_allclose(found["kernel"], expected["kernel"], rtol=1e-5)
+def test_updates_in_eight_bits_are_those_of_adam_whose_moments_are_stored_between():
+    grads = [np.asarray(stacked(n)["blocks"]["kernel"]) for n in range(3)]
+    optimizer = scale_by_adam8bit(0.9, 0.99, 1e-8)
+    state, mu, nu = optimizer.init({"kernel": grads[0]}), 0.0, 0.0
+    for count, grad in enumerate(grads, 1):
+        found, state = optimizer.update({"kernel": grad}, state)
+        mu, nu = 0.9 * mu + 0.1 * grad, 0.99 * nu + 0.01 * grad**2
+        expected = mu / (1 - 0.9**count) / (np.sqrt(nu / (1 - 0.99**count)) + 1e-8)
+        away = np.abs(found["kernel"] / expected - 1)
+        assert (away < 1e-4).mean() > 0.999  # a few moments lie between two codes
+        mu, nu = (
+            np.asarray(dequantise(quantise(jnp.asarray(each), signed), signed))
+            for each, signed in ((mu, True), (nu, False))
+        )
 
 
 def test_small_arrays_and_vectors_keep_float32_moments():
@@ -366,48 +342,6 @@ def test_small_arrays_and_vectors_keep_float32_moments():
     ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1])
-def test_training_converges_as_with_float32_moments(seed):
-    """A two-layer regression on noisy minibatches: the final losses differ by a few percent."""
-    rng = np.random.default_rng(seed)
-    inputs = jnp.asarray(rng.normal(size=(512, 64)), jnp.float32)
-    outputs = jnp.tanh(inputs @ rng.normal(size=(64, 64)).astype(np.float32) / 8)
-    start = {
-        "first": {"kernel": jnp.asarray(rng.normal(size=(64, 96)) / 8, jnp.float32)},
-        "second": {"kernel": jnp.asarray(rng.normal(size=(96, 64)) / 10, jnp.float32)},
-    }
-
-    def loss(params, rows):
-        hidden = jnp.tanh(inputs[rows] @ params["first"]["kernel"])
-        return jnp.mean((hidden @ params["second"]["kernel"] - outputs[rows]) ** 2)
-
-    def trained(name):
-        config = OptimizerConfig(name=name, learning_rate=3e-3, warmup_steps=10)
-        optimizer = make_optimizer(config, 300)
-
-        def step(carry, key):
-            params, state = carry
-            rows = jax.random.randint(key, (64,), 0, 512)
-            updates, state = optimizer.update(jax.grad(loss)(params, rows), state, params)
-            return (optax.apply_updates(params, updates), state), None
-
-        keys = jax.random.split(jax.random.key(seed), 300)
-        (params, _), _ = jax.lax.scan(step, (start, optimizer.init(start)), keys)
-        return float(loss(params, jnp.arange(512)))
-
-    full, ours = trained("adamw"), trained("adamw8bit")
-    assert full < 0.1 * float(loss(start, jnp.arange(512)))
-    assert abs(ours / full - 1) < 0.05
-
-
-def test_a_stored_array_has_a_byte_for_each_value():
-    stored = quantise(jnp.ones((4, 1024, 64)), signed=True)
-    size = sum(part.size * part.dtype.itemsize for part in stored)
-    assert isinstance(stored, Quantised)
-    assert size == 4 * 1024 * 64 * (1 + 4 / BLOCK)
-
-
 # ---------------------------------------------------------------- skipped updates
 
 
@@ -423,53 +357,48 @@ def skipped_by_hand(norms, times):
     return found
 
 
+ADAM = optax.adam(0.1)
+SKIPPING = skip_spikes(ADAM, 5.0)
+UPDATES = {optimizer: jax.jit(optimizer.update) for optimizer in (ADAM, SKIPPING)}
+
+
 def updates_of(optimizer, norms):
-    """The parameters after each step, and how many updates were skipped up to it."""
+    """The parameters after all steps, and how many updates were skipped up to each."""
     params = {"a": jnp.ones(3), "b": jnp.full((2,), 2.0)}
     state, found = optimizer.init(params), []
-    update = jax.jit(optimizer.update)
     for norm in norms:
         value = norm / np.sqrt(5)
         grads = {"a": jnp.full(3, value), "b": jnp.full(2, value)}
-        updates, state = update(grads, state, params)
+        updates, state = UPDATES[optimizer](grads, state, params)
         params = optax.apply_updates(params, updates)
-        found.append((jax.tree.map(np.asarray, params), int(skipped_updates(state) or 0)))
-    return found
+        found.append(int(skipped_updates(state) or 0))
+    return params, found
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=10)
 @given(
-    st.lists(st.floats(0.1, 3.0), min_size=20, max_size=60),
-    st.lists(st.tuples(st.integers(0, 59), st.floats(10, 1e6)), max_size=4),
+    st.lists(st.floats(0.1, 3.0), min_size=21, max_size=60),
+    st.lists(st.tuples(st.integers(0, 59), st.floats(10, 1e6)), min_size=1, max_size=9),
 )
 def test_the_updates_are_those_of_the_steps_that_are_not_skipped(norms, spikes):
     for place, norm in spikes:
         norms[place % len(norms)] = norm
     expected = skipped_by_hand(norms, 5.0)
     kept = [norm for norm, skipped in zip(norms, expected, strict=True) if not skipped]
-    found = updates_of(skip_spikes(optax.adam(0.1), 5.0), norms)
-    assert [count for _, count in found] == np.cumsum(expected).tolist()
-    alone = updates_of(optax.adam(0.1), kept)
+    params, found = updates_of(SKIPPING, norms)
+    assert found == np.cumsum(expected).tolist()
     # Two programs may round differently, each update at the size of the weights, which begin at 1.
     same = partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)
-    jax.tree.map(same, found[-1][0], alone[-1][0])
+    jax.tree.map(same, params, updates_of(ADAM, kept)[0])
 
 
-def test_gradients_that_stay_large_are_accepted_after_some_steps():
-    norms = [1.0] * 50 + [100.0] * 200
-    skipped = [count for _, count in updates_of(skip_spikes(optax.sgd(0.1), 5.0), norms)]
-    assert skipped[49] == 0
-    assert skipped[50] == 1
-    assert skipped[-1] == skipped[-50] < 150
-
-
-def test_the_state_is_another_so_that_checkpoints_differ_in_words():
-    assert OptimizerConfig().identity() == {}
-    assert OptimizerConfig(skip_above=5.0).identity() == {"skip_above": "set"}
-    optimizer = make_optimizer(OptimizerConfig(skip_above=5.0), 10)
-    state = optimizer.init({"kernel": jnp.ones(2)})
-    assert int(skipped_updates(state)) == 0
-    assert skipped_updates(make_optimizer(OptimizerConfig(), 10).init({})) is None
+def test_only_an_optimizer_that_skips_counts_what_it_skips():
+    skipping, plain = (
+        make_optimizer(OptimizerConfig(skip_above=each), 10).init({"kernel": jnp.ones(2)})
+        for each in (5.0, None)
+    )
+    assert int(skipped_updates(skipping)) == 0
+    assert skipped_updates(plain) is None
 
 
 # ---------------------------------------------------------------- schedules
@@ -523,12 +452,6 @@ def test_the_rate_follows_the_formula(schedule, warmup, length, final, decay, fr
     steps = np.arange(0, length + 20, 7)
     expected = [formula(config, length, step) for step in steps]
     np.testing.assert_allclose([found(step) for step in steps], expected, rtol=1e-4, atol=1e-6)
-
-
-def test_the_curve_of_a_schedule_of_its_own_length_does_not_depend_on_the_run():
-    config = OptimizerConfig(schedule="linear", schedule_steps=50, warmup_steps=5)
-    short, long = learning_rate_schedule(config, 20), learning_rate_schedule(config, 400)
-    assert [short(step) for step in range(60)] == [long(step) for step in range(60)]
 
 
 def test_a_decay_that_does_not_fit_is_refused_when_the_config_is_read():

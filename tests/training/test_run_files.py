@@ -6,6 +6,8 @@ import re
 import signal
 import subprocess
 import sys
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -43,21 +45,17 @@ def holder(tmp_path):
     process.stdout.close()
 
 
-def test_a_second_run_is_refused_by_name(tmp_path, holder):
-    with pytest.raises(InputError) as refused, locked(tmp_path, Cluster()):
-        pass
-    message = str(refused.value)
+def test_a_second_run_is_refused_until_the_first_one_ends(tmp_path, holder):
+    def refused():
+        with pytest.raises(InputError) as error, locked(tmp_path, Cluster()):
+            pass
+        return str(error.value)
+
+    message = refused()
     assert message.startswith(f"{tmp_path}: another run trains here (process {holder.pid} on ")
     assert re.search(r"since \d{4}-\d\d-\d\d .*UTC\); stop it, wait for its end, or", message)
-
-
-def test_the_lock_of_a_killed_run_is_free(tmp_path, holder):
     (tmp_path / LOCK_NAME).write_text("{")  # which says nothing, and is still held
-    with (
-        pytest.raises(InputError, match="another run trains here; stop"),
-        locked(tmp_path, Cluster()),
-    ):
-        pass
+    assert "another run trains here; stop" in refused()
     os.kill(holder.pid, signal.SIGKILL)
     holder.wait()
     for _ in range(2):
@@ -78,16 +76,10 @@ def test_file_systems_without_locks_are_noted(tmp_path, monkeypatch, capsys):
 # ---------------------------------------------------------------- damaged records
 
 
-class Run:
-    refusal = ""
-
-    def refuse(self, reason):
-        self.refusal = reason
-
-
 def refusal(folder, max_bad_records, *problems):
     """What telemetry says of a step with damaged records."""
-    records, run = BadRecords(folder / "bad_records.txt", Cluster()), Run()
+    records, run = BadRecords(folder / "bad_records.txt", Cluster()), SimpleNamespace(refusal="")
+    run.refuse = partial(setattr, run, "refusal")
     log, tracker = MetricsLog(folder, resumed_at=0), TensorBoard(folder / "events", resumed_at=0)
     bar = ProgressBar("training", 4)
     told = Telemetry(None, lambda step: 1.0, log, tracker, records, max_bad_records, bar)
@@ -97,14 +89,10 @@ def refusal(folder, max_bad_records, *problems):
     return run.refusal
 
 
-def test_records_that_were_damaged_once_do_not_stop_a_later_start(tmp_path):
-    (tmp_path / "bad_records.txt").write_bytes(b"shard: record 1 is damaged\n\xff\xfe\n")
-    assert refusal(tmp_path, 0) == ""
-
-
 def test_a_refusal_counts_the_records_of_earlier_starts_and_says_where_they_are(tmp_path):
     listed = tmp_path / "bad_records.txt"
-    listed.write_text("shard: record 1 is damaged\nshard: record 2\n")
+    listed.write_bytes(b"shard: record 1 is damaged\n\xff\xfe\n")
+    assert refusal(tmp_path, 0) == ""  # those that were damaged once stop no later start
     assert refusal(tmp_path, 3, "shard: record 3") == ""
     found = refusal(tmp_path, 3, "shard: record 4")
     assert found.startswith("shard: record 4; restore the record, or allow more than")

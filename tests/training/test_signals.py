@@ -55,22 +55,24 @@ def test_sigterm_where_nothing_is_to_save_gives_the_status(
 
 
 def test_ctrl_c_while_imports_run_is_left_to_the_system(handlers):
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    with quiet_imports():
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    for before, meanwhile in ((signal.default_int_handler, signal.SIG_DFL), 2 * (signal.SIG_IGN,)):
+        signal.signal(signal.SIGINT, before)
+        with quiet_imports():
+            assert signal.getsignal(signal.SIGINT) is meanwhile
+        assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_run_that_saves_has_sigterm_for_itself_and_a_background_job_ignores_ctrl_c(handlers):
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with quiet_imports():
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-
-
-def test_a_run_that_saves_has_sigterm_for_itself(handlers):
     with termination_as_interrupt(143, pytest.fail):
         with StopRequest() as stop:
+            signal.raise_signal(signal.SIGINT)
+            assert not stop
             signal.raise_signal(signal.SIGTERM)
             assert stop.number == signal.SIGTERM
         with pytest.raises(Terminated):
             signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 
 IN_CPP = """
@@ -121,31 +123,21 @@ sys.exit(run_command(main, [place]))
 
 
 @pytest.mark.parametrize(
-    ("place", "number", "status", "said"),
+    ("script", "place", "number", "status", "said"),
     [
-        ("callback", signal.SIGINT, 130, "interrupted\n"),
-        ("destructor", signal.SIGTERM, -signal.SIGTERM, ""),
+        (DROPPED, "callback", signal.SIGINT, 130, "interrupted\n"),
+        (DROPPED, "destructor", signal.SIGTERM, -signal.SIGTERM, ""),
+        (IN_CPP, "", signal.SIGTERM, 75, "SIGTERM: nothing was left to save"),
     ],
 )
-def test_a_signal_ends_a_command_where_python_drops_it(place, number, status, said):
-    command = [sys.executable, "-c", DROPPED, place, str(int(number))]
+def test_a_signal_ends_a_command_where_python_drops_it_or_does_not_see_it(
+    script, place, number, status, said
+):
+    command = [sys.executable, "-c", script, place, str(int(number))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
-    assert (done.returncode, done.stderr) == (status, said)
-
-
-def test_a_main_thread_that_does_not_return_from_c_is_ended():
-    done = subprocess.run([sys.executable, "-c", IN_CPP], capture_output=True, text=True)
-    assert done.returncode == 75
-
-
-def test_a_background_job_still_ignores_ctrl_c_and_stops_on_sigterm(handlers):
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with StopRequest() as stop:
-        signal.raise_signal(signal.SIGINT)
-        assert not stop
-        signal.raise_signal(signal.SIGTERM)
-        assert stop.number == signal.SIGTERM
-    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    assert done.returncode == status
+    assert done.stderr.startswith(said)
+    assert done.stderr.count("\n") == (said != "")
 
 
 def test_what_libraries_log_stays_out_of_the_terminal():

@@ -1,12 +1,13 @@
 """Trackers: what each is told, and that services of others cannot fail or hang a run."""
 
+import importlib.util
 import io
+import json
 import struct
 import sys
 import threading
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -29,17 +30,18 @@ FLAGS = ["--run.folder", "r", "--data.folder", "d", "--planning.m_mem", "9"]
 VALUES = {"run.steps": 14, "optimizer.name": "adamw"}
 
 
-def names(*flags):
-    return [tracker.name for tracker in read_config([*FLAGS, *flags]).trackers]
+def configs(*flags):
+    return read_config([*FLAGS, *flags]).trackers
 
 
 def test_tensorboard_is_the_default_and_the_list_replaces_it():
-    assert names() == ["tensorboard"]
-    assert names("--trackers", "[]") == []
-    assert names("--trackers", "[{name: wandb, project: p, tags: [a]}, {name: tensorboard}]") == [
-        "wandb",
-        "tensorboard",
-    ]
+    two = "[{name: wandb, project: p, tags: [a]}, {name: tensorboard}]"
+    for flags, names in (
+        ((), ["tensorboard"]),
+        (("--trackers", "[]"), []),
+        (("--trackers", two), ["wandb", "tensorboard"]),
+    ):
+        assert [tracker.name for tracker in configs(*flags)] == names
 
 
 @pytest.mark.parametrize(
@@ -49,11 +51,12 @@ def test_tensorboard_is_the_default_and_the_list_replaces_it():
         ("[{name: wandb, mode: slow}]", "trackers: wandb: "),
         ("[{name: mlflow, uri: x}]", "trackers: mlflow: key uri is unknown"),
         ("[{project: x}]", "trackers: {'project': 'x'} has no name; choose one of tensorboard"),
+        ("[{name: 'elsewhere:Config'}]", "'elsewhere:Config' is unknown; choose one of"),
     ],
 )
 def test_a_wrong_tracker_is_one_line(trackers, words):
     with pytest.raises(InputError) as error:
-        read_config([*FLAGS, "--trackers", trackers])
+        configs("--trackers", trackers)
     assert words in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -86,28 +89,26 @@ class Recorder:
         self.threads.add(threading.current_thread())
 
 
-@dataclass(frozen=True)
-class OutsideConfig:
-    made: ClassVar[Recorder] = Recorder()
+def test_a_tracker_from_outside_is_registered(tmp_path, monkeypatch):
+    made = Recorder()
 
-    name: str = "outside"
+    @dataclass(frozen=True)
+    class OutsideConfig:
+        name: str = "outside"
 
-    def check(self):
-        pass
+        def check(self):
+            pass
 
-    def make(self, context):
-        return self.made
+        def make(self, context):
+            return made
 
-
-def test_a_tracker_from_outside_is_registered_and_not_imported_by_its_place(tmp_path, monkeypatch):
-    with pytest.raises(InputError, match=r"'elsewhere:Config' is unknown; choose one of"):
-        read_config([*FLAGS, "--trackers", "[{name: 'elsewhere:Config'}]"])
     monkeypatch.setattr(TRACKERS, "_loaded", {})
     TRACKERS.register("outside", OutsideConfig)
-    (config,) = read_config([*FLAGS, "--trackers", "[{name: outside}]"]).trackers
-    tracker = Trackers([config], TrackerContext(tmp_path, 0, VALUES))
+    tracker = Trackers(
+        configs("--trackers", "[{name: outside}]"), TrackerContext(tmp_path, 0, VALUES)
+    )
     tracker.log(3, {"loss": 1.0})
-    assert OutsideConfig.made.calls == [("log", 3, {"loss": 1.0})]
+    assert made.calls == [("log", 3, {"loss": 1.0})]
 
 
 # ---------------------------------------------------------------- the thread
@@ -154,29 +155,25 @@ def test_failures_are_told_once_in_a_line(fails, taken, attempts, capsys):
     assert line.startswith("warning: trackers: it: No space left on device")
 
 
-def test_a_service_that_hangs_holds_nothing_up(capsys, monkeypatch):
+def test_a_service_that_does_not_answer_holds_nothing_up(capsys, monkeypatch):
     class NotAwaited(threading.Event):
         def wait(self, timeout=None):
             pytest.fail("waits for a service that was given up")
 
+    never = threading.Event()
+    slow = InBackground("it", Recorder(never.wait), patience=0.2)
+    slow.log(1, {})
+    slow.close()
+    assert "took longer than 0 s to finish" in capsys.readouterr().err
     held = SimpleNamespace(Event=NotAwaited, Thread=threading.Thread)
     monkeypatch.setattr(services, "threading", held)
-    never = threading.Event()
-    tracker = InBackground("it", Recorder(never.wait))
+    hangs = InBackground("it", Recorder(never.wait))
     for step in range(services._PENDING + 5):
-        tracker.log(step, {"loss": 1.0})
-    tracker.close()
-    tracker.close()
+        hangs.log(step, {"loss": 1.0})
+    for _ in range(2):
+        hangs.close()
+        slow.close()
     assert capsys.readouterr().err.count("warning: trackers: it: ") == 1
-    never.set()
-
-
-def test_a_service_that_is_slow_at_the_end_is_given_up(capsys):
-    never = threading.Event()
-    tracker = InBackground("it", Recorder(never.wait), patience=0.2)
-    tracker.log(1, {})
-    tracker.close()
-    assert "took longer than 0 s to finish" in capsys.readouterr().err
     never.set()
 
 
@@ -203,20 +200,20 @@ def test_resumed_runs_continue_and_new_ones_begin(tmp_path):
 # ---------------------------------------------------------------- what each service is told
 
 
-def follow(config, folder, clip):
+def follow(config, folder):
     """A run that is killed after step 3 with a checkpoint of step 2, and continued to step 4."""
-    first = config.make(TrackerContext(folder, 0, VALUES))
-    for step in (1, 2, 3):
-        first.log(step, {"loss": 1.0 / step})
-    first.close()
-    again = config.make(TrackerContext(folder, 2, VALUES))
-    for step in (3, 4):
-        again.log(step, {"loss": 1.0 / step})
-    picture = folder / "1x8x8.png"
+    picture, clip = folder / "still.png", folder / "clip.gif"
     Image.fromarray(np.zeros((4, 4, 3), np.uint8)).save(picture)
-    again.show(4, "samples/1x8x8", picture)
-    again.show(4, "samples/clip", clip)
-    again.close()
+    write_clip(clip, np.zeros((3, 8, 8, 3), np.float32), {}, fps=4)
+    for resumed_at, steps in ((0, (1, 2, 3)), (2, (3, 4))):
+        tracker = config.make(TrackerContext(folder, resumed_at, VALUES))
+        for step in steps:
+            tracker.log(step, {"loss": 1.0 / step})
+        if resumed_at == 0:
+            tracker.close()
+    tracker.show(4, "samples/still", picture)
+    tracker.show(4, "samples/clip", clip)
+    tracker.close()
 
 
 EXPECTED = [(1, 1.0), (2, 0.5), (3, 1 / 3), (4, 0.25)]
@@ -278,7 +275,7 @@ def fake_wandb(monkeypatch):
 
 @pytest.mark.parametrize("config", [WandbConfig(project="p"), TrackioConfig(project="p")])
 def test_a_continued_run_is_the_same_with_every_step_once(config, tmp_path, fake_wandb):
-    follow(config, tmp_path, tmp_path / "clip.mp4")
+    follow(config, tmp_path)
     first, again = fake_wandb.inits
     same = "id" if config.name == "wandb" else "name"
     assert first[same] == again[same]
@@ -287,7 +284,7 @@ def test_a_continued_run_is_the_same_with_every_step_once(config, tmp_path, fake
     logged = [entry for run in fake_wandb.runs for entry in run.logged]
     assert [(step, v["loss"]) for step, v in logged if "loss" in v] == EXPECTED
     media = [name for _, values in logged for name in values if name.startswith("samples/")]
-    assert media == ["samples/1x8x8", "samples/clip"]
+    assert media == ["samples/still", "samples/clip"]
     assert all(run.finished for run in fake_wandb.runs)
 
 
@@ -369,13 +366,13 @@ def test_mlflow_gets_every_step_once_and_the_config_once(tmp_path, monkeypatch):
     entities = SimpleNamespace(Metric=lambda *values: values, Param=lambda key, value: (key, value))
     monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(MlflowClient=FakeMlflow))
     monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
-    follow(MlflowConfig(experiment="e", run_name="mine"), tmp_path, tmp_path / "clip.gif")
+    follow(MlflowConfig(experiment="e", run_name="mine"), tmp_path)
     (run,) = FakeMlflow.runs.values()
     assert (run["name"], run["status"]) == ("mine", "FINISHED")
     assert [(step, value) for _, value, _, step in run["metrics"]] == EXPECTED
     assert run["params"] == [("run.steps", "14"), ("optimizer.name", "adamw")]
     assert run["media"] == [
-        ("samples.1x8x8", 4, (4, 4)),
+        ("samples.still", 4, (4, 4)),
         ("clip.gif", "samples/00000004"),
     ]
 
@@ -413,7 +410,7 @@ def test_figures_are_shown_also_after_closing(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["clip.gif", "clip.mp4", "still.png"])
-def test_pictures_and_clips_are_shown_as_a_browser_shows_them(tmp_path, name):
+def test_pictures_and_clips_are_shown_as_a_browser_shows_them_and_no_latents(tmp_path, name):
     if name.endswith("mp4"):
         pytest.importorskip("av")
     frames = 1 if name.endswith("png") else 5
@@ -421,7 +418,10 @@ def test_pictures_and_clips_are_shown_as_a_browser_shows_them(tmp_path, name):
     clip = np.broadcast_to(ramp, (frames, 32, 48, 3)).astype(np.float32)
     path = tmp_path / name
     write_clip(path, clip, {}, fps=5)
+    latents = tmp_path / "latents.safetensors"
+    write_clip(latents, np.zeros((1, 4, 4, 16), np.float32), {})
     tracker = TensorBoard(tmp_path / "tensorboard", resumed_at=0)
+    tracker.show(7, "samples/one", latents)
     tracker.show(7, "samples/one", path)
     tracker.close()
     ((step, value),) = shown_in(tmp_path / "tensorboard")
@@ -437,10 +437,70 @@ def test_pictures_and_clips_are_shown_as_a_browser_shows_them(tmp_path, name):
         assert np.abs(pixels - (clip[number] + 1) * 127.5).max() < 12
 
 
-def test_latents_are_not_shown(tmp_path):
-    path = tmp_path / "latents.safetensors"
-    write_clip(path, np.zeros((1, 4, 4, 16), np.float32), {})
-    tracker = TensorBoard(tmp_path / "tensorboard", resumed_at=0)
-    tracker.show(7, "samples/one", path)
-    tracker.close()
-    assert not shown_in(tmp_path / "tensorboard")
+# ---------------------------------------------------------------- the libraries themselves
+
+
+@pytest.mark.slow
+def test_mlflow_itself_keeps_each_step_once(tmp_path, capsys, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    uri = f"file:{tmp_path}/store"
+    follow(MlflowConfig(tracking_uri=uri, experiment="e"), tmp_path)
+    client = mlflow.MlflowClient(uri)
+    (run,) = client.search_runs([client.get_experiment_by_name("e").experiment_id])
+    history = client.get_metric_history(run.info.run_id, "loss")
+    assert [(m.step, m.value) for m in history] == EXPECTED
+    assert run.data.params == {name: str(value) for name, value in VALUES.items()}
+    assert run.info.status == "FINISHED"
+    clips = [f.path for f in client.list_artifacts(run.info.run_id, "samples/00000004")]
+    assert clips == ["samples/00000004/clip.gif"]
+    assert len(list((tmp_path / "store").rglob("*still*.png"))) == 1
+    assert "warning" not in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_trackio_itself_keeps_each_step_once(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    pytest.importorskip("trackio")
+    from trackio.sqlite_storage import SQLiteStorage
+
+    follow(TrackioConfig(project="p", run_name="mine"), tmp_path)
+    rows = SQLiteStorage.get_logs("p", "mine")
+    assert [(row["step"], row["loss"]) for row in rows if "loss" in row] == EXPECTED
+    assert len([row for row in rows if "samples/clip" in row]) == 1
+    assert "warning" not in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_wandb_itself_writes_an_offline_run_that_can_be_synced(tmp_path, capsys):
+    pytest.importorskip("wandb")
+    follow(WandbConfig(project="p", mode="offline"), tmp_path)
+    (known,) = json.loads((tmp_path / "trackers.json").read_text()).values()
+    starts = list((tmp_path / "wandb").glob("offline-run-*"))
+    assert starts
+    assert all(f"-{known}" in path.name for path in starts)
+    media = {path.suffix for path in (tmp_path / "wandb").rglob("media/**/*.*")}
+    assert media == {".gif", ".png"}
+    assert "warning" not in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_run_on_a_dead_network_ends_as_usual(runs, monkeypatch):
+    dead = {
+        "wandb": "{name: wandb, mode: online}",
+        "mlflow": "{name: mlflow, tracking_uri: 'http://127.0.0.1:9'}",
+        "trackio": "{name: trackio, space_id: nobody/none}",
+    }
+    there = [name for name in dead if importlib.util.find_spec(name)]
+    if not there:
+        pytest.skip("no service is installed")
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("TRACKIO_DIR", str(runs.folder / "trackio"))
+    done = runs.run("--trackers", f"[{', '.join(dead[name] for name in there)}]")
+    assert done.returncode == 0, done.stderr
+    assert "finished at step 14" in done.stdout
+    assert "Traceback" not in done.stderr
+    told = [line for line in done.stderr.splitlines() if line.startswith("warning: trackers: ")]
+    assert len(told) == len(there), done.stderr

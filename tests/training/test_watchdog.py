@@ -35,23 +35,24 @@ class Loop:
 
 @pytest.fixture
 def watched(tmp_path, monkeypatch):
-    """A watchdog without its thread: the test sets the time and calls `check`."""
+    """A watchdog without its thread: the test sets the time, which `later` does, and checks."""
     monkeypatch.setattr(threading.Thread, "start", lambda self: None)
     clock, ended = Clock(), []
 
-    def make(**config):
+    def make(started=True, **config):
         dog = Watchdog(
-            WatchdogConfig(**config),
-            tmp_path,
-            Cluster(),
-            StopRequest(),
-            lambda: "continue with: train",
-            clock,
-            ended.append,
+            *(WatchdogConfig(**config), tmp_path / "run", Cluster(), StopRequest()),
+            *(lambda: "continue with: train", clock, ended.append),
         )
-        dog.on_start(Loop())
-        return dog, clock, ended
+        if started:
+            dog.on_start(Loop())
+        return dog, later, ended
 
+    def later(dog, seconds):
+        clock.now += seconds
+        dog.check()
+
+    later.clock = clock
     return make
 
 
@@ -82,56 +83,70 @@ def test_a_step_may_take_a_multiple_of_the_median_of_recent_ones(seconds, factor
 
 
 def test_it_warns_once_and_then_ends_the_run(watched, tmp_path, capsys):
-    dog, clock, ended = watched(step_seconds=40.0, step_factor=10.0)
-    steps(dog, clock, [2.0, 2.0, 3.0])
+    dog, later, ended = watched(step_seconds=40.0, step_factor=10.0)
+    steps(dog, later.clock, [2.0, 2.0, 3.0])
     said = []
-    for seconds in (9, 2, 1, 28, 1):
-        clock.now += seconds
-        dog.check()
+    for seconds in (9, 1, 1, 1, 28, 1):
+        later(dog, seconds)
         said.append(capsys.readouterr().err.splitlines())
-        assert ended == ([1] if clock.now > 147 else [])
-    quiet, (warning,), *again, (error,) = said
-    assert (quiet, again) == ([], [[], []])
+        assert ended == ([1] if later.clock.now > 147 else [])
+    *quiet, (warning,), again, still, (error,) = said
+    assert (quiet, again, still) == ([[], []], [], [])
     assert warning.startswith("warning: no progress for 11 s (usually 2 s) after step 3: it waits")
     assert warning.endswith("the run ends after 40 s")
     assert error.startswith("error: no progress for 41 s")
     assert error.endswith("continue with: train")
-    assert "test_watchdog.py" in (tmp_path / stacks_name(0)).read_text()
+    assert "test_watchdog.py" in (tmp_path / "run" / stacks_name(0)).read_text()
 
 
 def test_progress_and_pauses_are_no_stalls(watched, capsys):
-    dog, clock, ended = watched(step_seconds=10.0, step_factor=5.0, pause_seconds=1000.0)
-    steps(dog, clock, [1.0] * 5)
+    dog, later, ended = watched(step_seconds=10.0, step_factor=5.0, pause_seconds=1000.0)
+    steps(dog, later.clock, [1.0] * 5)
     dog.on_pause(Loop())
-    clock.now += 200
-    dog.check()
+    later(dog, 200)
     dog.on_resume(Loop())
-    clock.now += 2
-    dog.check()
-    steps(dog, clock, [8.0, 8.0])
+    later(dog, 2)
+    steps(dog, later.clock, [8.0, 8.0])
     dog.check()
     assert not ended
     assert capsys.readouterr().err == ""
     dog.on_stop(Loop())
-    clock.now += 1001
-    dog.check()
+    later(dog, 1001)
     assert ended == [1]
 
 
 def test_a_run_that_is_asked_to_stop_and_cannot_ends_sooner(watched, capsys):
-    dog, clock, ended = watched(step_seconds=600.0)
-    steps(dog, clock, [1.0])
+    dog, later, ended = watched(step_seconds=600.0)
+    steps(dog, later.clock, [1.0])
     dog._stop.request(signal.SIGTERM)
-    clock.now += 61
-    dog.check()
+    later(dog, 60)
+    assert not ended
+    later(dog, 1)
     assert ended == [1]
     assert "error: SIGTERM: the run cannot save: no progress for 61 s" in capsys.readouterr().err
 
 
+def test_a_start_is_watched_from_its_first_second(watched, monkeypatch, capsys):
+    """It may take as long as work between steps, and is told as soon as a step is."""
+    started = []
+    dog, later, ended = watched(False, step_seconds=40.0, pause_seconds=1000.0)
+    monkeypatch.setattr(threading.Thread, "start", lambda self: started.append(self.name))
+    with dog:
+        assert started == ["watchdog"]
+        for waits, said in ((9, 0), (2, 1), (2, 0)):
+            later(dog, waits)
+            assert len(capsys.readouterr().err.splitlines()) == said
+        dog.progress()
+        later(dog, 11)
+        assert "no progress for 11 s before the first step" in capsys.readouterr().err
+        later(dog, 990)
+    assert ended == [1]
+
+
 def test_a_suspended_process_does_not_count_the_time(watched):
     """Ctrl-Z and fg, or a laptop that slept."""
-    dog, clock, ended = watched(step_seconds=3.0, step_factor=1.0)
-    began = clock.now
+    dog, later, ended = watched(step_seconds=3.0, step_factor=1.0)
+    clock, began = later.clock, later.clock.now
 
     class Waits:
         """Of the watchdog between looks: time passes, once as in a process that was suspended."""
@@ -153,31 +168,6 @@ def test_a_suspended_process_does_not_count_the_time(watched):
 def test_times_must_be_positive(name):
     with pytest.raises(InputError, match=rf"watchdog.{name} is -1"):
         WatchdogConfig(**{name: -1.0})
-
-
-def test_a_start_is_watched_from_its_first_second(tmp_path, monkeypatch, capsys):
-    """It may take as long as work between steps, and is told as soon as a step is."""
-    started = []
-    monkeypatch.setattr(threading.Thread, "start", lambda self: started.append(self.name))
-    clock, ended = Clock(), []
-    config = WatchdogConfig(step_seconds=40.0, pause_seconds=1000.0)
-    folder = tmp_path / "new" / "run"
-    dog = Watchdog(config, folder, Cluster(), StopRequest(), str, clock, ended.append)
-    with dog:
-        assert started == ["watchdog"]
-        for waits, said in ((9, 0), (2, 1), (2, 0)):
-            clock.now += waits
-            dog.check()
-            lines = capsys.readouterr().err.splitlines()
-            assert len(lines) == said
-        dog.progress()
-        clock.now += 11
-        dog.check()
-        assert "no progress for 11 s before the first step" in capsys.readouterr().err
-        clock.now += 990
-        dog.check()
-    assert ended == [1]
-    assert "test_watchdog.py" in (folder / stacks_name(0)).read_text()
 
 
 def test_a_manifest_that_never_comes_is_named(digits_folder, monkeypatch):
@@ -243,46 +233,29 @@ def test_waiting_is_named_by_the_innermost_place_that_is_known():
 
 
 @pytest.mark.slow
-def test_a_stopped_loader_worker_is_found(runs, monkeypatch):
-    """So is a read that never returns, as on a dead mount."""
-    start_clocks = runs.hold_clocks(monkeypatch)
-    process = runs.start(
-        *("--data.loader.processes", "1", "--watchdog.step_seconds", "8", "--run.steps", "100000")
-    )
-    wait_until(lambda: lines_of(runs.folder / "run" / "metrics.jsonl") > 14, process)
-    workers = workers_of(process.pid)
-    assert workers
-    for worker in workers:
-        os.kill(worker, signal.SIGSTOP)
-    start_clocks()
-    (err,) = ends_of([process], workers)
-    assert process.returncode == 1
-    (line,) = [line for line in errors(err) if line.startswith("error: ")]
-    assert "it waits for the loader to read its samples" in line
-    assert "continue with: python " in line
-    assert "Thread" in (runs.folder / "run" / stacks_name(0)).read_text()
-    # The run's folder is free, and its newest checkpoint whole.
-    monkeypatch.undo()
-    again = runs.run("--run.steps", str(lines_of(runs.folder / "run" / "metrics.jsonl") + 1))
-    assert again.returncode == 0, again.stderr
-
-
-@pytest.mark.slow
 def test_processes_that_wait_for_a_stalled_one_name_it(runs, monkeypatch):
-    """The loader of one of two processes stops; the other waits in a collective."""
+    """The loader of one of two processes stops, as on a dead mount; the other waits for it."""
     start_clocks = runs.hold_clocks(monkeypatch)
     flags = ("--data.loader.processes", "1", "--watchdog.step_seconds", "10")
+    flags = (*flags, "--planning.ranks", "2")
     both = runs.start_together(2, *flags, "--run.steps", "100000")
     metrics = runs.folder / "run" / "metrics.jsonl"
     wait_until(lambda: lines_of(metrics) > 14, both[0])
     workers = workers_of(both[1].pid)
+    assert workers
     for worker in workers:
         os.kill(worker, signal.SIGSTOP)
     start_clocks()
     texts = ends_of(both, workers)
     assert [process.returncode for process in both] == [1, 1]
-    assert "it waits for the loader to read its samples" in texts[1]
     assert "process 1 of 2" in texts[0], "\n".join(texts)
+    (line,) = [line for line in errors(texts[1]) if line.startswith("error: ")]
+    assert "it waits for the loader to read its samples" in line
+    assert "Thread" in (runs.folder / "run" / stacks_name(1)).read_text()
+    # The run's folder is free, and its newest checkpoint whole.
+    monkeypatch.undo()
+    again = runs.run("--planning.ranks", "2", "--run.steps", str(lines_of(metrics) + 1))
+    assert again.returncode == 0, again.stderr
 
 
 def ends_of(processes, stopped):
