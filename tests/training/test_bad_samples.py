@@ -210,8 +210,8 @@ def test_without_a_repair_a_loop_stops(tmp_path):
 # ------------------------------------------------------------------------------- whole runs
 
 
-@pytest.fixture
-def poisoned(tmp_path, digits_folder):
+@pytest.mark.slow
+def test_a_bad_sample_is_named_skipped_counted_and_resumed_exactly(tmp_path, digits_folder):
     """Digits, one of which has latents beyond what float32 can square."""
     source = read_manifest(digits_folder)
     reader = StoreReader(source)
@@ -220,42 +220,27 @@ def poisoned(tmp_path, digits_folder):
             arrays = reader.read(n)
             scale = np.float32(1e30 if n == 12 else 1.0)
             writer.add(arrays["latents"] * scale, arrays["labels"], tuple(source.shape[n]))
-    return Runs(tmp_path, tmp_path / "poisoned")
-
-
-FLAGS = ("--sampling.grids", "[]", "--run.steps", "12")
-ALLOWED = ("--data.loader.max_bad_records", "1")
-
-
-@pytest.mark.slow
-def test_a_bad_sample_is_named_skipped_counted_and_resumed_exactly(poisoned):
-    refused = poisoned.here(*FLAGS, "--run.folder", "refused")
-    assert refused.returncode == 2
+    runs = Runs(tmp_path, tmp_path / "poisoned")
+    flags = ("--sampling.grids", "[]", "--run.steps", "12", "--planning.ranks", "2")
+    refused = runs.here(*flags, "--run.folder", "refused")
     (line,) = errors(refused.stderr)
     assert "sample 12 gives a loss or gradient that is not finite; restore the record, or" in line
-    poisoned.finish(*FLAGS, *ALLOWED, "--run.folder", "refused")
-    rows = poisoned.metrics("refused")
-    assert sum(row["skipped"] for row in rows) >= 1
-    assert sum(row["samples"] + row["skipped"] for row in rows if row["epoch"] == 0) == 21
-    assert lines_of(poisoned.folder / "refused" / "bad_records.txt") == 1
 
-    killed = poisoned.start(*FLAGS, *ALLOWED, "--checkpoint.every", "2")
-    skipped = poisoned.folder / "run" / "bad_records.txt"
-    wait_until(lambda: lines_of(skipped) == 1, killed)
-    killed.kill()
-    killed.communicate()
-    poisoned.finish(*FLAGS, *ALLOWED, "--checkpoint.every", "2")
-    assert computed(poisoned.folder / "run") == computed(poisoned.folder / "refused")
-
-
-@pytest.mark.slow
-def test_two_processes_leave_out_the_same_sample(poisoned):
-    ranks = ("--planning.ranks", "2")
-    both = poisoned.start_together(2, *FLAGS, *ALLOWED, *ranks)
+    flags = (*flags, "--data.loader.max_bad_records", "1")
+    runs.finish(*flags, "--run.folder", "refused")
+    both = runs.start_together(2, *flags)
     outputs = [each.communicate(timeout=PATIENCE) for each in both]
     assert [each.returncode for each in both] == [0, 0], outputs
-    assert [errors(err) for _, err in outputs] == [[], []]
-    rows = poisoned.metrics()
-    assert sum(row["skipped"] for row in rows) >= 1
-    assert sum(row["samples"] + row["skipped"] for row in rows if row["epoch"] == 0) == 21
     assert outputs[0][0].count("skipped:") == 1
+    for name in ("refused", "run"):
+        rows = runs.metrics(name)
+        assert sum(row["skipped"] for row in rows) >= 1
+        assert sum(row["samples"] + row["skipped"] for row in rows if row["epoch"] == 0) == 21
+        assert lines_of(runs.folder / name / "bad_records.txt") == 1
+
+    killed = runs.start(*flags, "--checkpoint.every", "2", "--run.folder", "killed")
+    wait_until(lambda: lines_of(runs.folder / "killed" / "bad_records.txt") == 1, killed)
+    killed.kill()
+    killed.communicate()
+    runs.finish(*flags, "--checkpoint.every", "2", "--run.folder", "killed")
+    assert computed(runs.folder / "killed") == computed(runs.folder / "refused")

@@ -72,7 +72,7 @@ def test_a_run_draws_and_judges_all_frames(run):
     assert 0 < summary["jerk_over_travel_real"] < 0.1
 
 
-@pytest.mark.parametrize("frames", [1, 5, 17])
+@pytest.mark.parametrize("frames", [1, 17])
 def test_a_drawn_clip_has_the_frames_that_were_asked_for(sample, frames):
     line = {"class": 3, "frames": frames}
     lines = [json.dumps(line | {"out": name}) for name in ("x.gif", "x.safetensors")]
@@ -95,12 +95,11 @@ def test_a_given_picture_is_the_first_frame(sample):
     np.testing.assert_allclose(frames[0].astype(int), given, atol=1)
 
 
-@pytest.mark.parametrize(("frames", "nearest"), [(4, "1 and 5"), (16, "13 and 17")])
-def test_frames_between_latents_are_refused(sample, frames, nearest):
-    status, said = sample("--class", 3, "--frames", frames, "--out", "x.gif")
+def test_frames_between_latents_are_refused(sample):
+    status, said = sample("--class", 3, "--frames", 16, "--out", "x.gif")
     assert status == 2
-    assert said.startswith(f"error: alload sample: --frames is {frames}, which a VAE stride of 4")
-    assert said.endswith(f"nearest: {nearest}\n")
+    assert said.startswith("error: alload sample: --frames is 16, which a VAE stride of 4")
+    assert said.endswith("nearest: 13 and 17\n")
     assert not Path("x.gif").exists()
 
 
@@ -132,10 +131,7 @@ def grid(frames, height, width):
     ],
 )
 def test_what_does_not_fit_the_latents_is_one_line(folded, flags, said):
-    refused = folded.here("--run.folder", "refused", *flags)
-    assert refused.returncode == 2
-    assert said in refused.stderr
-    assert len(refused.stderr.strip().splitlines()) == 1
+    assert said in folded.refused("--run.folder", "refused", *flags)
 
 
 def test_a_folder_of_the_example_before_it_had_four_frames_a_latent_is_refused(

@@ -48,7 +48,7 @@ TEXT = dataclasses.replace(
     glyph_hidden=12,
     image=ImageConfig(4),
 )
-MODELS = {"classes": CLASSES, "text": TEXT, "image": TEXT}
+MODELS = {"classes": CLASSES, "image": TEXT}
 COUNT = 11
 ROUNDING = 1e-3
 """Biases of the refiner's keys have no gradient but rounding."""
@@ -86,10 +86,8 @@ def one_by_one(case):
 LAYOUTS = [
     ("balanced", 1, {}),
     pytest.param(("first_fit", 1, {"align": 4}), marks=slow),
-    pytest.param(("balanced", 2, {}), marks=slow),
-    pytest.param(("dual_constraint", 1, {}), marks=slow),
+    pytest.param(("dual_constraint", 2, {}), marks=slow),
     ("equal_tokens", 1, MERGED),
-    pytest.param(("equal_tokens", 2, MERGED), marks=slow),
 ]
 
 
@@ -99,13 +97,11 @@ def test_every_layout_has_the_gradient_of_the_samples_one_by_one(layout, case, o
     batches = batches_of(*case, policy, ranks, **options)
     assert sum(int((batch.weight > 0).sum()) for batch in batches) == COUNT
     assert_same(mean_gradient(case[1], mesh_of(ranks), batches), one_by_one, ROUNDING)
-
-
-def test_one_program_serves_all_packed_rows(case):
-    found = {signature(batch) for batch in batches_of(*case, "balanced")}
-    plan, collation = plan_of(*case, "balanced")
-    (shapes,) = collation.shapes(plan)
-    assert found == {signature(shapes)}
+    plan, collation = plan_of(*case, policy, ranks, **options)
+    assert {signature(batch) for batch in batches} <= {
+        signature(shapes) for shapes in collation.shapes(plan)
+    }
+    assert policy != "balanced" or len(collation.shapes(plan)) == 1
 
 
 def split_options(case, context):

@@ -31,89 +31,50 @@ from alload_jax.data.loader import place_ahead
 from alload_jax.data.store import StoreReader
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import TextConfig
-from alload_jax.models.common.parts import patchify
-from alload_jax.objectives.flow_matching import noised, noised_rows
+from alload_jax.objectives.flow_matching import noised
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.sharding.mesh import MeshConfig, local_plan_ranks, ranks_of
 from alload_jax.training.state import init_state
 from alload_jax.training.trainer import Trainer
 
 TEXT = dataclasses.replace(CLASSES, text=TextConfig(dim=6, length=4))
-LAYOUTS = {
-    "classes": (("balanced", 2, {"align": 4}), ("equal_tokens", 2, MERGED)),
-    "text": (("balanced", 1, {}), ("dual_constraint", 2, {}), ("equal_tokens", 1, MERGED)),
-}
+LAYOUTS = [("balanced", 2, {"align": 4}), ("equal_tokens", 2, MERGED)]
 needs_devices = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices")
 
 
-def write_data(folder, model=CLASSES, count=11):
+def write_data(folder, count=11):
     def sample(rng, n):
         size = SIZES[rng.integers(len(SIZES))]
-        if model.text:
-            return size, normal(rng, rng.integers(0, 5), 6), {}
         return size, rng.integers(0, 10, n % 2 + 1).astype(np.int32), {}
 
     return write_samples(folder, count, sample)
 
 
-@pytest.mark.parametrize("kind", ["classes", pytest.param("text", marks=pytest.mark.slow)])
-def test_every_layout_gives_the_loss_and_gradient_of_one_by_one(kind, tmp_path):
-    model = TEXT if kind == "text" else CLASSES
-    manifest = write_data(tmp_path / "data", model)
-    alone = mean_gradient(model, mesh_of(), batches_of(manifest, model, "fixed"))
-    for policy, ranks, options in LAYOUTS[kind]:
-        batches = batches_of(manifest, model, policy, ranks, **options)
-        assert_same(mean_gradient(model, mesh_of(), batches), alone)
+def test_every_layout_gives_the_loss_and_gradient_of_one_by_one(tmp_path):
+    manifest = write_data(tmp_path / "data")
+    alone = mean_gradient(CLASSES, mesh_of(), batches_of(manifest, CLASSES, "fixed"))
+    for policy, ranks, options in LAYOUTS:
+        batches = batches_of(manifest, CLASSES, policy, ranks, **options)
+        assert_same(mean_gradient(CLASSES, mesh_of(), batches), alone)
 
 
 @pytest.mark.slow
 def test_repetitions_and_several_texts_are_the_same_in_every_layout(tmp_path):
     def sample(rng, n):
-        labels = [rng.integers(0, 10, length).astype(np.int32) for length in (2, 1, 3)]
-        return SIZES[n % 2], labels[0], {"alternatives": [(one, None) for one in labels[1:]]}
+        texts = [normal(rng, length, 6) for length in (2, 0, 4)]
+        return SIZES[n % 2], texts[0], {"alternatives": [(one, None) for one in texts[1:]]}
 
     manifest = write_samples(tmp_path / "data", 11, sample)
     weight = np.where(np.arange(11) < 5, 2.5, 0.7)
-    singles = batches_of(manifest, CLASSES, "fixed", weight=weight)
+    singles = batches_of(manifest, TEXT, "fixed", weight=weight)
     times = [(int(batch.sample[0]), int(batch.epoch[0])) for batch in singles]
     assert len(set(times)) == len(times) > 13
-    sigmas = [noised(batch, jax.random.key(0), OBJECTIVE, CLASSES).sigma[0] for batch in singles]
+    sigmas = [noised(batch, jax.random.key(0), OBJECTIVE, TEXT).sigma[0] for batch in singles]
     assert len(set(map(float, sigmas))) == len(times)
-    alone = mean_gradient(CLASSES, mesh_of(), singles)
-    for policy, ranks, options in LAYOUTS["classes"]:
-        batches = batches_of(manifest, CLASSES, policy, ranks, weight=weight, **options)
-        assert_same(mean_gradient(CLASSES, mesh_of(), batches), alone)
-
-
-@pytest.mark.slow
-@needs_devices
-def test_rows_over_eight_devices_give_the_same(tmp_path):
-    manifest = write_data(tmp_path / "data", count=20)
-    batches = batches_of(manifest, CLASSES, "balanced", ranks=8)
-    found, programs = gradient_and_programs(CLASSES, mesh_of(8, fsdp=4), batches)
-    assert_same(found, mean_gradient(CLASSES, mesh_of(), batches))
-    assert any("all-gather(" in program for program in programs)  # of parameters: fsdp
-    assert_gathers_no_activations(programs, batches[0].tokens.shape[1])
-
-
-@pytest.mark.slow
-def test_the_same_sample_gets_the_same_noise_in_either_layout(tmp_path):
-    manifest = write_data(tmp_path / "data")
-    key = jax.random.key(5)
-    (rows, *_) = batches_of(manifest, CLASSES, "balanced")
-    tokens, target, sigma, condition, _ = noised_rows(rows, key, OBJECTIVE, CLASSES)
-    alone = {int(batch.sample[0]): batch for batch in batches_of(manifest, CLASSES, "fixed")}
-    for slot in np.flatnonzero(rows.weight[0]):
-        segments = rows.metadata.tokens
-        begin, length = segments.offset[0, slot], segments.length[0, slot]
-        here = slice(begin, begin + length)
-        single = noised(alone[int(rows.sample[0, slot])], key, OBJECTIVE, CLASSES)
-        np.testing.assert_allclose(sigma[0, slot], single[2][0], rtol=1e-6)
-        for packed, plain in zip((tokens, target), single, strict=False):
-            expected = patchify(plain, CLASSES.patch_size)[0]
-            np.testing.assert_allclose(packed[0, here], expected, rtol=2e-6, atol=2e-6)
-        first = rows.metadata.condition.offset[0, slot]
-        assert condition[0, first : first + 2].tolist() == single[3][0].tolist()
+    alone = mean_gradient(TEXT, mesh_of(), singles)
+    for policy, ranks, options in [*LAYOUTS, ("dual_constraint", 2, {})]:
+        batches = batches_of(manifest, TEXT, policy, ranks, weight=weight, **options)
+        assert_same(mean_gradient(TEXT, mesh_of(), batches), alone)
 
 
 def test_a_nan_in_one_sample_reaches_no_other_and_neighbours_change_no_bit(tmp_path):
@@ -162,20 +123,16 @@ def manifest(tmp_path_factory):
 
 @pytest.mark.slow
 @needs_devices
-@pytest.mark.parametrize(
-    ("axes", "m_mem"),
-    [({"context": 4, "fsdp": 2}, 40), ({"context": 2, "fsdp": 2, "tensor": 2}, 64)],
-)
-def test_split_samples_give_the_loss_and_gradient_of_whole_ones(axes, m_mem, manifest):
-    mesh, options = mesh_of(8, **axes), {"context": axes["context"], "m_mem": m_mem}
-    batches = batches_of(manifest, SPLIT, "balanced", ranks_of(mesh), **options)
+def test_split_samples_give_the_loss_and_gradient_of_whole_ones(manifest):
+    mesh = mesh_of(8, context=2, fsdp=2, tensor=2)
+    batches = batches_of(manifest, SPLIT, "balanced", ranks_of(mesh), context=2, m_mem=64)
     assert {odd for b in batches for odd in b.metadata.split.split.length.ravel().tolist()} >= {45}
     assert sum(float(b.weight.sum()) for b in batches) == pytest.approx(len(manifest), rel=1e-6)
     found, programs = gradient_and_programs(SPLIT, mesh, batches)
     assert_same(found, mean_gradient(SPLIT, mesh_of(), batches_of(manifest, SPLIT, "fixed")))
     assert len(programs) == 1
     assert "all-to-all(" in programs[0]
-    assert_gathers_no_activations(programs, m_mem)
+    assert_gathers_no_activations(programs, 64)
 
 
 def test_each_split_size_needs_one_program(manifest):
@@ -192,13 +149,17 @@ def config_with(planning=None, **axes):
     return Config(RunConfig("run"), DataConfig("data"), planning, SPLIT, mesh=mesh)
 
 
-def test_unsupported_splits_are_refused_in_one_line():
-    with pytest.raises(InputError, match=r"mesh\.context·mesh\.tensor is 3, which does not divide"):
-        config_with(context=3)
-    with pytest.raises(InputError, match=r"mesh\.context·mesh\.tensor is 8, .*num_heads 4"):
-        config_with(context=4, tensor=2)
-    with pytest.raises(InputError, match=r"planning\.context is 2, but mesh\.context is 4"):
-        config_with(planning={"context": 2}, context=4)
+@pytest.mark.parametrize(
+    ("axes", "planning", "words"),
+    [
+        ({"context": 3}, {}, r"mesh\.context·mesh\.tensor is 3, which does not divide"),
+        ({"context": 4, "tensor": 2}, {}, r"mesh\.context·mesh\.tensor is 8, .*num_heads 4"),
+        ({"context": 4}, {"context": 2}, r"planning\.context is 2, but mesh\.context is 4"),
+    ],
+)
+def test_unsupported_splits_are_refused_in_one_line(axes, planning, words):
+    with pytest.raises(InputError, match=words):
+        config_with(planning, **axes)
 
 
 def test_the_mesh_decides_over_how_many_ranks_samples_are_split():

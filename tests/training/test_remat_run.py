@@ -1,13 +1,15 @@
-"""Runs whose layers keep what memory holds: `model.remat: auto`."""
+"""Runs whose layers keep what memory holds, and whose processes choose the same kernels."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import yaml
-from training_runs import run_here
 
 from alload_jax.planning.remat import LADDER
+from alload_jax.run.training import share_comparisons
 from alload_jax.training import trial_step
+from pallas_kernels.first_use import COMPARISONS
 
 AUTO = ("--model.remat", "auto", "--sampling.grids", "[]", "--evaluators", "[]")
 BUDGET = ("--model.memory_budget", "2")
@@ -18,13 +20,6 @@ def train(runs, monkeypatch):
     """Two steps, with what layers keep chosen; returns what is printed."""
     monkeypatch.chdir(runs.folder)
     return lambda *flags: runs.finish(*AUTO, "--run.steps", "2", *flags).stdout
-
-
-def gone_on(*flags):
-    """What a run prints that goes on by its own config."""
-    finished = run_here("--config", "run/config.yaml", "--run.steps", "3", *flags)
-    assert finished.returncode == 0, finished.stderr
-    return finished.stdout
 
 
 def model_of(runs):
@@ -39,15 +34,14 @@ def test_a_budget_is_filled_and_the_run_goes_on_with_what_it_chose(runs, train):
     content = json.loads(path.read_text())
     assert content["policies"] == ["none"]
     # Another would fit, too; and an older version did not count samples.
-    path.write_text(json.dumps(content | {"policies": ["full"]}))
-    assert "model.remat: full, as this run began" in gone_on()
     del content["for"]["samples"], content["for"]["work_space"]
     path.write_text(json.dumps(content | {"policies": ["full"]}))
-    assert "model.remat: full, as this run began" in train(*BUDGET, "--run.steps", "4")
+    assert "model.remat: full, as this run began" in train(*BUDGET, "--run.steps", "3")
     # Another budget is told and chosen for.
-    out = gone_on("--model.memory_budget", "3", "--run.steps", "5")
+    runs.config = runs.folder / "run" / "config.yaml"
+    out = runs.finish("--model.memory_budget", "3", "--run.steps", "4").stdout
     assert "(predicted 0.5 of 3.0 GB); budget was 2000000000.0 and is 3000000000.0" in out
-    out = gone_on("--model.remat", "full", "--run.steps", "6")
+    out = runs.finish("--model.remat", "full", "--run.steps", "5").stdout
     assert "model.remat: none" not in out
     assert "model.remat auto → full" in out
     assert model_of(runs)["remat"] == "full"
@@ -89,9 +83,7 @@ def test_without_a_limit_of_memory_it_says_what_it_takes(train):
 def test_another_file_in_its_place_is_named(runs, content):
     (runs.folder / "run").mkdir()
     (runs.folder / "run" / "remat.json").write_text(content)
-    refused = runs.here(*AUTO, *BUDGET)
-    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
-    assert "run/remat.json: is not" in refused.stderr
+    assert "run/remat.json: is not" in runs.refused(*AUTO, *BUDGET)
 
 
 @pytest.mark.parametrize(
@@ -104,6 +96,21 @@ def test_another_file_in_its_place_is_named(runs, content):
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(runs, flags, words):
-    refused = runs.here(*AUTO, *flags)
-    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
-    assert words in refused.stderr
+    assert words in runs.refused(*AUTO, *flags)
+
+
+@pytest.mark.usefixtures("own_comparisons")
+@pytest.mark.parametrize("process", [0, 1, None])
+def test_processes_take_the_times_of_kernels_that_process_0_measures(process):
+    told, case = [], "bias_gelu 1536 bfloat16"
+
+    def broadcast(compute):
+        told.append(compute() if process == 0 else {case: 1.5})
+        return json.loads(json.dumps(told[0]))
+
+    cluster = SimpleNamespace(num_processes=1 if process is None else 2, broadcast=broadcast)
+    share_comparisons(cluster, lambda: COMPARISONS.ratio(case, lambda: (3.0, 2.0)))
+    assert told == ([] if process is None else [{case: 1.5}])
+    alone = 9.0 if process is None else 1.5
+    assert COMPARISONS.ratio(case, lambda: (9.0, 1.0)) == alone
+    assert COMPARISONS.ratio("another", lambda: (9.0, 1.0)) == (1.0 if process == 1 else 9.0)

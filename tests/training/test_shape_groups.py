@@ -58,33 +58,6 @@ def one_device():
     return OneDevice()
 
 
-MESHES = {
-    "4 groups": ({}, 1),
-    "2 groups of fsdp 2, each for two of the plan": ({"fsdp": 2}, 2),
-    "2 groups of context 2": ({"context": 2}, 2),
-    "2 groups of tensor 2": ({"tensor": 2}, 1),
-}
-
-
-@pytest.fixture(
-    scope="module", params=[pytest.param(name, marks=pytest.mark.slow) for name in MESHES]
-)
-def trained(request, manifest):
-    """A trainer of a plan of four groups, with its inputs and results."""
-    axes, ranks_per_group = MESHES[request.param]
-    mesh = mesh_of(4, **axes)
-    plan = plan_for(manifest, 4, ranks_per_group)
-    trainer = trainer_on(manifest, plan, mesh)
-    placed = steps_on(manifest, plan, mesh, STEPS, change=with_loud_padding)
-    found = [figures(trainer.step(placed[0]))]  # scalars have tiny programs of their own
-    compiled = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda event, *_, **__: compiled.append(event) if event == COMPILATION else None
-    )
-    found += [figures(trainer.step(step)) for step in placed[1:]]
-    return plan, mesh, trainer, placed, found, list(compiled)
-
-
 def with_loud_padding(step):
     for batch in step.batches:
         batch.latents[batch.weight == 0] = 1e3
@@ -108,20 +81,26 @@ def test_a_state_that_is_drawn_later_is_the_state_that_is_drawn_now():
 
 
 @pytest.mark.slow
-def test_a_shape_is_traced_and_lowered_once_for_all_groups(manifest):
-    """Compiling is left to each group's devices, or to the cache of programs."""
-    mesh, lowered = mesh_of(4), []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda event, *_, fun_name="", **__: lowered.append(fun_name) if event == LOWERING else None
-    )
-    trainer_on(manifest, plan_for(manifest, 4), mesh)
-    assert lowered.count("jit(add)") == len(SIZES)
-
-
+@pytest.mark.parametrize(
+    ("axes", "ranks_per_group"), [({}, 1), ({"fsdp": 2}, 2), ({"context": 2}, 2)], ids=str
+)
 def test_groups_train_as_one_device_that_takes_all_their_micro_batches(
-    trained, manifest, one_device
+    axes, ranks_per_group, manifest, one_device
 ):
-    plan, _, trainer, _, found, _ = trained
+    mesh, events = mesh_of(4, **axes), []
+    plan = plan_for(manifest, 4, ranks_per_group)
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, *_, fun_name="", **__: events.append((event, fun_name))
+    )
+    trainer = trainer_on(manifest, plan, mesh)
+    # Each group's devices compile a shape by themselves, which is traced and lowered once for all.
+    assert events.count((LOWERING, "jit(add)")) == len(SIZES)
+    placed = steps_on(manifest, plan, mesh, STEPS, change=with_loud_padding)
+    found = [figures(trainer.step(placed[0]))]  # scalars have tiny programs of their own
+    events.clear()
+    found += [figures(trainer.step(step)) for step in placed[1:]]
+    assert COMPILATION not in {event for event, _ in events}
+
     state, expected = one_device.train(manifest, plan, STEPS)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     assert len({loss for loss, _ in found}) == STEPS
@@ -129,35 +108,23 @@ def test_groups_train_as_one_device_that_takes_all_their_micro_batches(
     assert_close(trainer.state.ema, state.ema)
     assert int(trainer.state.step) == STEPS
 
-
-def test_a_step_holds_different_shapes_and_an_uneven_end(trained):
-    plan, _, _, placed, _, _ = trained
+    # A step holds different shapes, an epoch an uneven end, and some rows padding.
     assert plan.steps_per_epoch == 2
     assert [len(step.batches) for step in placed] == [4, 1, 4, 1, 4]
     mixed = [len({batch.latents.shape for batch in step.batches}) for step in placed]
     assert max(mixed) == len(SIZES)
-    weights = [sum(float(batch.weight.sum()) for batch in step.batches) for step in placed]
-    assert weights[0] + weights[1] == weights[2] + weights[3] == 18
-    # Some rows are padding, which the reference did not see so loud.
     assert min(float(batch.weight.min()) for batch in placed[0].batches) == 0
 
-
-def test_each_group_compiles_each_shape_once_for_its_own_devices(trained):
-    _, mesh, trainer, _, _, compiled = trained
-    assert not compiled
     groups = {group for group, _ in trainer.programs}
     assert len(groups) == mesh.shape["data"]
     assert len(trainer.programs) == len(groups) * len(SIZES)
     for (group, _), program in trainer.programs.items():
         (shardings, _) = program.input_shardings
-        assert group.shape["data"] == 1
         devices = set(group.devices.flat)
         assert all(s.device_set == devices for s in jax.tree.leaves(shardings))
         assert (f"num_partitions={len(devices)}" in program.as_text()) == (len(devices) > 1)
 
-
-def test_the_state_is_split_over_all_devices_and_groups_share_its_buffers(trained):
-    _, mesh, trainer, _, _, _ = trained
+    # The state is split over all devices, and groups share its buffers.
     kernel = trainer.state.opt_state[1][0].mu["blocks"]["feed_forward"]["hidden"]["kernel"]
     assert kernel.addressable_shards[0].data.size == kernel.size // mesh.size
     whole = trainer.state.params["blocks"]["feed_forward"]["hidden"]["kernel"]
@@ -189,17 +156,16 @@ def test_mismatches_are_refused_in_one_line(manifest):
         RankTopology(4, "independent", ranks_per_group=3)
 
 
-def run_two_processes(manifest, folder):
-    """Results of two processes with one device each."""
+@pytest.mark.slow
+def test_two_processes_with_a_group_each_train_as_one_device(manifest, one_device, tmp_path):
     with socket.create_server(("localhost", 0)) as free:
         address = f"localhost:{free.getsockname()[1]}"
     environment = os.environ | {
         "XLA_FLAGS": os.environ["XLA_FLAGS"].replace("count=8", "count=1"),
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
         "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}",
     }
     script = Path(__file__).with_name("two_processes.py")
-    outs = [folder / f"{process}.json" for process in range(2)]
+    outs = [tmp_path / f"{process}.json" for process in range(2)]
     processes = [
         subprocess.Popen(
             [sys.executable, script, address, str(process), manifest.path.parent, out],
@@ -212,20 +178,14 @@ def run_two_processes(manifest, folder):
     for process in processes:
         _, errors = process.communicate(timeout=PATIENCE)
         assert process.returncode == 0, errors
-    return [json.loads(out.read_text()) for out in outs]
-
-
-@pytest.mark.slow
-def test_two_processes_with_a_group_each_train_as_one_device(manifest, one_device, tmp_path):
+    first, second = (json.loads(out.read_text()) for out in outs)
     _, expected = one_device.train(manifest, plan_for(manifest, 2), STEPS)
-    first, second = run_two_processes(manifest, tmp_path)
     assert first["metrics"] == second["metrics"]
     np.testing.assert_allclose(first["metrics"], expected, rtol=1e-5)
     assert first["devices"] == 2
     assert first["programs"] == second["programs"] == len(SIZES)
     # Five micro-batches: in the third step of an epoch the second process has none.
-    assert first["groups"][2] == [0]
-    assert second["groups"][2] == []
+    assert (first["groups"][2], second["groups"][2]) == ([0], [])
 
 
 # ---------------------------------------------------------------- sums of gradients

@@ -67,36 +67,28 @@ def best_of(folder):
     return json.loads((folder / "best.json").read_text())["best"]
 
 
-def crash_at(step, monkeypatch, logged):
-    """Makes the validation of a step fail, before or after its line is in the log."""
-    whole = Validating._validate
-
-    def failing(self, run):
-        if run.done < step or logged:
-            whole(self, run)
-        if run.done >= step:
-            raise RuntimeError("power is out")
-
-    monkeypatch.setattr(Validating, "_validate", failing)
-    return lambda: monkeypatch.setattr(Validating, "_validate", whole)
-
-
 @pytest.mark.slow
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(
-    ("step", "logged", "saved"), [(4, False, 4), (6, True, 6), (6, False, 4), (8, False, 8)]
-)
+@pytest.mark.parametrize(("step", "logged", "saved"), [(6, True, 6), (6, False, 4), (8, False, 8)])
 def test_a_crashed_run_continues_with_equal_validations_and_best_checkpoints(
     runs, train, monkeypatch, step, logged, saved
 ):
+    """The validation of a step fails, before or after its line is in the log."""
     flags = (*SHARE, *EVERY, "--checkpoint.keep_best", "2", "--checkpoint.keep", "1")
     whole = train(*flags, folder="whole")
     assert "\nvalidation: " in runs.told
     assert "validation at step 2: loss " in runs.told
-    repair = crash_at(step, monkeypatch, logged)
-    with pytest.raises(RuntimeError, match="power is out"):
-        train(*flags)
-    repair()
+    validate = Validating._validate
+
+    def failing(self, run):
+        if run.done < step or logged:
+            validate(self, run)
+        if run.done >= step:
+            raise RuntimeError("power is out")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Validating, "_validate", failing)
+        with pytest.raises(RuntimeError, match="power is out"):
+            train(*flags)
     assert checkpoints(whole.parent / "run")[-1] == saved
     folder = train(*flags)
     assert [row["step"] for row in validations(whole)] == [2, 4, 6, 8]
@@ -129,8 +121,8 @@ def test_held_out_samples_are_not_trained_on_and_another_share_is_refused(
     assert config.run.epochs == 1
     longer = ("--run.epochs", "2", "--run.steps", "null")
     for share, now in ((("--validation.share", "0.3"), "0.3"), ((), "None")):
-        refused = runs.here(*share, *longer)
-        assert f"of another validation: share was 0.4 and is now {now}" in refused.stderr
+        said = runs.refused(*share, *longer)
+        assert f"of another validation: share was 0.4 and is now {now}" in said
 
 
 @pytest.mark.slow
@@ -152,13 +144,6 @@ def test_a_destroyed_shard_of_the_validation_is_named_before_anything_is_compile
     assert refused.returncode == 2
     assert f"{shard}: this shard is destroyed" in refused.stderr
     assert "compiling" not in refused.stdout
-
-
-@pytest.mark.slow
-def test_equal_losses_on_more_devices(train):
-    one = validations(train(*SHARE, *EVERY, folder="one"))
-    two = validations(train(*SHARE, *EVERY, folder="two", devices=2))
-    assert_close(one, two)
 
 
 @pytest.mark.slow
@@ -190,10 +175,8 @@ def test_two_processes_measure_what_one_does(runs, train):
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("policy", ["equal_tokens", "balanced"])
-def test_more_epochs_continue_a_run(runs, train, policy):
-    flags = ("--planning.policy", policy, "--run.steps", "null", "--optimizer.final_fraction", "1")
+def test_more_epochs_continue_a_run(runs, train):
+    flags = ("--run.steps", "null", "--optimizer.final_fraction", "1")
     whole = train(*flags, "--run.epochs", "3", folder="whole")
     train(*flags, "--run.epochs", "2")
     folder = train(*flags, "--run.epochs", "3")
@@ -216,8 +199,8 @@ def test_samples_to_leave_out_are_numbered_as_in_the_folder(runs, train, tmp_pat
     assert sum(row[3] for row in steps_of(folder)) == 21 - len(held_out) - 1
     assert validations(folder)[0]["validation/samples"] == len(held_out) - 1
     listed.write_text("\n".join(map(str, held_out)))
-    refused = runs.here(*SHARE, *epoch, "--data.exclude", str(listed), "--run.folder", "none")
-    assert "leaves no sample to validate on with validation.share" in refused.stderr
+    said = runs.refused(*SHARE, *epoch, "--data.exclude", str(listed), "--run.folder", "none")
+    assert "leaves no sample to validate on with validation.share" in said
 
 
 @pytest.mark.parametrize(
@@ -226,13 +209,12 @@ def test_samples_to_leave_out_are_numbered_as_in_the_folder(runs, train, tmp_pat
         (("--validation.share", "1"), "validation.share is 1.0; it must be above 0 and below 1"),
         (("--validation.share", "1e-9"), "holds out none of the 21 samples"),
         ((*SHARE, "--validation.folder", "x"), "validation.folder is x and validation.share 0.4"),
-        (("--validation.folder", "none"), "none/manifest.parquet: no such manifest"),
+        (("--validation.folder", "none"), "validation.folder: none/manifest.parquet: no such"),
         ((*SHARE, "--validation.noise_levels", "[0.5,1.5]"), "noise_levels has 1.5"),
         ((*SHARE, "--validation.noise_levels", "[]"), "noise_levels is empty"),
         ((*SHARE, "--validation.noise_levels", "[0.5,0.5]"), "leave out levels that are given"),
         ((*SHARE, "--validation.every", "0"), "validation.every is 0"),
         ((*SHARE, "--validation.seed", "4294967296"), "it must be from 0 to below 2^32"),
-        (("--validation.folder", "none"), "validation.folder: "),
         (("--checkpoint.keep_best", "1"), "checkpoint.keep_best is 1, but nothing is validated"),
         (("--checkpoint.minutes", "0"), "checkpoint.minutes is 0.0; it must be a number above"),
         (("--run.epochs", "2"), "run.steps is 8 and run.epochs 2; give one, and null for the"),
@@ -241,7 +223,4 @@ def test_samples_to_leave_out_are_numbered_as_in_the_folder(runs, train, tmp_pat
     ],
 )
 def test_wrong_settings_are_one_line(runs, flags, words):
-    refused = runs.here(*flags)
-    assert refused.returncode == 2
-    assert words in refused.stderr
-    assert refused.stderr.count("\n") == 1
+    assert words in runs.refused(*flags)
