@@ -6,7 +6,6 @@ Nothing of what runs them names the family.
 import json
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 import yaml
@@ -161,38 +160,6 @@ def test_weights_and_adapters_are_exported_and_merged(hunyuan, tmp_path):
     assert cli.main([*merge, "--dtype", "float32"]) == 0
     merged, added = drawn("merged", "merged", *same), drawn("added", "out", *same, *merge[4:6])
     assert np.abs(added - merged).max() < 0.1 * np.abs(added - plain).max()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices")
-def test_shards_train_like_one_device(hunyuan):
-    mesh = {"fsdp": 2, "context": 2, "tensor": 2}
-    planning = {"policy": "dual_constraint", "m_mem": 96, "p": 2.0, "ranks": 2}
-    changes = {"planning": planning, "model": MODEL | {"num_heads": 4}}
-    expected = hunyuan.train(folder="one", **changes)
-    found = hunyuan.train(folder="two", devices=8, mesh=mesh, **changes)
-    for name, rtol in (("loss", 1e-4), ("grad_norm", 1e-3)):
-        ours, theirs = (computed(folder, (name,)) for folder in (found, expected))
-        np.testing.assert_allclose(ours, theirs, rtol=rtol)
-
-
-@pytest.mark.slow
-def test_layers_become_sparse_and_runs_resume(hunyuan):
-    sparse = {"selector": "predictor", "rank": 2, "min_tokens": 8, "profile_every": 1}
-    sparse |= {"dense_steps": 2, "min_sparsity": 0.0, "min_recall": 0.0, "max_density": 1.0}
-    changes = {
-        "model": MODEL | {"sparse_attention": sparse},
-        "planning": {"policy": "balanced", "m_mem": 48, "p": None},
-        "optimizer": {"schedule_steps": 4},
-    }
-    once = hunyuan.train(**changes, folder="once")
-    folder = hunyuan.train("--run.steps", "2", **changes)
-    hunyuan.train(**changes)
-    assert computed(folder) == computed(once)
-    shares = [row["attention_sparse_layers"] for row in metrics_of(folder)]
-    assert shares[0] == 0
-    assert shares[-1] == 1
-    assert np.isfinite(drawn("sparse", folder)).all()
 
 
 @pytest.mark.parametrize(

@@ -101,24 +101,6 @@ def test_the_loss_is_that_of_the_other_frames_with_the_first_one_clean(tmp_path)
         np.testing.assert_allclose(sums.loss, error, rtol=1e-5)
 
 
-@pytest.mark.slow
-def test_an_image_and_given_frames_change_the_prediction():
-    model, rng = model_of(MODEL), np.random.default_rng(0)
-    latents = rng.normal(size=(1, 3, 4, 4, 5)).astype(np.float32)
-    text, image = (rng.normal(size=(1, *shape)).astype(np.float32) for shape in ((4, 6), IMAGES))
-    first = model.forward(latents, jnp.full(1, 300.0), text, image).velocity
-    assert first.shape == (1, 3, 4, 4, 2)
-    changed = latents.copy()
-    changed[..., 2:] += 1
-    for other in (
-        model.forward(latents, jnp.full(1, 300.0), text, image[:, ::-1] * image).velocity,
-        model.forward(changed, jnp.full(1, 300.0), text, image).velocity,
-    ):
-        assert not np.allclose(first, other)
-    with pytest.raises(ValueError, match="image is missing"):
-        model.forward(latents, jnp.full(1, 300.0), text)
-
-
 def test_a_family_without_a_timestep_for_the_first_frame_refuses_it(tmp_path):
     model = dataclasses.replace(CLASSES, patch_size=(2, 2, 2))
     objective = FlowMatching(given_first_frame=0.5)

@@ -1,4 +1,4 @@
-"""Programs of benchmarks/ and the example of the README do what their pages promise."""
+"""From files of others to a trained model, by command; and programs of benchmarks/."""
 
 import json
 import os
@@ -8,14 +8,144 @@ import sys
 import av
 import numpy as np
 import pytest
+import yaml
 from PIL import Image
-from training_runs import ROOT, metrics_of
+from safetensors.numpy import load_file, save_file
+from source_files import make_samples, write_fastvideo, write_tensor_files
+from training_runs import ROOT, Runs, metrics_of
 
+from alload_jax import cli
 from alload_jax.data.manifest import read_manifest
-
-ONE_DEVICE_AT_SPEED = {"XLA_FLAGS": "", "JAX_DISABLE_MOST_OPTIMIZATIONS": "false"}
+from alload_jax.data.prepare.encoders import ByteText
+from alload_jax.data.store import StoreWriter
 
 pytestmark = pytest.mark.slow
+
+
+def write_media(folder):
+    """Videos of a square that moves one of two ways, and pictures of it, with captions."""
+    folder.mkdir()
+    for number in range(6):
+        right = number % 2 == 0
+        frames = np.full((9, 32, 32, 3), 20, np.uint8)
+        for time, frame in enumerate(frames):
+            left = 2 + 2 * time if right else 22 - 2 * time
+            frame[10:20, left : left + 8] = 230
+        with av.open(str(folder / f"clip {number}.mp4"), "w") as container:
+            stream = container.add_stream("mpeg4", rate=16)
+            stream.width, stream.height, stream.pix_fmt = 32, 32, "yuv420p"
+            for frame in frames:
+                picture = av.VideoFrame.from_ndarray(frame, format="rgb24")
+                container.mux(stream.encode(picture))
+            container.mux(stream.encode())
+        Image.fromarray(frames[0]).save(folder / f"image {number}.png")
+        text = f"a square that moves {'right' if right else 'left'}"
+        (folder / f"clip {number}.txt").write_text(text)
+        (folder / f"image {number}.txt").write_text("a square")
+
+
+def test_media_are_prepared_trained_on_and_sampled(tmp_path, capsys):
+    write_media(tmp_path / "in")
+    store, flags = tmp_path / "store", ["--area", "32x32", "--frames", "9"]
+    assert cli.main(["prepare", "media", str(tmp_path / "in"), "--out", str(store), *flags]) == 0
+    manifest = read_manifest(store)
+    assert sorted(set(map(tuple, manifest.shape.tolist()))) == [(1, 32, 32), (9, 32, 32)]
+    runs = Runs(tmp_path, store)
+    runs.config = ROOT / "configs" / "videos.yaml"
+    small = ["--model.dim", "16", "--model.ffn_dim", "16", "--model.num_layers", "1"]
+    folders = ["--data.folder", str(store), "--run.folder", str(tmp_path / "run")]
+    compiled = ["--run.compilation_cache", str(tmp_path / "compiled")]
+    shown = "{prompt: a square that moves left, frames: 9, height: 32, width: 32, seed: 5}"
+    drawn_in_training = ["--sampling.prompts", f"[{shown}]", "--sampling.steps", "2"]
+    flags = [*folders, *compiled, *small, *drawn_in_training, "--planning.m_mem", "288"]
+    finished = runs.run(*flags, "--run.steps", "12")
+    assert finished.returncode == 0, finished.stderr
+    prompt = tmp_path / "prompt.safetensors"
+    embedded = ByteText().encode("a square that moves left")
+    save_file({"text": embedded.astype(np.float32)}, prompt)
+    clip = tmp_path / "clip.mp4"
+    sizes = ["--frames", "9", "--height", "32", "--width", "32", "--steps", "2"]
+    draw = ["sample", "--checkpoint", str(tmp_path / "run"), *sizes]
+    assert cli.main([*draw, "--prompt-embeds", str(prompt), "--out", str(clip)]) == 0
+    with av.open(str(clip)) as container:
+        assert container.streams.video[0].average_rate == 16
+        frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+    assert np.shape(frames) == (9, 32, 32, 3)
+
+    # What training draws is what the command draws.
+    gif, in_training = tmp_path / "clip.gif", tmp_path / "run/samples/step_0000012/prompt_0.gif"
+    prompt_5 = ["--prompt", "a square that moves left", "--seed", "5"]
+    assert cli.main([*draw, *prompt_5, "--out", str(gif)]) == 0
+    assert gif.read_bytes() == in_training.read_bytes()
+
+    def drawn(*flags):
+        out = tmp_path / "latents.safetensors"
+        assert cli.main([*draw, *flags, "--out", str(out), "--force"]) == 0
+        return load_file(out)["latents"]
+
+    words = ["--prompt", "a square  that moves\nleft"]
+    np.testing.assert_array_equal(drawn("--prompt-embeds", str(prompt)), drawn(*words))
+    picture = tmp_path / "in" / "image 1.png"
+    begun = drawn(*words, "--image", str(picture))
+    first = np.asarray(Image.open(picture), np.float32) / 127.5 - 1
+    np.testing.assert_allclose(begun[0], first, atol=1e-6)
+    assert "--image" in capsys.readouterr().err  # the run was not trained with a first frame
+
+
+# ------------------------------------------------------------ files of other trainers
+
+
+SAMPLES = make_samples(12)
+KINDS = {
+    "fastvideo": (write_fastvideo, {"name": "parquet", "normalize": "none"}),
+    "tensors": (
+        write_tensor_files,
+        {"name": "safetensors", "normalize": "none", "mask": "prompt_attention_mask"},
+    ),
+}
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """Runs of a small model of texts and latents on a store of the samples."""
+    with StoreWriter(tmp_path / "store", vae_stride=(4, 8, 8)) as writer:
+        for sample in SAMPLES:
+            writer.add(sample.latents, sample.text, sample.size)
+    runs = Runs(tmp_path, tmp_path / "store")
+    config = runs.tiny()
+    config["model"] |= {"in_channels": 16, "patch_size": [1, 2, 2]}
+    config["model"]["text"] = {"dim": 6, "length": 8}
+    config["run"]["steps"] = 4
+    config["planning"] = {"m_mem": 24}
+    del config["sampling"]
+    runs.config.write_text(yaml.safe_dump(config))
+    return runs
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_on_others_files_is_that_on_the_same_samples_in_a_store(runs, kind):
+    write, source = KINDS[kind]
+    write(runs.folder / "data", SAMPLES)
+    runs.finish("--run.folder", "stored")
+    place = ("--run.folder", "run", "--data.folder", "data")
+    assert "data.source.normalize" in runs.refused(*place)
+    config = yaml.safe_load(runs.config.read_text())
+    config["data"]["source"] = source
+    runs.config.write_text(yaml.safe_dump(config))
+    runs.finish(*place, "--data.loader.processes", "1")
+    losses = [[row["loss"] for row in runs.metrics(name)] for name in ("run", "stored")]
+    assert losses[0] == losses[1]
+    # Other content of the same sizes is another run's.
+    changed = SAMPLES[-1]._replace(latents=-SAMPLES[-1].latents)
+    write(runs.folder / "data", [*SAMPLES[:-1], changed])
+    said = runs.refused(*place, "--run.steps", "5")
+    assert "data.folder now has as many of other content" in said
+
+
+# ------------------------------------------------------------ programs
+
+
+ONE_DEVICE_AT_SPEED = {"XLA_FLAGS": "", "JAX_DISABLE_MOST_OPTIMIZATIONS": "false"}
 
 
 def run(program, *flags, **environment):
@@ -49,49 +179,3 @@ def test_a_run_does_not_grow_with_its_steps_and_hardly_with_its_checkpoints(tmp_
     for each in runs.values():
         assert each["descriptors"] <= 2
         assert each["threads"] <= 2
-
-
-def test_clips_take_the_colour_that_their_caption_names(tmp_path):
-    """From media files to clips, by the config and the commands of walks."""
-    media, store, drawn = tmp_path / "media", tmp_path / "store", tmp_path / "drawn"
-    media.mkdir()
-    rng = np.random.default_rng(0)
-    for number in range(12):
-        colour = ("red", "blue")[number % 2]
-        clip = np.zeros((17, 32, 48, 3), np.uint8)
-        shade = np.linspace(90, rng.uniform(150, 250), 17)[:, None, None]
-        clip[..., (0, 2)[number % 2]] = shade
-        with av.open(media / f"{number}.mp4", "w") as file:
-            stream = file.add_stream("libx264", rate=16)
-            stream.height, stream.width, stream.pix_fmt = 32, 48, "yuv420p"
-            for frame in clip:
-                file.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
-            file.mux(stream.encode())
-        (media / f"{number}.txt").write_text(f"{colour} light")
-    flags = ["--area", "32x48", "--frames", "17", "--frames-per-latent", "4"]
-    flags += ["--text-length", "16"]
-    run("-m", "alload_jax.cli", "prepare", "media", str(media), "--out", str(store), *flags)
-    manifest = read_manifest(store)
-    assert manifest.vae_stride == (4, 1, 1)
-    assert manifest.channels.tolist() == [12] * 12
-    flags = ["--run.folder", str(tmp_path / "run"), "--data.folder", str(store)]
-    flags += ["--run.steps", "150", "--model.dim", "64", "--model.ffn_dim", "128"]
-    flags += ["--model.num_heads", "2", "--model.num_layers", "2", "--planning.m_mem", "480"]
-    flags += ["--optimizer.learning_rate", "3e-3", "--optimizer.warmup_steps", "10"]
-    flags += ["--optimizer.ema_decay", "0.95", "--validation.share", "null"]
-    flags += ["--sampling.prompts", "[]", "--data.loader.processes", "0"]
-    flags += ["--model.text.length", "16", "--run.compilation_cache", str(tmp_path / "compiled")]
-    run("train.py", "--config", "configs/walks.yaml", *flags, **ONE_DEVICE_AT_SPEED)
-    drawn.mkdir()
-    size = {"frames": 17, "height": 32, "width": 48}
-    colours = ("red", "blue")
-    lines = [{"prompt": f"{name} light", "out": f"{name}.gif", **size} for name in colours]
-    (drawn / "list.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    flags = ["--checkpoint", str(tmp_path / "run"), "--list", str(drawn / "list.jsonl")]
-    run("-m", "alload_jax.cli", "sample", *flags, "--steps", "10", **ONE_DEVICE_AT_SPEED)
-    for name, channel in zip(colours, (0, 2), strict=True):
-        with Image.open(drawn / f"{name}.gif") as picture:
-            assert picture.n_frames == 17
-            picture.seek(16)
-            light = np.asarray(picture.convert("RGB")).mean((0, 1))
-        assert light[channel] > 100 + light[2 - channel]

@@ -180,17 +180,6 @@ def test_a_killed_run_of_weighted_sources_continues_bit_for_bit(weighted):
     assert computed(weighted.folder / "run") == computed(weighted.folder / "whole")
 
 
-def test_processes_take_the_texts_and_repetitions_of_one(weighted):
-    flags = ("--planning.ranks", "2", "--run.steps", "8")
-    weighted.finish(*flags, "--run.folder", "alone")
-    processes = weighted.start_together(2, *flags)
-    ended = [process.communicate(timeout=PATIENCE) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], ended
-    alone, together = ([row["loss"] for row in weighted.metrics(n)] for n in ("alone", "run"))
-    assert len(alone) == 8
-    np.testing.assert_allclose(together, alone, rtol=1e-4)
-
-
 def test_independent_ranks_train_and_resume_bit_for_bit(runs):
     flags = ["--planning.ranks_mode", "independent", "--mesh.fsdp", "2", "--run.steps", "5"]
     flags += ["--planning.micro_batches_per_step", "1", "--checkpoint.every", "3"]

@@ -20,7 +20,6 @@ from layouts import (
     write_sizes,
 )
 from test_joint_attention_step import CLASSES as JOINT_CLASSES
-from test_joint_attention_step import ROUNDING
 
 from alload_jax.data.batch import signature
 from alload_jax.models.common.sparse_attention import SparseAttentionConfig, config
@@ -159,33 +158,3 @@ def test_weights_without_predictors_get_new_ones():
 
 
 # ---------------------------------------------------------------- joint attention
-
-
-@pytest.fixture(scope="module")
-def joint_manifest(tmp_path_factory):
-    """Samples of 4 and 240 tokens of latents."""
-    sizes = {(1, 4, 4): 3, (3, 16, 20): 3}
-    return write_sizes(tmp_path_factory.mktemp("joint") / "data", sizes, lambda n: n + 1)
-
-
-@needs_devices
-@pytest.mark.slow
-def test_joint_samples_attend_to_the_blocks_they_attend_to_by_themselves(joint_manifest):
-    options = {"context": 2, "m_mem": 300, "split_above": 0.5}
-    batches = batches_of(joint_manifest, JOINT, "balanced", 2, **options)
-    split = [batch.metadata.split for batch in batches if batch.metadata.split]
-    assert max(int(each.split.length.max()) for each in split) == 240
-    alone = batches_of(joint_manifest, JOINT, "fixed", m_mem=300)
-    found = sums_of(JOINT, mesh_of(2, context=2), batches)
-    assert_same(found, sums_of(JOINT, mesh_of(), alone), ROUNDING)
-
-
-@pytest.mark.slow
-def test_all_blocks_are_dense_attention(joint_manifest):
-    control = dataclasses.replace(SPARSE, selector="all", forced=(0.4,))
-    found = []
-    for sparse in (control, None):
-        model = dataclasses.replace(JOINT, num_layers=1, sparse_attention=sparse)
-        batches = batches_of(joint_manifest, model, "balanced", m_mem=600)
-        found.append(sums_of(model, mesh_of(), batches))
-    assert_same(*found, ROUNDING)

@@ -108,20 +108,20 @@ def test_a_crashed_run_continues_with_equal_validations_and_best_checkpoints(
     assert b"validation/loss/5x8x8" in events
 
 
-def test_held_out_samples_are_not_trained_on_and_another_share_is_refused(
-    runs, train, digits_folder
-):
-    folder = train(*SHARE, "--run.epochs", "1", "--run.steps", "null", "--validation.every", "null")
-    held_out = int(is_held_out(read_manifest(digits_folder), 0.4).sum())
+def test_held_out_samples_are_not_trained_on_and_another_share_is_refused(runs, train, tmp_path):
+    data = tmp_path / "one size"
+    Digits(mix=((1, 8, 8, 21),), frames_per_latent=1).write(data)
+    flags = ("--data.folder", str(data), "--run.steps", "null", "--run.epochs")
+    folder = train(*SHARE, *flags, "1", "--validation.every", "null")
+    held_out = int(is_held_out(read_manifest(data), 0.4).sum())
     assert sum(row[3] for row in steps_of(folder)) == 21 - held_out
     (last,) = validations(folder)
     assert last["step"] == len(steps_of(folder))
     assert last["validation/samples"] == held_out
     config = read_config(["--config", str(folder / "config.yaml")])
     assert config.run.epochs == 1
-    longer = ("--run.epochs", "2", "--run.steps", "null")
     for share, now in ((("--validation.share", "0.3"), "0.3"), ((), "None")):
-        said = runs.refused(*share, *longer)
+        said = runs.refused(*share, *flags, "2")
         assert f"of another validation: share was 0.4 and is now {now}" in said
 
 
@@ -152,15 +152,6 @@ def test_independent_ranks_are_validated_on_all_devices(train):
     one = train(*flags, "--planning.ranks_per_group", "1", folder="one")
     two = train(*flags, folder="two", devices=2)
     assert_close(validations(one), validations(two))
-
-
-@pytest.mark.slow
-def test_packed_rows_are_validated_by_the_same_errors(train):
-    """The same weights: those before the first step, as the average is hardly moved."""
-    still = ("--optimizer.learning_rate", "1e-12", "--validation.every", "null", "--run.steps", "2")
-    packed = train(*SHARE, *still, "--planning.policy", "balanced", folder="packed")
-    bucketed = train(*SHARE, *still, folder="bucketed")
-    assert_close(validations(packed), validations(bucketed))
 
 
 @pytest.mark.slow

