@@ -6,7 +6,6 @@ One chain of runs, each test a link: four processes are stopped, two go on, then
 import json
 import shutil
 import signal
-import socket
 import subprocess
 
 import numpy as np
@@ -127,19 +126,12 @@ def test_a_lost_process_is_named_and_the_others_end(runs, alone, victim, monkeyp
 
 
 @pytest.mark.slow
-def test_processes_with_other_configs_end_in_one_line(runs):
-    flags = ("--run.folder", "differ")
-    with socket.create_server(("localhost", 0)) as free:
-        address = f"localhost:{free.getsockname()[1]}"
-    together = ("--cluster.coordinator", address, "--cluster.processes", "2")
-    both = [
-        runs.start(*flags, *together, "--cluster.process", str(n), "--run.seed", str(n))
-        for n in range(2)
-    ]
-    words = "process 1 of 2: run.seed is 1, but 0 in process 0; start all processes with the same"
-    for status, out, err in finished(both):
-        assert (status, out) == (2, "")
-        assert err.strip() == f"error: {words} config"
+def test_two_processes_with_a_group_of_shapes_each_train_as_one(runs):
+    flags = ("--planning.ranks", "2", "--planning.ranks_mode", "independent", "--run.steps", "5")
+    both = finished(runs.start_together(2, *flags, *PLAIN, "--run.folder", "groups"))
+    assert [(status, errors(err)) for status, _, err in both] == [(0, [])] * 2
+    runs.finish(*flags, *PLAIN, "--run.folder", "one", devices=2)
+    assert_the_same(runs.metrics("groups"), runs.metrics("one"))
 
 
 @pytest.mark.slow

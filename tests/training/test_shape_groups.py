@@ -1,10 +1,5 @@
 """Groups of devices that run different shapes in the same step do what one device does."""
 
-import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -22,9 +17,7 @@ from group_cases import (
     write_data,
 )
 from layouts import mesh_of
-from patience import PATIENCE
 
-from alload_jax.data.batch import Batch
 from alload_jax.data.manifest import read_manifest
 from alload_jax.errors import InputError
 from alload_jax.planning.factory import make_plan
@@ -154,69 +147,32 @@ def test_mismatches_are_refused_in_one_line(manifest):
         RankTopology(4, "independent", ranks_per_group=3)
 
 
-@pytest.mark.slow
-def test_two_processes_with_a_group_each_train_as_one_device(manifest, one_device, tmp_path):
-    with socket.create_server(("localhost", 0)) as free:
-        address = f"localhost:{free.getsockname()[1]}"
-    environment = os.environ | {
-        "XLA_FLAGS": os.environ["XLA_FLAGS"].replace("count=8", "count=1"),
-        "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}",
-    }
-    script = Path(__file__).with_name("two_processes.py")
-    outs = [tmp_path / f"{process}.json" for process in range(2)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, script, address, str(process), manifest.path.parent, out],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for process, out in enumerate(outs)
-    ]
-    for process in processes:
-        _, errors = process.communicate(timeout=PATIENCE)
-        assert process.returncode == 0, errors
-    first, second = (json.loads(out.read_text()) for out in outs)
-    _, expected = one_device.train(manifest, plan_for(manifest, 2), STEPS)
-    assert first["metrics"] == second["metrics"]
-    np.testing.assert_allclose(first["metrics"], expected, rtol=1e-5)
-    assert first["devices"] == 2
-    assert first["programs"] == second["programs"] == len(SIZES)
-    # Five micro-batches: in the third step of an epoch the second process has none.
-    assert (first["groups"][2], second["groups"][2]) == ([0], [])
-
-
 # ---------------------------------------------------------------- sums of gradients
 
 
 HALF = SPEC._replace(accumulate_dtype="bfloat16")
 ROUNDING = 2.0**-8  # of bfloat16, relative to the value
-COUNT = 4
 
 
-def batch_of(number):
-    rng = np.random.default_rng(number)
-    latents = jnp.asarray(rng.normal(size=(2, *SIZES[0], 1)), jnp.float32)
-    labels = jnp.asarray(rng.integers(0, 10, (2, 2)), jnp.int32)
-    samples = jnp.arange(2, dtype=jnp.int32) + 2 * number
-    return Batch(latents, labels, samples, jnp.zeros(2, jnp.int32), jnp.ones(2, jnp.float32))
-
-
-def sums_of(spec, mesh, state, count):
+def sums_of(spec, mesh, state, batches):
     accumulate = make_accumulate(spec, mesh)
-    sums, after = zero_accumulator(spec, mesh, state.weights, batch_of(0)), []
-    for number in range(count):
-        sums = accumulate(state.weights, sums, batch_of(number), state.key)
+    sums, after = zero_accumulator(spec, mesh, state.weights, batches[0]), []
+    for batch in batches:
+        sums = accumulate(state.weights, sums, batch, state.key)
         after.append(jax.tree.map(lambda g: np.asarray(g, np.float64), sums.grads))
     return sums, after
 
 
 @pytest.mark.slow
-def test_a_sum_in_bfloat16_is_rounded_once_for_each_micro_batch():
+def test_a_sum_in_bfloat16_is_rounded_once_for_each_micro_batch(manifest):
     mesh = mesh_of()
     state = init_state(SPEC, mesh, seed=0)
-    half, rounded = sums_of(HALF, mesh, state, COUNT)
-    full, exact = sums_of(SPEC, mesh, state, COUNT)
+    steps = steps_on(manifest, plan_for(manifest, 1), mesh, 4)
+    batches = [step.batches[0] for step in steps]
+    batches = [each for each in batches if each.latents.shape == batches[0].latents.shape]
+    assert len(batches) > 1
+    half, rounded = sums_of(HALF, mesh, state, batches)
+    full, exact = sums_of(SPEC, mesh, state, batches)
     assert {leaf.dtype for leaf in jax.tree.leaves(half.grads)} == {jnp.dtype("bfloat16")}
     assert {leaf.dtype for leaf in jax.tree.leaves(full.grads)} == {jnp.dtype("float32")}
     assert (half.loss, half.weight) == (full.loss, full.weight)

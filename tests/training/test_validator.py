@@ -11,8 +11,7 @@ from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 from layouts import batches_of, mesh_of
-from test_image_to_video import MODEL as GIVEN_MODEL
-from test_image_to_video import model_of, write
+from test_model_layouts import IMAGE_TO_VIDEO, model_of, write_given
 from training_runs import CLASS_MODEL
 
 from alload_jax.data.condition import conditions_for
@@ -208,8 +207,8 @@ def test_errors_are_the_loss_of_training_at_a_level(tmp_path):
     close = TimestepConfig("uniform", lowest=level - 5e-7, highest=level + 5e-7)
     trained = FlowMatching(timesteps=close, condition_dropout=0.0, given_first_frame=0.6)
     validated = replace(trained, timesteps=TimestepConfig(), condition_dropout=0.9)
-    manifest, key, mesh = write(tmp_path / "data"), jax.random.key(5), mesh_of()
-    model = model_of(GIVEN_MODEL)
+    manifest, key, mesh = write_given(tmp_path / "data"), jax.random.key(5), mesh_of()
+    model = model_of(IMAGE_TO_VIDEO)
     sharding = batch_sharding(mesh)
 
     @nnx.jit
@@ -217,7 +216,7 @@ def test_errors_are_the_loss_of_training_at_a_level(tmp_path):
         errors = validated.errors_at(model, batch, key, jnp.float32(level), sharding)
         return jnp.sum(batch.weight * errors), trained(model, batch, key, sharding).loss
 
-    batches = batches_of(manifest, GIVEN_MODEL, "dual_constraint")
+    batches = batches_of(manifest, IMAGE_TO_VIDEO, "dual_constraint")
     video = max(batches, key=lambda batch: batch.latents.shape[1])
     ours, theirs = both(model, jax.tree.map(jnp.asarray, video))
     assert float(ours) == pytest.approx(float(theirs), rel=1e-4)

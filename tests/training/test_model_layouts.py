@@ -1,0 +1,320 @@
+"""Models with more than text, packed, split, bucketed, or one by one: the same gradient.
+
+Joint attention, images and given frames, and sparse attention.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.traverse_util import flatten_dict
+from layouts import (
+    CLASSES,
+    MERGED,
+    SIZES,
+    assert_gathers_no_activations,
+    assert_reaches_no_other,
+    assert_same,
+    batches_of,
+    disturbed,
+    gradient_and_programs,
+    mean_gradient,
+    mesh_of,
+    normal,
+    plan_of,
+    spec_of,
+    weights_of,
+    write_samples,
+    write_sizes,
+)
+
+from alload_jax.data.batch import signature
+from alload_jax.data.condition import conditions_for, samples_for
+from alload_jax.errors import InputError
+from alload_jax.models.common.config import ImageConfig, TextConfig
+from alload_jax.models.common.sparse_attention import SparseAttentionConfig, config
+from alload_jax.models.families import abstract_model, build_model
+from alload_jax.models.hunyuan_video.transformer import HunyuanVideoConfig
+from alload_jax.models.wan.transformer import WanConfig
+from alload_jax.objectives.flow_matching import FlowMatching, noised
+from alload_jax.sharding.mesh import ranks_of
+from alload_jax.training.state import Weights, init_state
+from alload_jax.training.trial_step import random_batch
+
+needs_devices = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices")
+
+# ---------------------------------------------------------------- joint attention
+
+JOINT = HunyuanVideoConfig(
+    dim=16,
+    ffn_dim=24,
+    num_heads=2,
+    num_layers=2,
+    in_channels=5,
+    out_channels=2,
+    patch_size=(1, 2, 2),
+    text=TextConfig(6, 9),
+    glyphs=TextConfig(5, 7),
+    glyph_hidden=12,
+    image=ImageConfig(4),
+    dtype="float32",
+)
+COUNT = 11
+ROUNDING = 1e-3
+"""Biases of the refiner's keys have no gradient but rounding."""
+SPLIT = {"context": 2, "m_mem": 32, "row_tokens": 32, "split_above": 0.5}
+"""So that ranks' borders are within samples, and rows hold several."""
+
+
+@pytest.fixture(scope="module")
+def joint(tmp_path_factory):
+    """Texts of different lengths, glyphs, images and given frames."""
+
+    def sample(rng, n):
+        size = SIZES[rng.integers(len(SIZES))]
+        more = {"image": normal(rng, 3, 4), "given": normal(rng, *size, 3)}
+        more["parts"] = {"glyphs": normal(rng, rng.integers(0, 4), 5)}
+        return size, normal(rng, rng.integers(0, 8), 6), more
+
+    return write_samples(tmp_path_factory.mktemp("joint") / "data", COUNT, sample)
+
+
+@needs_devices
+@pytest.mark.slow
+def test_joint_attention_has_the_gradient_of_the_samples_one_by_one(joint):
+    alone = mean_gradient(JOINT, mesh_of(), batches_of(joint, JOINT, "fixed"))
+    for policy, ranks, options in (
+        ("balanced", 1, {}),
+        ("dual_constraint", 2, {}),
+        ("equal_tokens", 1, MERGED),
+    ):
+        batches = batches_of(joint, JOINT, policy, ranks, **options)
+        assert sum(int((batch.weight > 0).sum()) for batch in batches) == COUNT
+        assert_same(mean_gradient(JOINT, mesh_of(ranks), batches), alone, ROUNDING)
+    batches = batches_of(joint, JOINT, "balanced", 2, **SPLIT)
+    split = [batch.metadata.split for batch in batches if batch.metadata.split is not None]
+    assert max(int(each.split.length.max()) for each in split) == 18
+    found, programs = gradient_and_programs(JOINT, mesh_of(2, context=2), batches)
+    assert_same(found, alone, ROUNDING)
+    plan, collation = plan_of(joint, JOINT, "balanced", 2, **SPLIT)
+    assert len(programs) <= len(collation.shapes(plan)) == len(plan.epoch(0).packing.split_sizes)
+    assert any("all-to-all(" in program for program in programs)
+    assert_gathers_no_activations(programs, batches[0].tokens.shape[1])
+
+
+@needs_devices
+@pytest.mark.slow
+@pytest.mark.parametrize("context", [1, 2])
+def test_other_neighbours_and_what_is_not_finite_reach_no_other_sample(joint, context):
+    batches = batches_of(joint, JOINT, "balanced", context, **(SPLIT if context > 1 else {}))
+    if context > 1:
+        batches = [batch for batch in batches if batch.metadata.split is not None]
+    batch = max(batches, key=lambda batch: len(np.unique(batch.sample)))
+    assert np.bincount(batch.sample[batch.sample >= 0]).max() >= context  # parts of one sample
+    assert_reaches_no_other(JOINT, batch, context)
+
+
+def test_plans_count_both_kinds_of_tokens(joint):
+    conditions = conditions_for(JOINT, joint)
+    video = joint.samples(JOINT.patch_size).seq_len
+    packed, bucketed = (samples_for(JOINT, joint, conditions, kind) for kind in (True, False))
+    np.testing.assert_array_equal(bucketed.seq_len, video + conditions.length)
+    lengths = joint.part_lengths[:, 0] + joint.text_length + joint.form.image_shape[0]
+    np.testing.assert_array_equal(packed.seq_len, video + lengths)
+    batches = batches_of(joint, JOINT, "balanced")
+    for batch in batches:
+        tokens = (batch.metadata.tokens.length * (batch.weight > 0)).sum(axis=1)
+        for part in batch.condition.values():
+            tokens = tokens + part.segments.length.sum(axis=1)
+        assert (tokens <= batch.tokens.shape[1]).all()
+    plan, collation = plan_of(joint, JOINT, "balanced")
+    (shapes,) = collation.shapes(plan)
+    assert {signature(batch) for batch in batches} == {signature(shapes)}
+
+
+# ---------------------------------------------------------------- images and given frames
+
+GIVEN, IMAGES = 3, (5, 4)
+IMAGE_TO_VIDEO: WanConfig = dataclasses.replace(
+    CLASSES,
+    in_channels=2 + GIVEN,
+    out_channels=2,
+    text=TextConfig(dim=6, length=4),
+    image=ImageConfig(dim=IMAGES[1]),
+)
+FIRST = FlowMatching(condition_dropout=0.3, given_first_frame=0.6)
+
+
+def write_given(folder, text=True):
+    def sample(rng, n):
+        size = SIZES[n % len(SIZES)]
+        if not text:
+            return size, rng.integers(0, 10, n % 2 + 1), {}
+        more = {"given": normal(rng, *size, GIVEN), "image": normal(rng, *IMAGES)}
+        return size, normal(rng, n % 5, 6), more
+
+    return write_samples(folder, 9, sample)
+
+
+def model_of(config):
+    model = nnx.merge(abstract_model(config).graph, nnx.state(build_model(config, nnx.Rngs(0))))
+    nnx.update(model, disturbed(nnx.state(model, nnx.Param)))
+    return model
+
+
+@needs_devices
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [False, True])
+def test_images_and_first_frames_are_given_alike_in_every_layout(first, tmp_path):
+    manifest = write_given(tmp_path / "data", text=not first)
+    model, objective = (CLASSES, FIRST) if first else (IMAGE_TO_VIDEO, None)
+    batches = batches_of(manifest, model, "fixed")
+    alone = mean_gradient(model, mesh_of(), batches, objective)
+    if first:
+        assert not np.isclose(alone[0], mean_gradient(model, mesh_of(), batches)[0], rtol=1e-4)
+    batches = batches_of(manifest, model, "dual_constraint", 2)
+    assert_same(mean_gradient(model, mesh_of(), batches, objective), alone)
+    options = {"context": 2, "m_mem": 12, "align": 4} if first else {}
+    batches = batches_of(manifest, model, "balanced", 2, **options)
+    assert any(batch.metadata.split is not None for batch in batches) == first
+    mesh = mesh_of(2, context=2) if first else mesh_of()
+    assert_same(mean_gradient(model, mesh, batches, objective), alone)
+
+
+@pytest.mark.slow
+def test_the_loss_is_that_of_the_other_frames_with_the_first_one_clean(tmp_path):
+    manifest, model = write_given(tmp_path / "data", text=False), model_of(CLASSES)
+    always = FlowMatching(condition_dropout=0.0, given_first_frame=1.0)
+    key = jax.random.key(3)
+    sharding = jax.sharding.NamedSharding(mesh_of(), jax.sharding.PartitionSpec())
+    for batch in batches_of(manifest, CLASSES, "fixed"):
+        noisy = noised(batch, key, always, CLASSES)
+        frames, height, width = batch.latents.shape[1:4]
+        latents, times = noisy.latents, jnp.full((1, frames), noisy.sigma[0] * 1000)
+        skipped = 0
+        if frames > 1:
+            latents = latents.at[:, 0].set(batch.latents[:, 0])
+            times, skipped = times.at[:, 0].set(0), 1
+        by_token = jnp.repeat(times, height * width // 4, axis=1)
+        found = model.forward(latents, by_token, noisy.condition).velocity
+        error = np.square(found - noisy.target)[:, skipped:].mean()
+        sums = always(model, jax.tree.map(jnp.asarray, batch), key, sharding)
+        np.testing.assert_allclose(sums.loss, error, rtol=1e-5)
+
+
+def test_a_family_without_a_timestep_for_the_first_frame_refuses_it():
+    model = dataclasses.replace(CLASSES, patch_size=(2, 2, 2))
+    objective = FlowMatching(given_first_frame=0.5)
+    with pytest.raises(InputError, match=r"objective\.given_first_frame is set, but"):
+        objective(model_of(model), None, None, None)
+
+
+def test_a_calibrated_step_has_what_the_model_takes():
+    batch = jax.eval_shape(lambda: random_batch(IMAGE_TO_VIDEO, (2, 3, 4, 4)))
+    assert batch.latents.shape == (2, 3, 4, 4, 2)
+    assert batch.given.shape == (2, 3, 4, 4, GIVEN)
+    assert batch.image.shape == (2, 257, IMAGES[1])
+
+
+# ---------------------------------------------------------------- sparse attention
+
+POOLED = SparseAttentionConfig(selector="pooled", forced=(0.3, 1.0), min_tokens=64)
+SPARSE = dataclasses.replace(CLASSES, num_heads=4, num_layers=2, sparse_attention=POOLED)
+
+
+def with_sparse(**changes):
+    return dataclasses.replace(SPARSE, sparse_attention=dataclasses.replace(POOLED, **changes))
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory):
+    """Samples of 4, 550 and 585 tokens."""
+    sizes = {(1, 4, 4): 5, (5, 20, 22): 4, (3, 26, 30): 3}
+    return write_sizes(tmp_path_factory.mktemp("long") / "data", sizes, lambda _: 2)
+
+
+def sums_of(model, mesh, batches):
+    """Mean loss, gradients and auxiliary values; the heads have different densities."""
+    variables = init_state(spec_of(model), mesh, seed=0).variables
+    switch = variables["blocks"]["sparse_attention"]["switch"]
+    switch["density"] = switch["density"] * jnp.array((1.0, 0.4, 0.7, 0.2))
+    # Attention that is not nearly even, so that it matters which blocks are attended to.
+    params = weights_of(model)
+    attention = params["blocks"]["self_attention"]
+    norm = {"scale": 4 * attention["query_norm"]["scale"]}
+    blocks = params["blocks"] | {"self_attention": attention | {"query_norm": norm}}
+    weights = Weights(params | {"blocks": blocks}, {}, variables)
+    return mean_gradient(model, mesh, batches, weights=weights, auxiliary=True)
+
+
+@needs_devices
+@pytest.mark.slow
+def test_packed_and_split_samples_attend_to_the_blocks_of_whole_ones(long):
+    batches = batches_of(long, SPARSE, "fixed", m_mem=600)
+    alone, dense = (
+        sums_of(model, mesh_of(), batches) for model in (SPARSE, with_sparse(selector="all"))
+    )
+    # A thousand times what is allowed between layouts.
+    ours, theirs = (each[1]["blocks"]["self_attention"] for each in (dense, alone))
+    apart = optax.tree.norm(jax.tree.map(jnp.subtract, ours, theirs))
+    assert apart > 0.01 * optax.tree.norm(theirs)
+
+    batches = batches_of(long, SPARSE, "balanced", 1, m_mem=1300)
+    assert max(int((batch.weight > 0).sum()) for batch in batches) > 2
+    layout = batches[0].metadata.row_tiles
+    assert (layout.covers_all, layout.longest) == (False, 10)
+    assert_same(sums_of(SPARSE, mesh_of(), batches)[:2], alone[:2])
+    mesh = mesh_of(8, context=2, fsdp=2, tensor=2)
+    options = {"context": 2, "m_mem": 700, "split_above": 0.3}
+    batches = batches_of(long, SPARSE, "balanced", ranks_of(mesh), **options)
+    assert max(int(batch.metadata.split.split.length.max()) for batch in batches) in (550, 585)
+    assert_same(sums_of(SPARSE, mesh, batches)[:2], alone[:2])
+
+
+@needs_devices
+@pytest.mark.slow
+def test_the_profile_of_rows_is_about_that_of_their_samples(long):
+    """Other blocks of queries are sampled, or some more often."""
+    model = with_sparse(selector="predictor", rank=4, profile_blocks=64)
+    expected = sums_of(model, mesh_of(), batches_of(long, model, "fixed", m_mem=600))
+    options = {"context": 2, "m_mem": 700, "split_above": 0.3}
+    batches = batches_of(long, model, "balanced", 2, **options)
+    loss, grads, found = sums_of(model, mesh_of(2, context=2), batches)
+    np.testing.assert_allclose(loss, expected[0], rtol=1e-5)
+    np.testing.assert_allclose(found[config.PROFILED], 7 / 12, rtol=1e-5)
+    for name in (config.SPARSITY, config.RECALL, config.PREDICTOR_LOSS):
+        np.testing.assert_allclose(found[name], expected[2][name], rtol=0.02)
+    predictor, wanted = (
+        each["blocks"]["sparse_attention"]["selector"] for each in (grads, expected[1])
+    )
+    for ours, theirs in zip(*map(jax.tree.leaves, (predictor, wanted)), strict=True):
+        size = np.linalg.norm(theirs)
+        assert size > 0
+        assert np.linalg.norm(np.asarray(ours) - theirs) < 0.2 * size
+
+
+def test_the_programs_of_a_plan_have_the_tiles_of_its_batches(long):
+    plan, collation = plan_of(long, SPARSE, "balanced", 2, context=2, m_mem=700)
+    known = {signature(shape) for shape in collation.shapes(plan)}
+    found = batches_of(long, SPARSE, "balanced", 2, context=2, m_mem=700)
+    assert {signature(batch) for batch in found} <= known
+    (first, *_) = batches_of(long, with_sparse(min_tokens=4096), "balanced", 1, m_mem=1300)
+    assert first.metadata.row_tiles is None
+
+
+def test_weights_without_predictors_get_new_ones():
+    model = with_sparse(selector="predictor", rank=4)
+    dense = dataclasses.replace(model, sparse_attention=None)
+    released = init_state(spec_of(dense), mesh_of(), 1).params
+    expected = {name: np.asarray(x) for name, x in flatten_dict(released, sep="/").items()}
+    state = init_state(spec_of(model), mesh_of(), 2, released)
+    found = flatten_dict(state.params, sep="/")
+    for name, value in expected.items():
+        np.testing.assert_array_equal(found.pop(name), value)
+    sides = [f"blocks/sparse_attention/selector/{side}/kernel" for side in ("key", "query")]
+    assert sorted(found) == sides
+    assert all(np.asarray(value).any() for value in found.values())
