@@ -8,7 +8,7 @@ import pytest
 import yaml
 from PIL import Image, ImageSequence
 from safetensors.numpy import load_file
-from training_runs import ROOT, Runs, run_here
+from training_runs import Runs
 
 from alload_jax import cli
 from alload_jax.data.datasets.digits import Digits
@@ -132,15 +132,3 @@ def grid(frames, height, width):
 )
 def test_what_does_not_fit_the_latents_is_one_line(folded, flags, said):
     assert said in folded.refused("--run.folder", "refused", *flags)
-
-
-def test_a_folder_of_the_example_before_it_had_four_frames_a_latent_is_refused(
-    tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    Digits(mix=((1, 8, 8, 2),), motion="drift", frames_per_latent=1).write("data/digits")
-    assert run_here("--config", str(ROOT / "configs" / "digits.yaml")).stderr == (
-        "error: data/digits: holds data of another data.dataset; name another data.folder, or "
-        "remove this one to write it again\n"
-    )
-    assert not Path("runs").exists()

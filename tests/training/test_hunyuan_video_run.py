@@ -15,7 +15,6 @@ from training_runs import Sections, computed, metrics_of
 from alload_jax import cli
 from alload_jax.data.store import StoreWriter
 from alload_jax.errors import InputError
-from alload_jax.models.families import read_model_config
 
 MODEL = {
     "family": "hunyuan_video",
@@ -33,8 +32,6 @@ MODEL = {
     "image": {"dim": 4},
     "dtype": "float32",
 }
-RELEASED = MODEL | {"glyph_hidden": 2048}
-"""With layers of the width that diffusers' class has."""
 
 
 @pytest.fixture(scope="module")
@@ -139,27 +136,6 @@ def test_plans_count_conditions_where_a_model_says_so(data, tmp_path, capsys):
     report = planned(data, *config, *compared, "--report", str(tmp_path / "report.html"))
     cases = json.loads(report)["cases"]
     assert [case["metrics"]["tokens"] for case in cases] == [bucketed, packed]
-
-
-@pytest.mark.slow
-def test_weights_and_adapters_are_exported_and_merged(hunyuan, tmp_path):
-    base = hunyuan.train(folder="base", model=RELEASED)
-    assert cli.main(["export", "--checkpoint", str(base), "--out", "out"]) == 0
-    found = read_model_config(tmp_path / "out" / "config.json")
-    assert (found.dim, found.in_channels, found.latent_channels) == (16, 5, 2)
-    same = ["--vae-stride", "4", "16", "16", "--guidance", "2", "--dtype", "float32"]
-    plain = drawn("plain", "out", *same)
-    np.testing.assert_allclose(plain, drawn("same", base, *same), rtol=1e-3, atol=1e-3)
-
-    lora = {"model": RELEASED | {"lora": {"rank": 2}}}
-    folder = hunyuan.train(folder="lora", run={"initial_weights": "out"}, **lora)
-    assert cli.main(["lora", "export", "--checkpoint", str(folder), "--out", "x.safetensors"]) == 0
-    keys = load_file("x.safetensors")
-    assert "transformer.transformer_blocks.0.attn.add_q_proj.lora_A.weight" in keys
-    merge = ["lora", "merge", "--model", "out", "--lora", "x.safetensors:1.0", "--out", "merged"]
-    assert cli.main([*merge, "--dtype", "float32"]) == 0
-    merged, added = drawn("merged", "merged", *same), drawn("added", "out", *same, *merge[4:6])
-    assert np.abs(added - merged).max() < 0.1 * np.abs(added - plain).max()
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import yaml
 from patience import PATIENCE, wait_until
-from training_runs import Runs, computed, errors, forget_last, lines_of
+from training_runs import Runs, computed, forget_last, lines_of
 
 from alload_jax.cli import main
 from alload_jax.config import read_config
@@ -41,24 +41,6 @@ def test_a_signal_saves_and_the_run_continues_bit_for_bit(runs, default_signals)
     assert [row["step"] for row in runs.metrics()] == list(range(1, int(steps) + 1))
     runs.finish("--run.folder", "whole", "--run.steps", steps, *constant)
     assert computed(folder) == computed(runs.folder / "whole")
-
-
-def test_a_second_ctrl_c_ends_at_once_and_quietly(runs, default_signals):
-    run = runs.start("--run.steps", "100000", "--checkpoint.every", "1", "--sampling.grids", "[]")
-    wait_until((runs.folder / "run" / "checkpoints" / "5").exists, run)
-    run.send_signal(signal.SIGINT)
-    said = "SIGINT: finishing and saving; repeat the signal to quit immediately\n"
-    assert said in iter(run.stdout.readline, "")
-    run.send_signal(signal.SIGINT)
-    _, err = run.communicate(timeout=PATIENCE)
-    # A run that was saved before the second signal arrived ends as after one.
-    assert (run.returncode, errors(err)) in [(130, ["interrupted"]), (0, [])]
-    names = [path.name for path in (runs.folder / "run" / "checkpoints").iterdir()]
-    steps = str(max(int(name) for name in names if name.isdigit()) + 5)
-    continued = runs.run(
-        "--run.steps", steps, "--checkpoint.every", "100", "--sampling.grids", "[]"
-    )
-    assert continued.returncode == 0, continued.stderr
 
 
 def test_a_run_killed_while_saving_continues_bit_for_bit(runs, unbroken):
