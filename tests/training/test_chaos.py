@@ -26,9 +26,7 @@ def programs(monkeypatch):
 # ---------------------------------------------------------------- what was hit
 
 
-@pytest.fixture
-def interrupted(tmp_path, monkeypatch):
-    """Phases of this process, whose delay is over when `time_is_up` is called; and the signals."""
+def test_a_kill_counts_once_for_the_phases_that_are_open(tmp_path, monkeypatch):
     import chaos_phases
 
     up, arrived, sent = threading.Event(), threading.Event(), []
@@ -40,35 +38,20 @@ def interrupted(tmp_path, monkeypatch):
     clock = SimpleNamespace(sleep=lambda _: up.wait(), monotonic=float)
     monkeypatch.setattr(chaos_phases, "time", clock)
     monkeypatch.setattr(chaos_phases.os, "kill", kill)
-    aim = chaos_phases.Aim("validation", 2, 1.0, "SIGKILL")
-    phases = chaos_phases.Phases(tmp_path / "x.phases", aim)
-
-    def time_is_up():
-        up.set()
-        assert arrived.wait(PATIENCE)
-
-    def marked():
-        return chaos_phases.read_marker(tmp_path / "x.phases")
-
-    return SimpleNamespace(phases=phases, time_is_up=time_is_up, sent=sent, marked=marked)
-
-
-def test_a_kill_counts_once_for_the_phases_that_are_open(interrupted):
-    phases, killed = interrupted.phases, [(os.getpid(), signal.SIGKILL)]
-    assert interrupted.marked() == (("start",), "")
+    aim, place = chaos_phases.Aim("validation", 2, 1.0, "SIGKILL"), tmp_path / "x.phases"
+    phases = chaos_phases.Phases(place, aim)
+    assert chaos_phases.read_marker(place) == (("start",), "")
     with phases.during("validation"):
         pass
     phases.open("saving")
-    assert (interrupted.sent, interrupted.marked()) == ([], (("saving",), ""))
+    assert (sent, chaos_phases.read_marker(place)) == ([], (("saving",), ""))
     with phases.during("validation"):
-        interrupted.time_is_up()
-    assert (interrupted.sent, interrupted.marked()) == (
-        killed,
-        (("saving", "validation"), "SIGKILL"),
-    )
+        up.set()  # the delay is over
+        assert arrived.wait(PATIENCE)
+    assert chaos_phases.read_marker(place) == (("saving", "validation"), "SIGKILL")
     with phases.during("validation"):  # as after SIGTERM
-        interrupted.time_is_up()
-    assert interrupted.sent == killed
+        pass
+    assert sent == [(os.getpid(), signal.SIGKILL)]
 
 
 # ---------------------------------------------------------------- planted faults

@@ -5,6 +5,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
+import yaml
 from flax.traverse_util import flatten_dict
 from safetensors.numpy import load_file, save_file
 from training_runs import TEXT_MODEL, WEIGHTS, Sections, computed, forget_last
@@ -233,3 +234,28 @@ def test_a_run_without_a_moving_average_samples_from_its_weights(lora):
     assert "checkpoint of another optimizer: without_ema was True" in lora.refused()
     lora.train("--run.steps", "6", **average)
     lora.train(folder="next", run={"initial_weights": str(folder), "steps": 1}, **average)
+
+
+@pytest.mark.slow
+def test_a_model_of_classes_moves_to_other_data_and_classes(runs):
+    def train(name, mix, m_mem, run=None, **changes):
+        content = runs.tiny()
+        content["run"] |= {"folder": name, "steps": 2} | (run or {})
+        dataset = {"name": "digits", "frames_per_latent": 1, "mix": [mix]}
+        content["data"] = {"folder": f"data-{name}", "dataset": dataset}
+        content["planning"] = {"policy": "equal_tokens", "m_mem": m_mem}
+        content["model"] |= changes
+        content["optimizer"] |= STILL
+        runs.config.write_text(yaml.safe_dump(content | {"sampling": {"grids": []}}))
+        return runs.here()
+
+    begun = {"run": {"initial_weights": "first"}, "num_classes": 12}
+    assert train("first", [1, 8, 8, 20], 16).returncode == 0
+    refused = train("random", [1, 16, 16, 12], 64, **begun, lora={"rank": 2})
+    assert "parameters freezes it, so that it would stay random" in refused.stderr
+    done = train("second", [1, 16, 16, 12], 64, **begun)
+    assert "condition_embedding/table begins anew" in done.stdout
+    first, second = (values_of(runs.folder / name) for name in ("first", "second"))
+    anew = {name for name, value in second.items() if value.shape != first[name].shape}
+    assert len(anew) == 1
+    assert_same_values(second, {name: first[name] for name in first.keys() - anew}, atol=1e-6)

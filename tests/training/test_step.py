@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from layouts import disturbed, mesh_of
 
 from alload_jax.data.batch import Batch
 from alload_jax.diffusion.timesteps import TimestepConfig
 from alload_jax.models.families import gradient_dtypes
 from alload_jax.models.wan.transformer import WanConfig
 from alload_jax.objectives.flow_matching import FlowMatching, noised
-from alload_jax.sharding.mesh import MeshConfig, make_mesh, path_name
+from alload_jax.sharding.mesh import path_name
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.state import TrainingSpec, init_state
 from alload_jax.training.step import (
@@ -40,18 +41,10 @@ def spec_with(model=MODEL, **optimizer):
 SPEC = spec_with()
 
 
-@jax.jit
-def disturbed(params):
-    """Gates and head of a new model are zero; those of a trained one are not."""
-    return jax.tree.map(
-        lambda leaf: leaf + 0.1 * jax.random.normal(jax.random.key(leaf.size), leaf.shape), params
-    )
-
-
 @pytest.fixture(scope="module")
 def made():
     """A state and the programs of steps of several micro-batches, and of one alone."""
-    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    mesh = mesh_of()
     state = init_state(SPEC, mesh, seed=0)
     return SimpleNamespace(
         mesh=mesh,
