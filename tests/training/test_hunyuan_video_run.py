@@ -111,6 +111,7 @@ def test_a_run_is_validated_resumed_and_drawn(hunyuan):
             drawn("wrong", folder)
 
 
+@pytest.mark.slow
 def test_plans_count_conditions_where_a_model_says_so(data, tmp_path, capsys):
     """16 samples: 144 tokens of latents, 72 of text (8 at most) and 24 of glyphs (3 at most)."""
     model, packed, bucketed = MODEL | {"dtype": "bfloat16"}, 144 + 72 + 24, 144 + 16 * (8 + 3)

@@ -206,6 +206,7 @@ def test_the_loss_is_that_of_the_other_frames_with_the_first_one_clean(tmp_path)
         np.testing.assert_allclose(sums.loss, error, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_family_without_a_timestep_for_the_first_frame_refuses_it():
     model = dataclasses.replace(CLASSES, patch_size=(2, 2, 2))
     objective = FlowMatching(given_first_frame=0.5)
@@ -306,6 +307,7 @@ def test_the_programs_of_a_plan_have_the_tiles_of_its_batches(long):
     assert first.metadata.row_tiles is None
 
 
+@pytest.mark.slow
 def test_weights_without_predictors_get_new_ones():
     model = with_sparse(selector="predictor", rank=4)
     dense = dataclasses.replace(model, sparse_attention=None)

@@ -61,6 +61,7 @@ def assert_close(ours, theirs):
         assert np.linalg.norm(our - their) <= 1e-5 * np.linalg.norm(their)
 
 
+@pytest.mark.slow
 def test_a_state_that_is_drawn_later_is_the_state_that_is_drawn_now():
     mesh = mesh_of(4, fsdp=2)
     _, draw = state_to_draw(SPEC, mesh, 0)

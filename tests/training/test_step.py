@@ -206,6 +206,7 @@ def test_one_micro_batch_alone_gives_the_same_gradient_whatever_was_held_before(
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_gradient_of_a_micro_batch_alone_takes_no_memory_of_its_own(made):
     """And layers keep no copy of their parameters."""
     policies = ("full", "attention")
