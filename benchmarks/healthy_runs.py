@@ -96,7 +96,7 @@ def trained(number: int, folder: Path) -> dict[str, Any]:
     lines = (done.stdout + done.stderr).splitlines()
     alarms = [line for line in lines if any(alarm in line for alarm in ALARMS)]
     failed = lines[-3:] if done.returncode else []
-    return {**settings, "jax": version("jax"), "alarms": alarms or failed}
+    return {**settings, "jax_version": version("jax"), "alarms": alarms or failed}
 
 
 if __name__ == "__main__":

@@ -46,10 +46,11 @@ from alload_jax.data.condition import conditions_for
 from alload_jax.data.loader import PlacedStep, place_ahead
 from alload_jax.data.manifest import Manifest, read_manifest
 from alload_jax.data.store import StoreReader, StoreWriter
-from alload_jax.diffusion.timesteps import TIMESTEP_SCALE, interpolate, squared_error, velocity
+from alload_jax.diffusion.timesteps import interpolate, squared_error, velocity
 from alload_jax.distributed.cluster import Cluster
 from alload_jax.errors import run_command
 from alload_jax.files import Json
+from alload_jax.models.common.embedding import TIMESTEP_SCALE
 from alload_jax.models.families import abstract_model
 from alload_jax.planning.factory import make_plan
 from alload_jax.sharding.host_memory import set_xla_flags

@@ -15,9 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from alload_jax.errors import InputError
-
-TIMESTEP_SCALE = 1000.0
-"""The model's timestep is σ times this, as in Wan 2.1 and diffusers."""
+from alload_jax.models.common.embedding import TIMESTEP_SCALE
 
 
 def interpolate(data: jax.Array, noise: jax.Array, sigma: jax.Array) -> jax.Array:

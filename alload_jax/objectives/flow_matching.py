@@ -17,7 +17,6 @@ from jaxtyping import PyTree
 
 from alload_jax.data.batch import AnyBatch, Batch, PackedBatch
 from alload_jax.diffusion.timesteps import (
-    TIMESTEP_SCALE,
     NoiseWeighting,
     TimestepConfig,
     interpolate,
@@ -28,7 +27,7 @@ from alload_jax.diffusion.timesteps import (
 )
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ModelConfig
-from alload_jax.models.common.embedding import ConditionTokens
+from alload_jax.models.common.embedding import TIMESTEP_SCALE, ConditionTokens
 from alload_jax.models.common.parts import Auxiliary, unpatchify
 from alload_jax.models.common.segments import PADDING
 from alload_jax.models.families import Model, family_of

@@ -12,8 +12,8 @@ from jaxtyping import PyTree
 
 from alload_jax.diffusion.samplers import Velocity, guided, sample
 from alload_jax.diffusion.schedules import Sampler
-from alload_jax.diffusion.timesteps import TIMESTEP_SCALE
 from alload_jax.models.common.config import ModelConfig
+from alload_jax.models.common.embedding import TIMESTEP_SCALE
 from alload_jax.models.families import abstract_model
 
 Array = jax.Array | np.ndarray

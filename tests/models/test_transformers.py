@@ -53,6 +53,25 @@ def squares(config, size, seed=1):
     return lambda params: jnp.sum(nnx.merge(graph, params)(*arguments) ** 2), params
 
 
+def test_a_model_of_the_data_has_the_velocity_that_leads_to_them():
+    graph, params = randomised(CONFIG)
+    predicts_data, _ = randomised(dataclasses.replace(CONFIG, prediction="data"))
+    latents, _, labels = inputs(CONFIG, 3, (2, 4, 4))
+    timestep, sigma = jnp.asarray([1000.0, 300, 10]), jnp.asarray([1, 0.3, 0.05])
+    data = nnx.merge(graph, params)(latents, timestep, labels)
+    velocity = nnx.merge(predicts_data, params)(latents, timestep, labels)
+    expected = (latents - data) / sigma[:, None, None, None, None]
+    np.testing.assert_allclose(velocity, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"prediction": "noise"}, {"prediction": "data", "out_channels": 1}]
+)
+def test_what_a_model_cannot_predict_is_refused(fields):
+    with pytest.raises(InputError, match=r"model\.prediction"):
+        dataclasses.replace(CONFIG, **fields)
+
+
 # ---------------------------------------------------------------- recomputation
 
 

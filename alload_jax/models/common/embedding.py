@@ -11,6 +11,8 @@ from alload_jax.models.common.config import ImageConfig, TextConfig
 from alload_jax.models.common.parts import layer_norm
 from alload_jax.models.common.segments import PADDING, Segments
 
+TIMESTEP_SCALE = 1000.0
+"""The model's timestep is the noise level σ times this, as in Wan 2.1 and diffusers."""
 _PLACE_PERIOD = 100.0
 """Longest period of the sinusoids of a label's place; samples have few labels."""
 _IMAGE_NORM_EPS = 1e-5

@@ -12,11 +12,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from typing_extensions import override
 
-from alload_jax.diffusion.timesteps import TIMESTEP_SCALE
 from alload_jax.errors import InputError
 from alload_jax.models.common.attention import attention
 from alload_jax.models.common.config import TransformerConfig
 from alload_jax.models.common.embedding import (
+    TIMESTEP_SCALE,
     ClassEmbedding,
     ImageEmbedding,
     TextEmbedding,
