@@ -1,12 +1,8 @@
-"""The structure of the code, computed from its imports: layers, circles, families, folders.
-
-Imports count wherever they stand: under TYPE_CHECKING, in functions, in `try`.
-"""
+"""Layers, circles, families and extras, computed from imports wherever they stand."""
 
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -38,37 +34,22 @@ LAYERS = (
 """From top to bottom. A module may import its own layer and those below. `alload_jax` stands for
 the package's `__init__.py` alone."""
 
-SHARED_MODELS = "common"
-"""The folder of models/ that is no family."""
-
-TESTS_OF_NO_PACKAGE = {"plug_points", "docs", "golden", "parity"}
-"""Folders of tests/ for the pages of docs/, for files drawn from other implementations, and for
-comparisons with these."""
-
-Imports = dict[str, set[str]]
-"""Full names of all modules that each module imports, by module."""
+EXTRAS = {"accelerate", "av", "diffusers", "mlflow", "peft", "ray", "sentencepiece", "torch"}
+EXTRAS |= {"trackio", "transformers", "wandb"}
+NEED_EXTRAS = {f"alload_jax.data.prepare.{n}" for n in ("pipeline", "ray_engine", "unit", "videos")}
+"""Modules that commands import only for `alload prepare media`."""
 
 
-# ---------------------------------------------------------------- reading imports
-
-
-def module_name(path: Path) -> str:
+def module_name(path):
     """`a.b` for a/b.py and for a/b/__init__.py; the path is relative to the root."""
     parts = path.with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def sources(root: Path) -> dict[str, Path]:
-    """The file of each module of the project, by name."""
-    folders = ("alload_jax", "pallas_kernels", "benchmarks")
-    files = [root / "train.py", *(path for name in folders for path in (root / name).rglob("*.py"))]
-    return {module_name(path.relative_to(root)): path for path in files}
-
-
-def imported_names(module: str, path: Path) -> Iterator[str]:
-    """Full dotted names that a file imports; `from a import b` gives `a.b`."""
+def imported_names(module, path, nodes):
+    """Full dotted names that nodes of a file import; `from a import b` gives `a.b`."""
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -77,31 +58,42 @@ def imported_names(module: str, path: Path) -> Iterator[str]:
             yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
-def read_imports(files: Mapping[str, Path]) -> Imports:
-    """Imports of each module. A name that is no module is replaced by the module that defines it.
+def at_start(tree):
+    """The nodes that run when the module is imported."""
+    for node in ast.iter_child_nodes(tree):
+        for_types = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        if not for_types and not isinstance(node, ast.FunctionDef | ast.Lambda):
+            yield node
+            yield from at_start(node)
 
-    Modules of other projects keep their full names.
+
+@pytest.fixture(scope="module")
+def imports():
+    """Names of what each module imports anywhere, and when it is imported, by module.
+
+    A name that is no module is replaced by the module that defines it.
     """
+    folders = ("alload_jax", "pallas_kernels", "benchmarks")
+    paths = [ROOT / "train.py", *(path for name in folders for path in (ROOT / name).rglob("*.py"))]
+    files = {module_name(path.relative_to(ROOT)): path for path in paths}
+    anywhere, first = {}, {}
+    for module, path in files.items():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for found, nodes in ((anywhere, ast.walk(tree)), (first, at_start(tree))):
+            found[module] = {
+                name.rpartition(".")[0]
+                if name not in files and name.rpartition(".")[0] in files
+                else name
+                for name in imported_names(module, path, nodes)
+            }
+    return anywhere, first
 
-    def module_of(name: str) -> str:
-        parent = name.rpartition(".")[0]
-        return parent if name not in files and parent in files else name
 
-    return {
-        module: {module_of(name) for name in imported_names(module, path)}
-        for module, path in files.items()
-    }
-
-
-def belongs(module: str, package: str) -> bool:
-    """Whether a module is a package, or lies in it."""
+def belongs(module, package):
     return module == package or module.startswith(f"{package}.")
 
 
-# ---------------------------------------------------------------- rules
-
-
-def layer_of(module: str) -> int | None:
+def layer_of(module):
     """Number of the layer of a module, 0 for the highest; None if it is in no layer."""
     if module == "alload_jax":
         return len(LAYERS) - 1
@@ -111,18 +103,7 @@ def layer_of(module: str) -> int | None:
     return None
 
 
-def upward_imports(imports: Imports) -> list[str]:
-    """A line for each import of a module in a higher layer."""
-    layers = {module: layer_of(module) for module in imports}
-    return [
-        f"{module} imports {name}, which is in a higher layer"
-        for module, names in sorted(imports.items())
-        for name in sorted(names & imports.keys())
-        if None not in (layers[name], layers[module]) and layers[name] < layers[module]
-    ]
-
-
-def reachable(imports: Imports, start: str) -> dict[str, list[str]]:
+def reachable(imports, start):
     """The shortest chain of imports from a module to each one that it leads to."""
     chains = {name: [start, name] for name in imports[start] & imports.keys()}
     queue = list(chains)
@@ -133,172 +114,58 @@ def reachable(imports: Imports, start: str) -> dict[str, list[str]]:
     return chains
 
 
-def circles(imports: Imports) -> list[str]:
-    """A line for each shortest circle of imports; one for all modules that share it."""
-    found = {}
-    for module in sorted(imports):
-        if chain := reachable(imports, module).get(module):
-            found.setdefault(frozenset(chain), " imports ".join(chain))
-    return sorted(found.values())
-
-
-def family_imports(imports: Imports, families: set[str]) -> list[str]:
-    """A line for each import of a model family from outside its folder."""
-    return [
-        f"{module} imports {name}, which belongs to the model family {family!r}"
-        for family in sorted(families)
-        for module, names in sorted(imports.items())
-        for name in sorted(names)
-        if belongs(name, f"alload_jax.models.{family}")
-        and not belongs(module, f"alload_jax.models.{family}")
-    ]
-
-
-# ---------------------------------------------------------------- tests
-
-
-@pytest.fixture(scope="module")
-def imports():
-    return read_imports(sources(ROOT))
-
-
-def lines(violations):
-    return "\n".join(["", *violations])
-
-
-def test_every_module_has_a_layer(imports):
-    missing = [module for module in sorted(imports) if layer_of(module) is None]
-    assert not missing, f"add to LAYERS: {missing}"
-
-
-def test_imports_point_down(imports):
-    found = upward_imports(imports)
-    assert not found, lines(found)
-
-
-def test_no_modules_import_each_other(imports):
-    found = circles(imports)
-    assert not found, lines(found)
-
-
-def test_a_model_family_is_imported_only_inside_its_folder(imports):
-    folders = (path.parent.name for path in (ROOT / "alload_jax/models").glob("*/__init__.py"))
-    families = set(folders) - {SHARED_MODELS}
-    assert families
-    found = family_imports(imports, families)
-    assert not found, lines(found)
-
-
-def test_kernels_import_nothing_of_alload_jax(imports):
-    found = [
+def test_imports_point_down_and_never_in_circles(imports):
+    anywhere, _ = imports
+    layers = {module: layer_of(module) for module in anywhere}
+    assert None not in layers.values(), f"add to LAYERS: {layers}"
+    upward = [
         f"{module} imports {name}"
-        for module, names in sorted(imports.items())
-        for name in sorted(names)
-        if belongs(module, "pallas_kernels") and belongs(name, "alload_jax")
+        for module, names in anywhere.items()
+        for name in names & anywhere.keys()
+        if layers[name] < layers[module]
+        or (belongs(module, "pallas_kernels") and belongs(name, "alload_jax"))
     ]
-    assert not found, lines(found)
+    assert not upward
+    chains = {module: reachable(anywhere, module).get(module) for module in anywhere}
+    assert not [chain for chain in chains.values() if chain]
 
 
-def test_the_deprecated_triton_lowering_is_used_in_triton_files_only(imports):
-    found = [
-        f"{module} imports {name}; only files whose names begin with triton may"
-        for module, names in sorted(imports.items())
-        for name in sorted(names)
+def test_families_and_triton_are_imported_only_where_they_belong(imports):
+    folders = {path.parent.name for path in (ROOT / "alload_jax/models").glob("*/__init__.py")}
+    assert len(folders) > 1
+    owned = {f"alload_jax.models.{name}": name for name in folders - {"common"}}
+    wrong = [
+        f"{module} imports {name}"
+        for module, names in imports[0].items()
+        for name in names
+        for package in owned
+        if belongs(name, package) and not belongs(module, package)
+    ]
+    wrong += [
+        f"{module} imports the deprecated {name}; only files whose names begin with triton may"
+        for module, names in imports[0].items()
+        for name in names
         if belongs(name, "jax.experimental.pallas.triton")
         and not module.rpartition(".")[2].startswith("triton")
     ]
-    assert not found, lines(found)
-
-
-WITHOUT_EXTRAS = """
-import importlib, sys
-extras = "av torch diffusers transformers ray mlflow wandb trackio sentencepiece accelerate peft"
-sys.modules.update(dict.fromkeys(extras.split()))
-for name in sys.argv[1:]:
-    importlib.import_module(name)
-"""
-NEED_EXTRAS = ("pipeline", "ray_engine", "unit", "videos")
-"""Modules of data/prepare that commands import only for `alload prepare media`."""
+    assert not wrong
 
 
 def test_everything_but_the_preparation_of_media_imports_without_extras(imports):
-    """A first installation has none of the extras, and this environment has most of them."""
-    of_media = {f"alload_jax.data.prepare.{name}" for name in NEED_EXTRAS}
-    packages = ("alload_jax", "pallas_kernels")
-    names = [name for name in imports if name.split(".")[0] in packages and name not in of_media]
-    command = [sys.executable, "-c", WITHOUT_EXTRAS, *sorted(names)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    wrong = [
+        f"{module} imports {name}"
+        for module, names in imports[1].items()
+        for name in names
+        if module.split(".")[0] != "benchmarks" and module not in NEED_EXTRAS
+        if name.split(".")[0] in EXTRAS or name in NEED_EXTRAS
+    ]
+    assert not wrong
 
 
 def test_planning_runs_without_jax(imports):
-    modules = [module for module in sorted(imports) if belongs(module, "alload_jax.planning")]
-    for names in (modules, ["alload_jax.commands.plan"], ["alload_jax.cli"]):
-        code = f"import sys, {', '.join(names)}; sys.exit('jax' in sys.modules)"
-        command = [sys.executable, "-c", code]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, f"{names[-1]} imports jax {done.stderr}"
-
-
-def test_folders_of_tests_are_named_after_packages():
-    folders = {path.parent.relative_to(ROOT / "tests") for path in ROOT.glob("tests/**/test_*.py")}
-    wrong = [
-        f"tests/{folder} has tests, but there is no alload_jax/{folder} or {folder}"
-        for folder in sorted(folders)
-        if not {str(part) for part in folder.parts[:1]} <= TESTS_OF_NO_PACKAGE
-        and not any((base / folder).is_dir() for base in (ROOT / "alload_jax", ROOT))
-    ]
-    assert not wrong, lines(wrong)
-
-
-# ---------------------------------------------------------------- the rules find violations
-
-
-def test_imports_are_found_wherever_they_stand(tmp_path):
-    text = """
-from typing import TYPE_CHECKING
-from . import b
-from .c import Name
-if TYPE_CHECKING:
-    import d.e
-def f():
-    from g import h
-"""
-    (tmp_path / "a.py").write_text(text)
-    found = set(imported_names("p.a", tmp_path / "a.py"))
-    assert found == {"typing.TYPE_CHECKING", "p.b", "p.c.Name", "d.e", "g.h"}
-    (tmp_path / "__init__.py").write_text("from .a import Name\nfrom p import x")
-    assert set(imported_names("p", tmp_path / "__init__.py")) == {"p.a.Name", "p.x"}
-
-
-def test_circles_of_any_length_are_found():
-    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set()}) == [
-        "a imports b imports c imports a"
-    ]
-    assert circles({"a": {"a"}, "b": {"a", "numpy"}}) == ["a imports a"]
-
-
-def test_upward_imports_are_found():
-    imports = {
-        "alload_jax.data.x": {"alload_jax.training.y", "alload_jax.errors", "alload_jax.models.z"},
-        "alload_jax.training.y": {"alload_jax.data.x"},
-        "alload_jax.models.z": set(),
-        "alload_jax.errors": {"alload_jax"},
-        "alload_jax": {"alload_jax.cli"},
-        "alload_jax.cli": set(),
-    }
-    assert upward_imports(imports) == [
-        "alload_jax imports alload_jax.cli, which is in a higher layer",
-        "alload_jax.data.x imports alload_jax.training.y, which is in a higher layer",
-    ]
-
-
-def test_imports_of_a_family_from_outside_are_found():
-    imports = {
-        "train": {"alload_jax.models.wan.transformer"},
-        "alload_jax.models.wan.block": {"alload_jax.models.wan.transformer"},
-        "alload_jax.models.wanted": {"alload_jax.models.common"},
-    }
-    assert family_imports(imports, {"wan"}) == [
-        "train imports alload_jax.models.wan.transformer, which belongs to the model family 'wan'"
-    ]
+    modules = [module for module in sorted(imports[0]) if belongs(module, "alload_jax.planning")]
+    names = ", ".join([*modules, "alload_jax.commands.plan", "alload_jax.cli"])
+    code = f"import sys, {names}; sys.exit('jax' in sys.modules)"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"planning imports jax {done.stderr}"
