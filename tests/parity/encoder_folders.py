@@ -1,8 +1,9 @@
 """Writes small random encoders in the formats of Wan's folders, by the libraries themselves."""
 
+import numpy as np
 import sentencepiece
 import torch
-from diffusers import AutoencoderKLWan
+from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanImageToVideoPipeline
 from transformers import (
     CLIPImageProcessorPil,
     CLIPVisionConfig,
@@ -13,6 +14,20 @@ from transformers import (
 )
 
 SENTENCE = "a red square moves to the left and the right of a blue circle on grass"
+
+
+def random_frames(frames, height, width, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, (frames, height, width, 3), dtype=np.uint8)
+
+
+def as_video(frames):
+    """[1, 3, T, H, W] from −1 to 1, as diffusers' processors make it of 8-bit pictures."""
+    scaled = torch.from_numpy(frames.astype(np.float32) / 255.0).permute(3, 0, 1, 2)[None]
+    return 2.0 * scaled - 1.0
+
+
+def channels_last(latents):
+    return latents[0].permute(1, 2, 3, 0).numpy()
 
 
 def random_vae(kind, seed=0):
@@ -87,3 +102,10 @@ def write_pipeline(folder, kind="2.1"):
     for name, part in parts.items():
         part.save_pretrained(folder / name)
     return parts
+
+
+def pipeline_of(parts, **others):
+    """Diffusers' image-to-video pipeline of the parts, which also embeds texts."""
+    names = ("tokenizer", "text_encoder", "image_encoder", "image_processor", "vae")
+    others = {"scheduler": FlowMatchEulerDiscreteScheduler()} | others
+    return WanImageToVideoPipeline(**{name: parts[name] for name in names} | others)
