@@ -1,80 +1,85 @@
-"""`alload prepare media` with Wan's encoders, against diffusers and transformers run by hand."""
+"""From media to a clip on the command line, beside diffusers and transformers run by hand."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import av
+import encoder_folders as wan_folders
+import hunyuan_video_folders as hunyuan_folders
 import numpy as np
 import pytest
+import torch
+import yaml
+from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline
+from diffusers import HunyuanVideo15ImageToVideoPipeline as HunyuanPipeline
+from encoder_folders import as_video, channels_last, random_frames
+from patience import wait_until
+from PIL import Image
 
-torch = pytest.importorskip("torch", reason="needs PyTorch: install alload-jax[parity]")
-pytest.importorskip("diffusers", reason="needs diffusers: install alload-jax[parity]")
-pytest.importorskip("transformers", reason="needs transformers: install alload-jax[parity]")
-
-from diffusers import (  # noqa: E402
-    FlowMatchEulerDiscreteScheduler,
-    WanImageToVideoPipeline,
-    WanPipeline,
-)
-from encoder_folders import random_vae, write_pipeline  # noqa: E402
-from patience import wait_until  # noqa: E402
-from PIL import Image  # noqa: E402
-
-from alload_jax import cli  # noqa: E402
-from alload_jax.data.manifest import read_manifest  # noqa: E402
-from alload_jax.data.store import StoreReader  # noqa: E402
-from alload_jax.encoders import loading  # noqa: E402
-from alload_jax.errors import run_command  # noqa: E402
+from alload_jax import cli
+from alload_jax.data.manifest import read_manifest
+from alload_jax.data.store import StoreReader
+from alload_jax.encoders import loading
+from alload_jax.errors import run_command
 
 pytestmark = pytest.mark.parity
 
-CAPTIONS = ["a red square moves to the left", "a blue circle", *[""] * 7]
-TINY = ("--area", "32x32", "--frames", "9", "--fps", "10", "--files-per-shard", "1")
+ROOT = Path(__file__).parents[2]
+CAPTIONS = ['a red sign says "STOP" and “HERE”', "a blue circle", ""]
+SIZE = ("--area", "32x32", "--frames", "9", "--fps", "10", "--files-per-shard", "1")
 
 
 @pytest.fixture(scope="module")
-def parts(tmp_path_factory):
+def wan(tmp_path_factory):
     """The folder of a pipeline, and its parts."""
     folder = tmp_path_factory.mktemp("wan")
-    return folder, write_pipeline(folder)
+    return folder, wan_folders.write_pipeline(folder)
+
+
+@pytest.fixture(scope="module")
+def hunyuan(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hunyuan")
+    return folder, hunyuan_folders.write_pipeline(folder)
 
 
 @pytest.fixture(scope="module")
 def media(tmp_path_factory):
-    """Two clips of nine and five frames with captions, and pictures without."""
+    """Clips of nine and five frames, and a picture without a caption."""
     folder = tmp_path_factory.mktemp("media")
-    rng = np.random.default_rng(0)
     for number, frames in enumerate((9, 6)):
-        pictures = [
-            Image.fromarray(rng.integers(0, 256, (32, 32, 3), np.uint8)) for _ in range(frames)
-        ]
+        pictures = [Image.fromarray(one) for one in random_frames(frames, 32, 32, seed=number)]
         path = folder / f"{number}.gif"
         pictures[0].save(path, save_all=True, append_images=pictures[1:], duration=100)
         path.with_suffix(".txt").write_text(CAPTIONS[number])
-    for number in range(2, 9):
-        picture = Image.fromarray(rng.integers(0, 256, (40, 36, 3), np.uint8))
-        picture.save(folder / f"{number}.png")
+    Image.fromarray(random_frames(1, 40, 36)[0]).save(folder / "2.png")
     return folder
 
 
 def flags(folder, *kinds):
-    """The flags that name encoders in the folder of a pipeline."""
+    """The flags that name Wan's encoders in the folder of a pipeline."""
     names = {"vae": ("--vae", "wan", "--vae-folder"), "text": ("--text", "umt5", "--text-folder")}
     names["given"] = ("--image-to-video", "first-last", "--image-folder")
     return [part for kind in kinds for part in (*names[kind], str(folder))]
+
+
+def hunyuan_flags(folder, *kinds):
+    named = {
+        "vae": ("--vae", "hunyuan_video", "--vae-folder", str(folder)),
+        "text": ("--text", "hunyuan_video", "--text-folder", str(folder), "--text-length", "40"),
+        "given": ("--image-to-video", "first", "--image-folder", str(folder)),
+    }
+    return [part for kind in kinds for part in named[kind]]
 
 
 ALL = ("vae", "text", "given")
 
 
 def prepare(media, out, *argv):
-    return run_command(cli.main, ["prepare", "media", str(media), "--out", str(out), *TINY, *argv])
-
-
-def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return run_command(cli.main, ["prepare", "media", str(media), "--out", str(out), *SIZE, *argv])
 
 
 def samples(out):
@@ -84,10 +89,17 @@ def samples(out):
 
 
 @pytest.fixture(scope="module")
-def whole(parts, media, tmp_path_factory):
-    """The data folder of an uninterrupted run with all encoders."""
+def of_wan(wan, media, tmp_path_factory):
+    """The data folder for image-to-video of Wan."""
     out = tmp_path_factory.mktemp("whole") / "out"
-    assert prepare(media, out, *flags(parts[0], *ALL)) == 0
+    assert prepare(media, out, *flags(wan[0], *ALL)) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def of_hunyuan(hunyuan, media, tmp_path_factory):
+    out = tmp_path_factory.mktemp("whole") / "out"
+    assert prepare(media, out, *hunyuan_flags(hunyuan[0], *ALL)) == 0
     return out
 
 
@@ -96,90 +108,100 @@ def clips(media, tmp_path_factory):
     """The frames of each clip, [T, H, W, 3] uint8."""
     out = tmp_path_factory.mktemp("pixels") / "out"
     assert prepare(media, out) == 0
-    return [
-        np.round((one["latents"].astype(np.float32) + 1) * 127.5).astype(np.uint8)
-        for one in samples(out)
-    ]
+    found = [(one["latents"].astype(np.float32) + 1) * 127.5 for one in samples(out)]
+    assert [len(clip) for clip in found] == [9, 5, 1]
+    return [np.round(clip).astype(np.uint8) for clip in found]
 
 
 # ---------------------------------------------------------------- what is stored
 
 
-def as_video(frames):
-    scaled = torch.from_numpy(frames.astype(np.float32) / 255.0).permute(3, 0, 1, 2)[None]
-    return 2.0 * scaled - 1.0
-
-
-def channels_last(latents):
-    return latents[0].permute(1, 2, 3, 0).numpy().astype(np.float16)
-
-
-def test_latents_and_embeddings_are_those_of_the_libraries(parts, clips, whole):
-    made = parts[1]
-    shared = {name: made[name] for name in ("tokenizer", "text_encoder", "vae")}
-    pipe = WanPipeline(**shared, scheduler=FlowMatchEulerDiscreteScheduler())
-    mean = torch.tensor(made["vae"].config.latents_mean).view(1, -1, 1, 1, 1)
-    std = torch.tensor(made["vae"].config.latents_std).view(1, -1, 1, 1, 1)
-    assert [len(clip) for clip in clips] == [9, 5, *[1] * 7]
-    for clip, caption, sample in zip(clips, CAPTIONS, samples(whole), strict=True):
-        with torch.no_grad():
-            mode = made["vae"].encode(as_video(clip)).latent_dist.mode()
-            text = pipe._get_t5_prompt_embeds(caption, max_sequence_length=512)[0].numpy()
-        expected = channels_last((mode - mean) * (1.0 / std))
-        np.testing.assert_array_equal(sample["latents"], expected)
-        assert sample["text"].dtype == np.float16
-        assert 1 <= len(sample["text"]) < 64
-        np.testing.assert_array_equal(
-            sample["text"], text[: len(sample["text"])].astype(np.float16)
-        )
-        assert not text[len(sample["text"]) :].any()
-
-
-def test_given_frames_are_those_of_the_image_to_video_pipeline(parts, clips, whole):
-    made = parts[1]
-    names = ("tokenizer", "text_encoder", "image_encoder", "image_processor", "vae")
-    shared = {name: made[name] for name in names}
-    pipe = WanImageToVideoPipeline(**shared, scheduler=FlowMatchEulerDiscreteScheduler())
-    for clip, sample in zip(clips, samples(whole), strict=True):
+def test_what_is_stored_for_wan_is_that_of_the_pipelines(wan, clips, of_wan):
+    parts, vae = wan[1], wan[1]["vae"]
+    shared = {name: parts[name] for name in ("tokenizer", "text_encoder", "vae")}
+    embed = WanPipeline(**shared, scheduler=FlowMatchEulerDiscreteScheduler())
+    pipeline = wan_folders.pipeline_of(parts)
+    mean = torch.tensor(vae.config.latents_mean).view(1, -1, 1, 1, 1)
+    std = torch.tensor(vae.config.latents_std).view(1, -1, 1, 1, 1)
+    for clip, caption, sample in zip(clips, CAPTIONS, samples(of_wan), strict=True):
         ends = [Image.fromarray(clip[0]), Image.fromarray(clip[-1])]
-        first, last = (pipe.video_processor.preprocess(one, height=32, width=32) for one in ends)
+        first, last = (
+            pipeline.video_processor.preprocess(one, height=32, width=32) for one in ends
+        )
         size = {"height": 32, "width": 32, "num_frames": len(clip), "dtype": torch.float32}
         last = last if len(clip) > 1 else None
         with torch.no_grad():
-            _, given = pipe.prepare_latents(first, 1, **size, device="cpu", last_image=last)
-            image = pipe.encode_image(ends, "cpu")
-        np.testing.assert_array_equal(sample["given"], channels_last(given))
-        expected = np.concatenate(image.numpy()).astype(np.float16)
-        assert sample["image"].shape == expected.shape
-        np.testing.assert_allclose(sample["image"], expected, atol=2e-3)
-
-
-def test_the_origin_names_the_encoders(parts, whole):
-    origin = read_manifest(whole).origin
-    assert origin["vae"]["name"] == "wan"
-    assert origin["text"] | {"weights": ""} == {
-        "name": "umt5",
-        "width": 12,
-        "length": 512,
-        "ftfy": origin["text"]["ftfy"],
-        "weights": "",
-    }
-    assert origin["image_to_video"]["given"] == "first-last"
+            mode = vae.encode(as_video(clip)).latent_dist.mode()
+            text = embed._get_t5_prompt_embeds(caption, max_sequence_length=512)[0].numpy()
+            _, given = pipeline.prepare_latents(first, 1, **size, device="cpu", last_image=last)
+            image = np.concatenate(pipeline.encode_image(ends, "cpu").numpy())
+        count = len(sample["text"])
+        assert 1 <= count < 64
+        assert not text[count:].any()
+        for name, expected in (
+            ("latents", channels_last((mode - mean) * (1.0 / std))),
+            ("text", text[:count]),
+            ("given", channels_last(given)),
+        ):
+            np.testing.assert_array_equal(sample[name], expected.astype(np.float16))
+        assert sample["image"].shape == image.shape
+        np.testing.assert_allclose(sample["image"], image.astype(np.float16), atol=2e-3)
+    origin = read_manifest(of_wan).origin
     digests = [origin["vae"], origin["text"], origin["image_to_video"]["image"]]
     assert len({one["weights"] for one in digests}) == 3
+    assert [one["name"] for one in digests[:2]] == ["wan", "umt5"]
+    assert (origin["text"]["width"], origin["text"]["length"]) == (12, 512)
+    assert origin["image_to_video"]["given"] == "first-last"
 
 
-# ---------------------------------------------------------------- workers and kills
+def test_what_is_stored_for_hunyuan_video_is_that_of_the_pipeline(hunyuan, clips, of_hunyuan):
+    parts = hunyuan[1]
+    pipeline = HunyuanPipeline(**parts, transformer=None, scheduler=None, guider=None)
+    for clip, caption, sample in zip(clips, CAPTIONS, samples(of_hunyuan), strict=True):
+        first = Image.fromarray(clip[0])
+        with torch.no_grad():
+            mode = parts["vae"].encode(as_video(clip)).latent_dist.mode()
+            latents = mode * parts["vae"].config.scaling_factor
+            text, mask = pipeline._get_mllm_prompt_embeds(
+                parts["text_encoder"], parts["tokenizer"], caption, "cpu", tokenizer_max_length=40
+            )
+            glyphs, glyph_mask = pipeline._get_byt5_prompt_embeds(
+                parts["tokenizer_2"], parts["text_encoder_2"], caption, "cpu"
+            )
+            image = pipeline.encode_image(first, 1, "cpu", torch.float32)
+            given, given_mask = pipeline.prepare_cond_latents_and_mask(
+                latents, first, 1, 32, 32, torch.float32, "cpu"
+            )
+        expected = {
+            "latents": channels_last(latents),
+            "text": text[0, : int(mask.sum())],
+            "glyphs": glyphs[0, : int(glyph_mask.sum())],
+            "image": image[0],
+            "given": channels_last(torch.cat([given, given_mask], dim=1)),
+        }
+        assert sample.keys() == expected.keys()
+        for name, values in expected.items():
+            assert sample[name].dtype == np.float16
+            assert sample[name].shape == tuple(values.shape)
+            np.testing.assert_allclose(sample[name], np.asarray(values), rtol=2e-3, atol=2e-3)
+    manifest = read_manifest(of_hunyuan)
+    lengths = manifest.part_lengths[:, 0].tolist()
+    assert lengths == [len('Text "STOP". Text "HERE". ') + 1, 0, 0]
+    assert manifest.vae_stride == (4, 16, 16)
+    origin = manifest.origin
+    assert origin["vae"]["name"] == origin["text"]["name"] == "hunyuan_video"
+    assert origin["image_to_video"]["image"]["name"] == "siglip"
+    assert origin["text"]["glyph_width"] == hunyuan_folders.GLYPH_WIDTH
 
 
-def test_a_killed_run_with_workers_goes_on_to_the_same_bytes(parts, media, whole, tmp_path, capfd):
+def test_a_killed_run_with_workers_goes_on_to_the_same_bytes(wan, media, of_wan, tmp_path, capfd):
     out = tmp_path / "out"
-    workers = (*flags(parts[0], *ALL), "--workers", "2")
+    workers = (*flags(wan[0], *ALL), "--workers", "2")
     (held := tmp_path / "held").touch()
-    program = Path(__file__).parents[1] / "data" / "held_prepare.py"
+    program = ROOT / "tests" / "data" / "held_prepare.py"
     argv = [sys.executable, str(program), "prepare", "media", str(media), "--out"]
-    argv += [str(out), *TINY, *workers]
-    own = {"PYTHONPATH": str(Path(cli.__file__).parents[1]), "HELD": f"1 {held}"}
+    argv += [str(out), *SIZE, *workers]
+    own = {"PYTHONPATH": str(ROOT), "HELD": f"1 {held}"}
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     started = subprocess.Popen(argv, env=os.environ | own, **quiet)
     wait_until(lambda: list(tmp_path.glob("out.partial/shard-*.parquet")), started)
@@ -190,7 +212,10 @@ def test_a_killed_run_with_workers_goes_on_to_the_same_bytes(parts, media, whole
     capfd.readouterr()
     assert prepare(media, out, *workers) == 0
     assert capfd.readouterr().err == ""
-    assert contents(out) == contents(whole)
+    found, expected = (
+        {path.name: path.read_bytes() for path in folder.iterdir()} for folder in (out, of_wan)
+    )
+    assert found == expected
 
 
 # ---------------------------------------------------------------- refusals
@@ -204,44 +229,121 @@ def refused(capsys, media, tmp_path, *argv):
     return err
 
 
-def test_what_does_not_fit_is_refused_in_one_line(parts, media, tmp_path, capsys):
-    folder = parts[0]
-
-    def line(*argv):
-        return refused(capsys, media, tmp_path, *argv)
-
-    vae, text = flags(folder, "vae"), flags(folder, "text")
-    assert "--vae wan" in line("--image-to-video", "first")
-    assert "first-last" in line(*vae, "--image-to-video", "middle")
-    assert "--image-to-video" in line(*vae, "--image-folder", str(folder))
-    assert "--text-length" in line(*text, "--text-length", "0")
-    assert "clip_vision_model" in line(
-        *vae, "--image-to-video", "first", "--image-folder", str(folder / "vae")
-    )
-    assert "umt5" in line("--text", "umt5", "--text-folder", str(folder / "vae"))
-
-
-def test_the_vae_of_the_5b_model_needs_no_given_frames(media, tmp_path, capsys):
-    random_vae("2.2").save_pretrained(tmp_path / "vae")
-    argv = ("--vae", "wan", "--vae-folder", str(tmp_path / "vae"), "--image-to-video", "first")
-    assert "objective.given_first_frame" in refused(capsys, media, tmp_path, *argv)
-    assert prepare(media, tmp_path / "out", *argv[:4]) == 0
-    assert [one["latents"].shape for one in samples(tmp_path / "out")] == [
-        (3, 2, 2, 48),
-        (2, 2, 2, 48),
-        *[(1, 2, 2, 48)] * 7,
-    ]
-
-
-@pytest.mark.parametrize("missing", ["torch", "diffusers", "transformers"])
-def test_a_missing_package_gives_one_line(parts, media, tmp_path, capsys, monkeypatch, missing):
+def test_what_does_not_fit_is_one_line(wan, hunyuan, media, tmp_path, capsys, monkeypatch):
+    vae, text = flags(wan[0], "vae"), flags(wan[0], "text")
+    of_hunyuan, first = hunyuan_flags(hunyuan[0], "vae"), ("--image-to-video", "first")
+    for argv, named in (
+        (first, "--vae wan"),
+        ([*vae, "--image-to-video", "middle"], "first-last"),
+        ([*vae, "--image-folder", str(wan[0])], "--image-to-video"),
+        ([*text, "--text-length", "0"], "--text-length"),
+        ([*vae, *first, "--image-folder", f"{wan[0]}/vae"], "clip_vision_model"),
+        (["--text", "umt5", "--text-folder", f"{wan[0]}/vae"], "umt5"),
+        ([*of_hunyuan, "--image-to-video", "first-last"], "take a first frame only; choose first"),
+        ([*of_hunyuan, *first, "--image-folder", f"{hunyuan[0]}/vae"], "siglip"),
+        ([*of_hunyuan, *first], "give --image-folder DIR"),
+        (["--vae", "wan", "--vae-folder", str(hunyuan[0])], "not AutoencoderKLWan"),
+    ):
+        assert named in refused(capsys, media, tmp_path, *argv)
     find = loading.importlib.util.find_spec
     monkeypatch.setattr(
         loading.importlib.util,
         "find_spec",
-        lambda name, *rest: None if name == missing else find(name, *rest),
+        lambda name, *rest: None if name == "torch" else find(name, *rest),
     )
-    for kind in ("vae", "text"):
-        err = refused(capsys, media, tmp_path, *flags(parts[0], kind))
-        assert f"--{kind}" in err
+    for kind, argv in (("--vae", vae), ("--text", text)):
+        err = refused(capsys, media, tmp_path, *argv)
+        assert kind in err
         assert "needs torch, diffusers and transformers; install alload-jax[prepare]" in err
+
+
+def test_the_vae_of_the_5b_model_needs_no_given_frames(media, tmp_path, capsys):
+    wan_folders.random_vae("2.2").save_pretrained(tmp_path / "vae")
+    argv = ("--vae", "wan", "--vae-folder", str(tmp_path / "vae"))
+    err = refused(capsys, media, tmp_path, *argv, "--image-to-video", "first")
+    assert "objective.given_first_frame" in err
+    assert prepare(media, tmp_path / "out", *argv) == 0
+    shapes = [one["latents"].shape for one in samples(tmp_path / "out")]
+    assert shapes == [(frames, 2, 2, 48) for frames in (3, 2, 1)]
+
+
+# ---------------------------------------------------------------- from media to a clip
+
+MODEL = {
+    "dim": 16,
+    "ffn_dim": 24,
+    "num_heads": 2,
+    "num_layers": 1,
+    "refiner_layers": 1,
+    "in_channels": 17,
+    "out_channels": 8,
+    "remat": "none",
+    "text": {"dim": hunyuan_folders.TEXT_WIDTH, "length": 40},
+    "glyphs": {"dim": hunyuan_folders.GLYPH_WIDTH, "length": 256},
+    "image": {"dim": hunyuan_folders.IMAGE_WIDTH},
+}
+
+
+def train(folder, data, **sections):
+    """Trains a small HunyuanVideo in a process of its own; returns the rows of the metrics."""
+    config = yaml.safe_load((ROOT / "configs" / "hunyuan_video_1_5.yaml").read_text())
+    config["model"] |= MODEL
+    config["run"] |= {"folder": "run", "steps": 2}
+    config["run"].pop("compilation_cache")
+    config["data"]["folder"] = str(data)
+    config["planning"] |= {"policy": "dual_constraint", "m_mem": 400}
+    config["objective"] |= {"condition_dropout": 0.1}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config | sections))
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, str(ROOT / "train.py"), "--config", "config.yaml"]
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(row) for row in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    losses = {row["step"]: row["loss"] for row in rows if "loss" in row}
+    assert losses.keys() == {1, 2}
+    assert all(np.isfinite(loss) for loss in losses.values())
+    return rows
+
+
+def test_media_become_a_run_and_the_run_a_clip(hunyuan, media, of_hunyuan, tmp_path, capsys):
+    folder = str(hunyuan[0])
+    assert cli.main(["plan", "--manifest", str(of_hunyuan), "--m-mem", "400", "--ranks", "1"]) == 0
+    picture = str(media / "2.png")
+    prompt = {"prompt": CAPTIONS[0], "image": picture, "frames": 9, "height": 32, "width": 32}
+    encoders = {"text": folder, "vae": folder, "image": folder}
+    rows = train(
+        tmp_path,
+        of_hunyuan,
+        sampling={"steps": 2, "prompts": [prompt], "encoders": encoders},
+        validation={"share": 0.3, "every": 2, "noise_levels": [0.5]},
+    )
+    assert any("validation/loss" in row for row in rows)
+
+    draw = ["sample", "--checkpoint", str(tmp_path / "run"), "--prompt", CAPTIONS[0]]
+    draw += ["--frames", "9", "--height", "32", "--width", "32", "--steps", "2"]
+    draw += ["--text-encoder", folder, "--vae", folder]
+    image = ["--image", picture, "--image-encoder", folder]
+    gif, clip = tmp_path / "clip.gif", tmp_path / "clip.mp4"
+    assert cli.main([*draw, *image, "--out", str(gif)]) == 0
+    assert gif.read_bytes() == (tmp_path / "run/samples/step_0000002/prompt_0.gif").read_bytes()
+    assert cli.main([*draw, "--out", str(clip)]) == 0
+    with av.open(str(clip)) as container:
+        assert container.streams.video[0].average_rate == 10  # the data's
+        frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+    assert np.shape(frames) == (9, 32, 32, 3)
+    assert np.std(frames) > 1
+
+    hunyuan_folders.random_vae(seed=1).save_pretrained(tmp_path / "other")
+    capsys.readouterr()
+    wrong = [*draw, "--vae", str(tmp_path / "other"), "--out", str(tmp_path / "x.gif")]
+    assert run_command(cli.main, wrong) == 2
+    assert "training data were prepared with" in capsys.readouterr().err
+
+
+def test_data_without_given_frames_train_text_to_video(hunyuan, media, tmp_path):
+    out = tmp_path / "data"
+    assert prepare(media, out, *hunyuan_flags(hunyuan[0], "vae", "text")) == 0
+    assert all(sample.keys() == {"latents", "text", "glyphs"} for sample in samples(out))
+    train(tmp_path, out)

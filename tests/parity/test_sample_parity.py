@@ -1,39 +1,34 @@
-"""`alload sample --prompt --image` against diffusers' image-to-video pipeline of the same parts."""
+"""`alload sample` against diffusers' pipelines of the same parts."""
 
 from types import SimpleNamespace
 
+import diffusers
+import hunyuan_video_folders
 import jax
 import numpy as np
 import pytest
+import torch
+from diffusers.pipelines.wan import pipeline_wan_i2v
+from encoder_folders import SENTENCE, pipeline_of, random_frames, write_pipeline
 from PIL import Image
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from alload_jax import cli
-from alload_jax.errors import InputError
-
-for package in ("torch", "diffusers", "transformers"):
-    pytest.importorskip(package, reason=f"needs {package}: install alload-jax[parity]")
-
-import diffusers  # noqa: E402
-import torch  # noqa: E402
-from diffusers.pipelines.wan import pipeline_wan_i2v  # noqa: E402
-from encoder_folders import SENTENCE, write_pipeline  # noqa: E402
+from alload_jax.encoders.image import SiglipImage
+from alload_jax.encoders.text import HunyuanVideoText
+from alload_jax.errors import InputError, run_command
 
 pytestmark = pytest.mark.parity
 
-FRAMES, HEIGHT, WIDTH, STEPS, SHIFT = 9, 32, 64, 4, 3.0
+FRAMES, SIDE, WIDTH, STEPS = 9, 32, 64, 4
+IMAGE = {"image_dim": 10, "added_kv_proj_dim": 16}
 MODELS = {
-    "Wan 2.1": {"in_channels": 36, "out_channels": 16, "image_dim": 10, "added_kv_proj_dim": 16},
-    "Wan 2.1, last frame": {
-        "in_channels": 36,
-        "out_channels": 16,
-        "image_dim": 10,
-        "added_kv_proj_dim": 16,
-        "pos_embed_seq_len": 10,
-    },
-    "Wan 2.2 A14B": {"in_channels": 36, "out_channels": 16},
+    "Wan 2.1": {"in_channels": 36, **IMAGE},
+    "Wan 2.1, last frame": {"in_channels": 36, **IMAGE, "pos_embed_seq_len": 10},
+    "Wan 2.2 A14B": {"in_channels": 36},
     "Wan 2.2 5B": {"in_channels": 48, "out_channels": 48},
 }
+PROMPT = 'a shop with the sign "OPEN" and a blue door'
 
 
 class ExactTimesteps(diffusers.UniPCMultistepScheduler):
@@ -44,97 +39,185 @@ class ExactTimesteps(diffusers.UniPCMultistepScheduler):
         self.timesteps = self.sigmas[:-1] * 1000
 
 
-def transformer(fields):
-    torch.manual_seed(1)
-    model = diffusers.WanTransformer3DModel(
-        num_attention_heads=2,
-        attention_head_dim=8,
-        num_layers=1,
-        ffn_dim=24,
-        freq_dim=16,
-        text_dim=12,
-        **fields,
-    )
-    with torch.no_grad():
-        for part in model.parameters():
-            part.add_(0.05 * torch.randn_like(part))
-    return model.eval()
+def noise_of(grid):
+    """Our noise of seed 7 as NumPy has it, and as pipelines take it."""
+    noise = np.array(jax.random.normal(jax.random.key(7), grid))
+    return noise, torch.from_numpy(noise).permute(3, 0, 1, 2)[None]
+
+
+def clip_of(latents):
+    return latents[0].permute(1, 2, 3, 0).numpy()
+
+
+def drawn(argv, out):
+    assert cli.main([*argv, "--out", str(out), "--force"]) == 0
+    return load_file(out)["latents"]
+
+
+@pytest.fixture(scope="module")
+def wan(tmp_path_factory):
+    """Folders and parts of pipelines by their kind, without transformers, and two pictures."""
+    folder = tmp_path_factory.mktemp("wan")
+    for number in range(2):
+        picture = random_frames(1, SIDE, WIDTH, seed=number)[0]
+        Image.fromarray(picture).save(folder / f"{number}.png")
+    return folder, {kind: write_pipeline(folder / kind, kind) for kind in ("2.1", "2.2")}
 
 
 @pytest.mark.parametrize(
-    ("scheduler", "flags"),
-    [(ExactTimesteps, []), (diffusers.UniPCMultistepScheduler, ["--round-timesteps"])],
-    ids=["exact", "rounded"],
+    ("name", "rounded"), [*((name, False) for name in MODELS), ("Wan 2.1", True)]
 )
-@pytest.mark.parametrize("name", MODELS)
-def test_a_clip_is_that_of_the_pipeline(name, scheduler, flags, tmp_path, monkeypatch):
+def test_a_clip_of_wan_is_that_of_the_pipeline(name, rounded, wan, tmp_path, monkeypatch):
     # This pipeline calls ftfy even where it is not installed; it leaves plain words as they are.
     plain = SimpleNamespace(fix_text=str)
     monkeypatch.setattr(pipeline_wan_i2v, "ftfy", plain, raising=False)
-    is_5b, has_last = name.endswith("5B"), "last" in name
-    kind = "2.2" if is_5b else "2.1"
+    is_5b, has_last, fields = name.endswith("5B"), "last" in name, MODELS[name]
+    kind, stride, channels = ("2.2", 16, 48) if is_5b else ("2.1", 8, 16)
     negative = "blue" if is_5b else None  # without one, guidance leads away from an empty text
-    parts = write_pipeline(tmp_path / "wan", kind)
-    model = transformer(MODELS[name])
-    model.save_pretrained(tmp_path / "wan" / "transformer")
-    rng, pictures = np.random.default_rng(0), []
-    for number in range(2):
-        pictures.append(Image.fromarray(rng.integers(0, 256, (HEIGHT, WIDTH, 3), np.uint8)))
-        pictures[-1].save(tmp_path / f"{number}.png")
-
-    stride = (4, 16, 16) if is_5b else (4, 8, 8)
-    channels = 48 if is_5b else 16
-    grid = (1 + (FRAMES - 1) // 4, HEIGHT // stride[1], WIDTH // stride[2])
-    noise = np.asarray(jax.random.normal(jax.random.key(7), (*grid, channels)))
-    embeds_image = model.config.image_dim is not None
-    pipeline = diffusers.WanImageToVideoPipeline(
-        tokenizer=parts["tokenizer"],
-        text_encoder=parts["text_encoder"],
-        vae=parts["vae"],
-        scheduler=scheduler(
-            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=SHIFT
-        ),
-        image_processor=parts["image_processor"] if embeds_image else None,
-        image_encoder=parts["image_encoder"] if embeds_image else None,
-        transformer=model,
-        expand_timesteps=is_5b,
-    )
+    folder, parts = str(wan[0] / kind), wan[1][kind]
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 1, "ffn_dim": 24}
+    sizes |= {"freq_dim": 16, "text_dim": 12, "out_channels": 16}
+    torch.manual_seed(1)
+    model = diffusers.WanTransformer3DModel(**sizes | fields)
+    hunyuan_video_folders.moved_from_zero(model).save_pretrained(tmp_path / "transformer")
+    scheduler = diffusers.UniPCMultistepScheduler if rounded else ExactTimesteps
+    options = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
+    unused = {} if "image_dim" in fields else {"image_encoder": None, "image_processor": None}
+    own = {"scheduler": scheduler(**options), "transformer": model, "expand_timesteps": is_5b}
+    pipeline = pipeline_of(parts, **own, **unused)
     pipeline.set_progress_bar_config(disable=True)
-    expected = pipeline(
+    pictures = [Image.open(wan[0] / f"{number}.png") for number in range(2)]
+    noise, latents = noise_of((3, SIDE // stride, WIDTH // stride, channels))
+    found = pipeline(
         image=pictures[0],
         last_image=pictures[1] if has_last else None,
         prompt=SENTENCE,
         negative_prompt=negative,
-        height=HEIGHT,
+        height=SIDE,
         width=WIDTH,
         num_frames=FRAMES,
         num_inference_steps=STEPS,
         guidance_scale=2.0,
-        latents=torch.from_numpy(noise.copy()).permute(3, 0, 1, 2)[None],
+        latents=latents,
         output_type="latent",
-    ).frames[0]
-    expected = expected.permute(1, 2, 3, 0).numpy()
-
-    folder = str(tmp_path / "wan")
-    command = ["sample", "--checkpoint", f"{folder}/transformer", "--prompt", SENTENCE]
-    command += ["--negative-prompt", negative] if negative else []
-    command += ["--text-encoder", folder, "--vae", folder]
-    command += ["--image", str(tmp_path / "0.png"), "--steps", str(STEPS), "--guidance", "2"]
-    command += ["--last-image", str(tmp_path / "1.png")] if has_last else []
-    command += ["--image-encoder", folder] if embeds_image else []
-    command += ["--frames", str(FRAMES), "--height", str(HEIGHT), "--width", str(WIDTH)]
-    command += ["--seed", "7", "--shift", str(SHIFT), "--dtype", "float32", *flags]
-    out = tmp_path / "clip.safetensors"
-    assert cli.main([*command, "--out", str(out)]) == 0
-    found = load_file(out)["latents"]
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+    )
+    expected = clip_of(found.frames)
     assert np.abs(noise - expected).mean() > 0.1
 
-    contrary = [*command, "--vae-stride", "1", "1", "1", "--out", str(tmp_path / "x.gif")]
-    with pytest.raises(InputError, match=f"that of --vae {folder} is"):
-        cli.main(contrary)
+    command = ["sample", "--checkpoint", str(tmp_path / "transformer"), "--prompt", SENTENCE]
+    command += ["--negative-prompt", negative] if negative else []
+    command += ["--text-encoder", folder, "--vae", folder, "--image", str(wan[0] / "0.png")]
+    command += ["--last-image", str(wan[0] / "1.png")] if has_last else []
+    command += [] if unused else ["--image-encoder", folder]
+    command += ["--frames", str(FRAMES), "--height", str(SIDE), "--width", str(WIDTH)]
+    command += ["--steps", str(STEPS), "--guidance", "2", "--seed", "7", "--shift", "3"]
+    command += ["--dtype", "float32", *(["--round-timesteps"] if rounded else [])]
+    latents = drawn(command, tmp_path / "clip.safetensors")
+    np.testing.assert_allclose(latents, expected, rtol=0, atol=1e-4)
+    if is_5b:
+        decoded = tmp_path / "clip.gif"
+        assert cli.main([*command, "--out", str(decoded)]) == 0
+        with Image.open(decoded) as clip:
+            assert (clip.n_frames, clip.size) == (FRAMES, (WIDTH, SIDE))
+        contrary = [*command, "--vae-stride", "1", "1", "1", "--out", str(tmp_path / "x.gif")]
+        with pytest.raises(InputError, match=f"that of --vae {folder} is"):
+            cli.main(contrary)
 
-    decoded = tmp_path / "clip.gif"
-    assert cli.main([*command, "--out", str(decoded)]) == 0
-    with Image.open(decoded) as clip:
-        assert (clip.n_frames, clip.size) == (FRAMES, (WIDTH, HEIGHT))
+
+# ---------------------------------------------------------------- HunyuanVideo 1.5
+
+
+@pytest.fixture(scope="module")
+def hunyuan(tmp_path_factory):
+    """The folder of a pipeline, its parts, and `alload sample` without a prompt and --out."""
+    folder = tmp_path_factory.mktemp("hunyuan")
+    transformer = hunyuan_video_folders.random_transformer()
+    parts = hunyuan_video_folders.write_pipeline(folder) | {"transformer": transformer}
+    transformer.save_pretrained(folder / "transformer")
+    Image.fromarray(random_frames(1, SIDE, SIDE)[0]).save(folder / "0.png")
+    argv = ["sample", "--checkpoint", f"{folder}/transformer", "--vae", str(folder)]
+    argv += ["--frames", str(FRAMES), "--height", str(SIDE), "--width", str(SIDE), "--seed", "7"]
+    argv += ["--steps", str(STEPS), "--sampler", "euler", "--shift", "5", "--guidance", "2"]
+    return folder, parts, [*argv, "--dtype", "float32"]
+
+
+def expected_of(parts, picture=None, negative=None):
+    """Latents of the pipeline for text, or for a picture and text."""
+    kind = diffusers.HunyuanVideo15ImageToVideoPipeline
+    given = {"image": picture}
+    if picture is None:
+        kind, given = diffusers.HunyuanVideo15Pipeline, {"height": SIDE, "width": SIDE}
+        unused = ("image_encoder", "feature_extractor")
+        parts = {name: part for name, part in parts.items() if name not in unused}
+    pipeline = kind(
+        **parts,
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=5.0),
+        guider=diffusers.ClassifierFreeGuidance(guidance_scale=2.0),
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    noise, latents = noise_of((3, SIDE // 16, SIDE // 16, 8))
+    found = pipeline(
+        **given,
+        prompt=PROMPT,
+        negative_prompt=negative,
+        num_frames=FRAMES,
+        num_inference_steps=STEPS,
+        latents=latents,
+        output_type="latent",
+    )
+    assert np.abs(noise - clip_of(found.frames)).mean() > 0.05
+    return clip_of(found.frames)
+
+
+def test_clips_of_hunyuan_video_are_those_of_the_pipelines(hunyuan, tmp_path):
+    folder, parts, command = hunyuan
+    prompted = [*command, "--prompt", PROMPT, "--text-encoder", str(folder)]
+    negative = 'blur, "TEXT"'
+    found = drawn([*prompted, "--negative-prompt", negative], tmp_path / "a.safetensors")
+    close = {"rtol": 1e-3, "atol": 1e-3}
+    np.testing.assert_allclose(found, expected_of(parts, None, negative), **close)
+
+    plain = drawn(prompted, tmp_path / "b.safetensors")
+    other = drawn([*prompted, "--prompt", PROMPT.replace('"', "")], tmp_path / "c.safetensors")
+    assert np.abs(other - plain).max() > 1e-3  # the glyphs count
+
+    image = ["--image", f"{folder}/0.png"]
+    words = drawn([*prompted, *image, "--image-encoder", str(folder)], tmp_path / "d.safetensors")
+    picture = Image.open(folder / "0.png")
+    np.testing.assert_allclose(words, expected_of(parts, picture), **close)
+    assert not np.allclose(words, plain, atol=1e-2)
+
+    text, embedded = HunyuanVideoText(folder), list(command)
+    for name, what in (("prompt", PROMPT), ("negative", "")):
+        save_file(text.tokens(what), tmp_path / f"{name}.safetensors")
+        embedded += [f"--{name}-embeds", str(tmp_path / f"{name}.safetensors")]
+    tokens = SiglipImage(folder).encode(np.asarray(picture))
+    save_file({"image": tokens}, tmp_path / "image.safetensors")
+    embedded += [*image, "--image-embeds", str(tmp_path / "image.safetensors")]
+    np.testing.assert_array_equal(drawn(embedded, tmp_path / "e.safetensors"), words)
+
+    still = tmp_path / "x.png"
+    assert cli.main([*prompted, "--frames", "1", "--out", str(still)]) == 0
+    with Image.open(still) as decoded:
+        assert decoded.size == (SIDE, SIDE)
+
+
+def test_what_does_not_fit_is_refused_in_one_line(hunyuan, wan, tmp_path, capsys):
+    folder, _, command = hunyuan
+    text = ["--prompt", PROMPT, "--text-encoder", str(folder)]
+    image = ["--image", f"{folder}/0.png"]
+    both = [*image, "--image-encoder", str(folder)]
+    for flags, named in (
+        (["--prompt", PROMPT], "needs an encoder; give --text-encoder"),
+        ([*text, *image], "--image with --image-encoder"),
+        ([*text, *both, "--last-image", f"{folder}/0.png"], "a first frame only"),
+        ([*text, *image, "--image-encoder", f"{folder}/vae"], "siglip_vision_model"),
+        ([*text, "--text-encoder", f"{folder}/text_encoder_2"], "qwen2_5_vl_text"),
+        ([*text, "--vae", str(wan[0] / "2.1")], "latents of 16 channels"),
+        ([*text, "--height", "40"], "nearest: 32 and 48"),
+    ):
+        assert run_command(cli.main, [*command, *flags, "--out", str(tmp_path / "x.gif")]) == 2
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1, err
+        assert named in err
+    assert not (tmp_path / "x.gif").exists()
