@@ -1,6 +1,8 @@
+import gc
 import os
 import signal
 import sys
+from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
 
@@ -35,9 +37,9 @@ def pytest_collection_modifyitems(config, items):
 
     So no worker is left with a long file at the end (--no-loadscope-reorder).
     """
-    left_out = [item for item in items if not in_sample(item, items)]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in set(left_out)]
+    left_out = set(beyond_sample(items))
+    config.hook.pytest_deselected(items=list(left_out))
+    items[:] = [item for item in items if item not in left_out]
     here = Path(__file__).parent
 
     def place(item):
@@ -47,14 +49,22 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=place)
 
 
-def in_sample(item, items):
-    """Whether a case runs: all but those of the CPU that its marker `sampled` leaves out."""
-    marker = item.get_closest_marker("sampled")
-    if marker is None or item.get_closest_marker("gpu"):
-        return True
-    cases = [each for each in items if each.function is item.function]
-    cases = [each for each in cases if not each.get_closest_marker("gpu")]
-    return cases.index(item) % marker.args[0] == 0
+def beyond_sample(items):
+    """The cases of the CPU that their marker `sampled` leaves out."""
+    cases = Counter()
+    for item in items:
+        marker = item.get_closest_marker("sampled")
+        if marker and not item.get_closest_marker("gpu"):
+            if cases[item.function] % marker.args[0]:
+                yield item
+            cases[item.function] += 1
+
+
+def pytest_collection_finish():
+    """Lets the garbage collector skip what was imported: tracing makes objects by the million."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(200_000, 20, 50)
 
 
 @pytest.fixture

@@ -2,10 +2,11 @@
 
     make mutants
 
-The tests run once under coverage, which says which tests reach which line. A mutant changes one
-place of one line, drawn by a seed. The tests that reach the line run on it, fastest first, until
-one fails. What no test reaches is not seen. mutmut forks a process in which JAX already has
-threads, and cosmic-ray runs all tests on every mutant; both take days here.
+The tests of a part run once in workers, each under coverage, which says which tests reach which
+line. A mutant changes one place of one line, drawn by a seed. The tests that reach the line run on
+it, fastest first, until one fails. A line that runs at import is reached by all tests of its file.
+mutmut forks a process in which JAX already has threads, and cosmic-ray runs all tests on every
+mutant; both take days here.
 """
 
 import argparse
@@ -32,30 +33,29 @@ from coverage import Coverage, CoverageData
 ROOT = Path(__file__).parents[1]
 MARKS = "not slow and not gpu and not parity and not compiled"
 PARTS = {
+    "config": (
+        ["alload_jax/config*.py", "alload_jax/errors.py", "alload_jax/files.py"],
+        ["tests/test_config.py", "tests/test_hostile_inputs.py", "tests/commands"],
+    ),
     "planning": (["alload_jax/planning/**/*.py"], ["tests/planning", "tests/plug_points"]),
     "data": (["alload_jax/data/**/*.py"], ["tests/data"]),
     "training": (["alload_jax/training/**/*.py", "alload_jax/run/*.py"], ["tests/training"]),
     "diffusion": (
         ["alload_jax/diffusion/*.py", "alload_jax/objectives/*.py", "alload_jax/sampling/**/*.py"],
-        [
-            "tests/diffusion",
-            "tests/sampling",
-            "tests/training/test_sample_command.py",
-            "tests/training/test_drawing.py",
-        ],
+        ["tests/diffusion", "tests/sampling", "tests/training/*sample*", "tests/training/*draw*"],
     ),
     "models": (["alload_jax/models/**/*.py"], ["tests/models"]),
     "kernels": (
         ["pallas_kernels/*/reference.py", "pallas_kernels/*/api.py", "pallas_kernels/op.py"],
         ["tests/pallas_kernels"],
     ),
-    "lora": (["alload_jax/models/lora*.py"], ["tests/models", "tests/training/test_lora_run.py"]),
+    "lora": (["alload_jax/models/lora*.py"], ["tests/models", "tests/training/test_*lora*"]),
     "checkpoints": (
         ["alload_jax/training/checkpoint*.py", "alload_jax/training/restore.py"],
         ["tests/training"],
     ),
 }
-"""Patterns of files of code, and the tests that answer for them."""
+"""Patterns of files of code, and of the tests that answer for them."""
 PATIENCE = 180.0
 """Seconds of tests, as they were recorded, that a mutant gets at most."""
 SWAPS: dict[type[ast.AST], str] = {
@@ -70,6 +70,16 @@ NAMES = {"min": "max", "max": "min", "any": "all", "all": "any", "cumsum": "cump
 # ---------------------------------------------------------------------- coverage, as a plugin
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Starts coverage in each worker of a recorded run."""
+    if (file := os.environ.get("MUTANTS_RECORD")) and hasattr(config, "workerinput"):
+        patterns = os.environ["MUTANTS_PATTERNS"].split(",")
+        recorder = Coverage(f"{file}.{config.workerinput['workerid']}", include=patterns)
+        recorder.start()
+        config.add_cleanup(recorder.save)
+        config.add_cleanup(recorder.stop)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """What a file's fixtures compute is reached by all tests of the file."""
     _switch(item.nodeid.split("::")[0])
@@ -80,9 +90,7 @@ def pytest_runtest_call(item: pytest.Item) -> None:
     _switch(item.nodeid.split("[")[0])
 
 
-def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """As at the setup."""
-    _switch(item.nodeid.split("::")[0])
+pytest_runtest_teardown = pytest_runtest_setup
 
 
 def _switch(context: str) -> None:
@@ -94,28 +102,37 @@ def _switch(context: str) -> None:
 class Reached:
     """Which tests reach which line, and how long tests take."""
 
-    tests: dict[tuple[str, int], list[str]]
+    tests: dict[tuple[str, int], set[str]]
     seconds: dict[str, float]
 
 
-def record(part: str, cache: Path) -> Reached:
+def record(part: str, cache: Path, workers: int) -> Reached:
     """Runs the tests of a part under coverage, unless the cache holds what it found."""
     patterns, tests = PARTS[part]
     data, times = cache / f"{part}.coverage", cache / f"{part}.xml"
     if not times.exists():
-        command = [sys.executable, "-m", "coverage", "run", f"--data-file={data}"]
-        command += [f"--include={','.join(patterns).replace('**/', '')}", "-m", "pytest"]
-        command += ["-q", "-p", "no:xdist", "-p", "mutants", "-m", MARKS, *tests]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "mutants", "-m", MARKS]
+        command += ["-n", str(workers), "--dist", "loadfile", *_found(tests)]
         command += [f"--junitxml={times}.new", "-o", "junit_duration_report=total"]
-        subprocess.run(command, cwd=ROOT, env=_environment(ROOT), check=True)
+        include = ",".join(patterns).replace("**/", "")
+        recorded = {"MUTANTS_RECORD": str(data), "MUTANTS_PATTERNS": include}
+        subprocess.run(command, cwd=ROOT, env=_environment(ROOT) | recorded, check=True)
         Path(f"{times}.new").rename(times)
-    content = CoverageData(str(data))
-    content.read()
-    reached: dict[tuple[str, int], list[str]] = defaultdict(list)
-    for file in content.measured_files():
-        for line, contexts in content.contexts_by_lineno(file).items():
-            reached[str(Path(file).relative_to(ROOT)), line] += [c for c in contexts if c]
+    reached: dict[tuple[str, int], set[str]] = defaultdict(set)
+    for worker in cache.glob(f"{part}.coverage.*"):
+        content = CoverageData(str(worker))
+        content.read()
+        for file in content.measured_files():
+            name = str(Path(file).relative_to(ROOT))
+            lines = content.contexts_by_lineno(file)
+            everywhere = {context for contexts in lines.values() for context in contexts}
+            for line, contexts in lines.items():
+                reached[name, line] |= set(contexts) - {""} or everywhere - {""}
     return Reached(reached, _seconds(times))
+
+
+def _found(patterns: list[str]) -> list[str]:
+    return sorted({str(path.relative_to(ROOT)) for each in patterns for path in ROOT.glob(each)})
 
 
 def _seconds(file: Path) -> dict[str, float]:
@@ -227,8 +244,7 @@ def _changed(value: object) -> str | None:
 
 def drawn(part: str, number: int, seed: int) -> list[Mutant]:
     """The mutants of a part."""
-    files = sorted({file for pattern in PARTS[part][0] for file in ROOT.glob(pattern)})
-    known = [mutant for file in files for mutant in mutants_of(file)]
+    known = [mutant for file in _found(PARTS[part][0]) for mutant in mutants_of(ROOT / file)]
     return random.Random(f"{seed} {part}").sample(known, min(number, len(known)))
 
 
@@ -289,11 +305,10 @@ def main() -> None:
         roots: Queue[Path] = Queue()
         for number in range(options.workers):
             copy = Path(folder, str(number))
-            subprocess.run(["git", "worktree", "prune"], cwd=ROOT, check=True)
             shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "build", "runs"))
             roots.put(copy)
         for part in options.parts:
-            began, reached = time.monotonic(), record(part, options.cache)
+            began, reached = time.monotonic(), record(part, options.cache, options.workers)
             mutants = drawn(part, options.number, options.seed)
             with ThreadPoolExecutor(options.workers) as workers:
                 verdicts = list(workers.map(partial(seen, reached=reached, roots=roots), mutants))

@@ -78,28 +78,20 @@ TEXTS = [
     *(b"", b"[" * 100_000, b'{"a":' * 5000, b"\xff\xfe\x00", b"\0" * 100, b"1" * 5000),
     *b'null [] {} 3 "text" [[1,2],{}]'.split(),
     b'{"step": NaN, "format": Infinity, "_class_name": -Infinity}',
-    b'{"step": 1e999, "_class_name": 1e999}',
     b'{"step": 9223372036854775808, "_class_name": {}, "weight_map": 1}',
-    b'{"step": null, "_class_name": null, "weight_map": {"a": "../../x"}}\n',
     b'{"step": "x", "_class_name": ["a"], "weight_map": {"a": {}}}\n',
     b'{"step": -1, "best": [{"step": "9"}], "files": {"x": [1]}, "text_length": "\\ud800"}\n',
     b'{"_class_name": "a\\u001b[31m\\n\\u202e' + b"x" * 10_000 + b'"}',
     b"a: &a [*a]",
-    b"\n".join(
-        b"a%d: &a%d [%s]" % (n, n, b", ".join([b"*a%d" % (n - 1)] * 9)) for n in range(1, 40)
-    ),
-    b"a0: &a0 [x, x]\na1: &a1 [*a0, *a0, *a0, *a0, *a0, *a0, *a0, *a0, *a0, *a0]\n",
+    b"a0: &a0 [x]\n"
+    + b"\n".join(b"a%d: &a%d [%s]" % (n, n, b"*a%d," % (n - 1) * 9) for n in range(1, 40)),
     *(b'a: !!int ""', b"a: !!timestamp x", b"a: !!binary aGk=", b"? [1]\n: 2"),
     b"a: !!python/object/apply:os.system [true]",
-    b"run: {folder: 2020-13-45, steps: .nan}",
-    b"run: {seed: 9223372036854775808}",
-    b"1: 2\nnull: 3\n",
+    b"run: {folder: 2020-13-45, steps: .nan, seed: 9223372036854775808}\n1: 2\nnull: 3\n",
 ]
 TENSORS = [
     header(b"[" * 50_000),
-    header(b'{"a":' * 5000),
-    header(b"{}", 2**63),
-    header(b"{}", 2**20),
+    *(header(b"{}", 2**63), header(b"{}", 2**20)),
     header({"a": tensor(offsets=(0, 2**62))}) + b"1234",
     header({"a": tensor(shape=(2**62, 2**62))}) + b"1234",
     header({"a": tensor(shape=(-1,))}) + b"1234",
@@ -122,9 +114,7 @@ TABLES = [
     parquet({"file_name": ["a\x1b[31m\n.png", "../../x.png"], "caption": ["\0", None]}),
     parquet({"a": [1]}, {b"alload": b"[" * 50_000}),
     b"PAR1" + b"\xff" * 100 + b"PAR1",
-    b"seq_len\nx\n",
-    b"seq_len\n99999999999999999999\n",
-    b"seq_len\nnan\ninf\n1e308\n",
+    *(b"seq_len\nx\n", b"seq_len\n99999999999999999999\n", b"seq_len\nnan\ninf\n1e308\n"),
     b"frames,height,width\n1,64\n1,64,64,64\n",
     b'file_name,caption\n"a\nb.png",x\n',
     b"seq_len\n" + b"1" * 200_000,
@@ -418,36 +408,26 @@ def test_a_message_is_one_line_of_bounded_length_with_its_begin_and_end():
     assert str(InputError("a\nb")) == "a\\nb"
 
 
-@pytest.mark.parametrize(
-    ("address", "shown"),
-    [
+def test_secrets_in_addresses_reach_no_message_and_no_config():
+    flags = ["--run.folder", "r", "--data.folder", "d", "--planning.m_mem", "9", "--trackers"]
+    tracker = "[{{name: mlflow, tracking_uri: '{}'}}]"
+    for address, shown in (
         ("https://me:hidden@host/x", "https://***host/x"),
         ("https://hidden@host/x", "https://***host/x"),
         ("postgresql://me:hidden@host:5432/base", "://***host:5432/base"),
         ("http://host/x?token=hidden", "?token=***"),
         ("http://host/x?a=1&api_key=hidden&b=2", "&api_key=***&b=2"),
-    ],
-)
-def test_secrets_in_addresses_reach_no_message(address, shown):
-    for line in (
-        one_line(f"cannot reach {address}: '{address}'"),
-        reason_of(RuntimeError(f"no answer of {address}")),
     ):
-        assert "hidden" not in line
-        assert shown in line
-
-
-def test_secrets_reach_no_config_and_addresses_without_them_stay():
-    flags = ["--run.folder", "r", "--data.folder", "d", "--planning.m_mem", "9"]
-    secret = "[{name: mlflow, tracking_uri: 'https://hidden@host/x'}]"
-    for wrong in (["--trackers", secret], ["--run.folder", "https://hidden@host/x"]):
+        told = one_line(f"cannot reach '{address}'") + reason_of(RuntimeError(f"no {address}"))
+        assert "hidden" not in told
+        assert told.count(shown) == 2
+    for wrong in ([*flags[:-1], "--run.folder", address], [*flags, tracker.format(address)]):
         with pytest.raises(InputError, match="holds a password or token") as error:
-            read_config([*flags, *wrong])
+            read_config(wrong)
         assert "hidden" not in str(error.value)
     for address in ("http://host:5000", "sqlite:///a@b.db", "postgresql://me@host/b"):
         assert address in one_line(f"cannot reach {address}")
-    trackers = f"[{{name: mlflow, tracking_uri: '{address}'}}]"
-    assert read_config([*flags, "--trackers", trackers]).trackers[0].tracking_uri == address
+    assert read_config([*flags, tracker.format(address)]).trackers[0].tracking_uri == address
 
 
 # ---------------------------------------------------------------- what commands write

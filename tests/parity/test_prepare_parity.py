@@ -340,10 +340,3 @@ def test_media_become_a_run_and_the_run_a_clip(hunyuan, media, of_hunyuan, tmp_p
     wrong = [*draw, "--vae", str(tmp_path / "other"), "--out", str(tmp_path / "x.gif")]
     assert run_command(cli.main, wrong) == 2
     assert "training data were prepared with" in capsys.readouterr().err
-
-
-def test_data_without_given_frames_train_text_to_video(hunyuan, media, tmp_path):
-    out = tmp_path / "data"
-    assert prepare(media, out, *hunyuan_flags(hunyuan[0], "vae", "text")) == 0
-    assert all(sample.keys() == {"latents", "text", "glyphs"} for sample in samples(out))
-    train(tmp_path, out)
