@@ -35,7 +35,7 @@ MARKS = "not slow and not gpu and not parity and not compiled"
 PARTS = {
     "config": (
         ["alload_jax/config*.py", "alload_jax/errors.py", "alload_jax/files.py"],
-        ["tests/test_config.py", "tests/test_hostile_inputs.py", "tests/commands"],
+        ["tests/test_config.py", "tests/test_hostile_inputs.py", "tests/commands/test_cli.py"],
     ),
     "planning": (["alload_jax/planning/**/*.py"], ["tests/planning", "tests/plug_points"]),
     "data": (["alload_jax/data/**/*.py"], ["tests/data"]),
@@ -182,12 +182,10 @@ def mutants_of(file: Path) -> Iterator[Mutant]:
 
     def between(left: ast.expr, right: ast.expr, kind: ast.AST) -> Iterator[Mutant]:
         if left.end_lineno == right.lineno and left.end_col_offset is not None:
-            text = b" " + SWAPS[type(kind)].encode() + b" "
-            gap = lines[right.lineno - 1][left.end_col_offset : right.col_offset]
+            begin, end = left.end_col_offset, right.col_offset
+            gap = lines[right.lineno - 1][begin:end]
             if not gap.strip(b" <>=!+-*/%andorinst") and gap.strip():
-                yield Mutant(
-                    name, right.lineno, left.end_col_offset, right.col_offset, text.decode()
-                )
+                yield Mutant(name, right.lineno, begin, end, f" {SWAPS[type(kind)]} ")
 
     stack: list[ast.AST] = [tree]
     while stack:
@@ -269,14 +267,8 @@ def seen(mutant: Mutant, reached: Reached, roots: Queue[Path]) -> bool:
     try:
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:xdist"]
         command += ["-p", "no:cacheprovider", "-m", MARKS, *chosen]
-        done = subprocess.run(
-            command,
-            cwd=root,
-            env=_environment(root),
-            capture_output=True,
-            timeout=10 * PATIENCE,
-        )
-        return done.returncode != 0
+        options = {"cwd": root, "env": _environment(root), "timeout": 10 * PATIENCE}
+        return subprocess.run(command, capture_output=True, **options).returncode != 0
     except subprocess.TimeoutExpired:
         return True
     finally:

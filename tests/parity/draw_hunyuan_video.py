@@ -2,19 +2,10 @@
 
     python tests/parity/draw_hunyuan_video.py [--out tests/golden/hunyuan_video]
 
-Needs torch and diffusers, which alload-jax itself doesn't; no GPU, no network. Every case is a
-small `HunyuanVideo15Transformer3DModel` with random float32 weights, and some calls of it on a CPU.
-A case's folder holds
-
-- `transformer/`: `config.json` and `diffusion_pytorch_model.safetensors` as `save_pretrained`
-  writes them, but for the width of the glyphs' hidden layers, GLYPH_HIDDEN in place of 2048;
-- `inputs.safetensors`: for each call n `n.latents` [B, C, F, H, W], `n.timestep` [B], `n.text`
-  [B, L, width] and `n.text_length` [B], the same of `n.glyphs`, `n.image` [B, N, width] (zeros
-  where there is none), and `n.cotangent`, of the output's shape;
-- `expected.safetensors`: `n.output`, and for every parameter `grad.<its key>`, the gradient of
-  Σ_n Σ(n.output · n.cotangent), zeros where the output does not depend on it.
-
-Run twice on one machine, it writes the same bytes.
+As draw_wan.py; the width of the glyphs' hidden layers is GLYPH_HIDDEN in place of 2048. The inputs
+of call n are `n.latents`, `n.timestep`, `n.text` [B, L, width] and `n.text_length` [B], the same of
+`n.glyphs`, `n.image` [B, N, width] (zeros where there is none), and `n.cotangent`. Gradients are
+zeros where the output does not depend on a parameter.
 """
 
 import dataclasses

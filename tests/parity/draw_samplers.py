@@ -2,14 +2,11 @@
 
     python tests/parity/draw_samplers.py [--out tests/golden/samplers]
 
-Needs torch and diffusers, which alload-jax itself doesn't; no GPU, no network. The flow is
-tanh(latents·matrix)·(1 + σ)·gain + text, followed in float32. The folder holds
+The flow is tanh(latents·matrix)·(1 + σ)·gain + text, followed in float32. The folder holds
 
 - `flow.safetensors`: `noise` [B, F, C], `matrix` [C, C], `gain` [B], `text` [B, F, C];
 - `<sampler>.safetensors`: for every case `<case>.sigmas` [steps + 1] and `<case>.latents`
   [steps + 1, B, F, C], the noise and what each step made of it.
-
-Run twice on one machine, it writes the same bytes.
 """
 
 import argparse
@@ -41,14 +38,6 @@ def flow_arrays() -> dict[str, torch.Tensor]:
     return {name: torch.tensor(array, dtype=torch.float32) for name, array in arrays.items()}
 
 
-def velocity(
-    arrays: dict[str, torch.Tensor], latents: torch.Tensor, sigma: torch.Tensor
-) -> torch.Tensor:
-    """The flow; sigma is a scalar."""
-    gain = arrays["gain"][:, None, None]
-    return torch.tanh(latents @ arrays["matrix"]) * (1 + sigma) * gain + arrays["text"]
-
-
 def scheduler_of(
     sampler: str, steps: int, shift: float
 ) -> FlowMatchEulerDiscreteScheduler | UniPCMultistepScheduler:
@@ -76,7 +65,8 @@ def follow(sampler: str, steps: int, shift: float) -> tuple[torch.Tensor, torch.
     scheduler = scheduler_of(sampler, steps, shift)
     path = [arrays["noise"]]
     for timestep, sigma in zip(scheduler.timesteps, scheduler.sigmas, strict=False):
-        slope = velocity(arrays, path[-1], sigma)
+        gain = arrays["gain"][:, None, None]
+        slope = torch.tanh(path[-1] @ arrays["matrix"]) * (1 + sigma) * gain + arrays["text"]
         path.append(scheduler.step(slope, timestep, path[-1]).prev_sample)
     return scheduler.sigmas, torch.stack(path)
 

@@ -2,19 +2,15 @@
 
     python tests/parity/draw_wan.py [--out tests/golden/wan]
 
-Needs torch and diffusers, which alload-jax itself doesn't; no GPU, no network. Every case is a
-small `WanTransformer3DModel` with random float32 weights, and some calls of it on a CPU. A case's
-folder holds
+Needs torch and diffusers, no GPU and no network; run twice on one machine, it writes the same
+bytes. A case is a small model with random float32 weights, and some calls of it. Its folder holds
+`transformer/` as `save_pretrained` writes it, and for each call n
 
-- `transformer/`: `config.json` and `diffusion_pytorch_model.safetensors` as `save_pretrained`
-  writes them;
-- `inputs.safetensors`: for each call n `n.latents` [B, C, F, H, W], `n.timestep` [B] or [B, S],
-  `n.text` [B, L, text_dim], with images `n.image` [B, N, image_dim] (the tokens of all images of
-  a sample), and `n.cotangent`, of the output's shape;
+- `inputs.safetensors`: `n.latents` [B, C, F, H, W], `n.timestep` [B] or [B, S], `n.text` [B, L,
+  text_dim], with images `n.image` [B, N, image_dim] (the tokens of all images of a sample), and
+  `n.cotangent`, of the output's shape;
 - `expected.safetensors`: `n.output`, and for every parameter `grad.<its key>`, the gradient of
   Σ_n Σ(n.output · n.cotangent).
-
-Run twice on one machine, it writes the same bytes.
 """
 
 import dataclasses

@@ -17,11 +17,7 @@ SMALL = 1 / 32
 
 
 class Case(Protocol):
-    """A model and its calls.
-
-    Parameters and inputs whose names match `small` are drawn by the factor SMALL smaller: norms
-    behind them then show their epsilon, which those of values of order one would hide.
-    """
+    """A model and its calls; names that match `small` are drawn smaller, so that epsilons show."""
 
     name: str
     calls: tuple[Any, ...]
@@ -35,8 +31,6 @@ def main(golden: Path, cases: Sequence[Case], draw: Callable[[Any, Path], None],
     out = parser.parse_args().out
     for case in cases:
         draw(case, out / case.name)
-        size = sum(file.stat().st_size for file in (out / case.name).rglob("*") if file.is_file())
-        print(f"{case.name:16} {size:8,} bytes")
 
 
 def draw_case(
@@ -46,15 +40,7 @@ def draw_case(
     inputs_of: Callable[[Any, Any, int], dict[str, torch.Tensor]],
     call: Callable[[dict[str, torch.Tensor]], torch.Tensor],
 ) -> None:
-    """Writes one case's files into `folder`.
-
-    Args:
-      case: the case.
-      folder: of its files.
-      model: a fresh one; its parameters are drawn.
-      inputs_of: (case, call, number of the call) → its inputs by name.
-      call: the model's output for inputs by name.
-    """
+    """Writes one case's files into `folder`; `inputs_of` gets the case, a call and its number."""
     folder.mkdir(parents=True, exist_ok=True)
     _randomise(case, model)
     drawn = [inputs_of(case, each, number) for number, each in enumerate(case.calls)]

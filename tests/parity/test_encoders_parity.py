@@ -197,18 +197,14 @@ def test_what_does_not_fit_the_memory_is_tiled(wan, hunyuan, monkeypatch, capsys
         ours.encode(clip)
 
 
-def test_tiles_of_hunyuan_video_are_those_of_diffusers(hunyuan, capsys):
+def test_tiles_of_hunyuan_video_are_those_of_diffusers(hunyuan):
     clip, reference, ours = (
         random_frames(5, 32, 288),
         hunyuan[1]["vae"],
         HunyuanVideoVae(hunyuan[0]),
     )
-    whole = encoded(reference, clip)
     reference.enable_tiling()
     expected = encoded(reference, clip)
-    scaled = torch.from_numpy(expected).permute(3, 0, 1, 2)[None]
-    with torch.no_grad():
-        video = reference.decode(scaled / reference.config.scaling_factor).sample
     reference.disable_tiling()
     forward = ours._model.encoder.forward
 
@@ -219,10 +215,7 @@ def test_tiles_of_hunyuan_video_are_those_of_diffusers(hunyuan, capsys):
 
     ours._model.encoder.forward = small
     close(ours.encode(clip), expected)
-    assert "9,216 pixels" in capsys.readouterr().err
-    assert not np.allclose(expected, whole, atol=1e-3)
-    pictures = np.clip(channels_last(video) / 2 + 0.5, 0, 1) * 255
-    assert np.abs(ours.decode(expected) - pictures).max() < 0.51
+    assert not np.allclose(encoded(reference, clip), expected, atol=1e-3)
 
 
 def test_clips_and_latents_of_other_shapes_are_refused(wan, vae, tmp_path):
@@ -422,10 +415,6 @@ def test_a_missing_package_gives_one_line(wan, monkeypatch, missing):
     monkeypatch.setattr(
         loading.importlib.util, "find_spec", lambda name: None if name == missing else find(name)
     )
-    for encode, argument in (
-        (WanVae(wan[0]).encode, picture),
-        (Umt5Text(wan[0]).tokens, "a"),
-        (ClipImage(wan[0]).encode, picture[0]),
-    ):
+    for encode, argument in ((WanVae(wan[0]).encode, picture), (Umt5Text(wan[0]).tokens, "a")):
         with pytest.raises(InputError, match=r"install alload-jax\[prepare\]"):
             encode(argument)
