@@ -387,7 +387,9 @@ class _Parser(ArgumentParser):
         text = text.replace("Parser key", "key")
         if self.place:
             return f"{self.place}: {text}"
-        if (needed := re.search(r"arguments? (?:is|are) required: (\w+)$", text)) and files:
+        # jsonargparse reads items by parsers of this class that know no command line.
+        needed = re.search(r"arguments? (?:is|are) required: (\w+)$", text)
+        if needed and not self.command_line:
             return f"an item of a list on the command line lacks {needed[1]}; add it"
         if "required" in text:
             return f"{text}; give --config FILE, such as configs/digits.yaml"
