@@ -64,7 +64,7 @@ def pytest_collection_finish():
     """Lets the garbage collector skip what was imported: tracing makes objects by the million."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(200_000, 20, 50)
+    gc.set_threshold(50_000, 20, 10)
 
 
 @pytest.fixture

@@ -383,10 +383,8 @@ def test_no_library_opens_what_is_no_file(tmp_path):
     link.symlink_to("nothing")
     for path in (regular, tmp_path, tmp_path / "none"):
         files.require_regular(path)
-    for path in (fifo, link):
-        with pytest.raises(
-            InputError, match="not a regular file" if path is fifo else "a link to nothing"
-        ):
+    for path, words in ((fifo, "not a regular file"), (link, "a link to nothing")):
+        with pytest.raises(InputError, match=words):
             files.require_regular(path)
     with pytest.raises(InputError, match="is not a regular file"):
         files.require_regular(tmp_path, or_folder=False)

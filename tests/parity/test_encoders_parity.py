@@ -37,21 +37,6 @@ close = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4)
 
 
 @pytest.fixture(scope="module")
-def wan(tmp_path_factory):
-    """The folder of Wan 2.1's pipeline, its parts, and the pipeline."""
-    folder = tmp_path_factory.mktemp("wan")
-    parts = wan_folders.write_pipeline(folder)
-    return folder, parts, wan_folders.pipeline_of(parts)
-
-
-@pytest.fixture(scope="module")
-def hunyuan(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("hunyuan")
-    parts = hunyuan_folders.write_pipeline(folder)
-    return folder, parts, HunyuanPipeline(**parts, transformer=None, scheduler=None, guider=None)
-
-
-@pytest.fixture(scope="module")
 def vae(hunyuan):
     return HunyuanVideoVae(hunyuan[0])
 

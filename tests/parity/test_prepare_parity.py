@@ -15,7 +15,6 @@ import pytest
 import torch
 import yaml
 from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline
-from diffusers import HunyuanVideo15ImageToVideoPipeline as HunyuanPipeline
 from encoder_folders import as_video, channels_last, random_frames
 from patience import wait_until
 from PIL import Image
@@ -34,19 +33,6 @@ SIZE = ("--area", "32x32", "--frames", "9", "--fps", "10", "--files-per-shard", 
 
 
 @pytest.fixture(scope="module")
-def wan(tmp_path_factory):
-    """The folder of a pipeline, and its parts."""
-    folder = tmp_path_factory.mktemp("wan")
-    return folder, wan_folders.write_pipeline(folder)
-
-
-@pytest.fixture(scope="module")
-def hunyuan(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("hunyuan")
-    return folder, hunyuan_folders.write_pipeline(folder)
-
-
-@pytest.fixture(scope="module")
 def media(tmp_path_factory):
     """Clips of nine and five frames, and a picture without a caption."""
     folder = tmp_path_factory.mktemp("media")
@@ -59,23 +45,18 @@ def media(tmp_path_factory):
     return folder
 
 
-def flags(folder, *kinds):
-    """The flags that name Wan's encoders in the folder of a pipeline."""
-    names = {"vae": ("--vae", "wan", "--vae-folder"), "text": ("--text", "umt5", "--text-folder")}
-    names["given"] = ("--image-to-video", "first-last", "--image-folder")
-    return [part for kind in kinds for part in (*names[kind], str(folder))]
+WAN = {"vae": "wan", "text": "umt5", "image-to-video": "first-last"}
+HUNYUAN = {"vae": "hunyuan_video", "text": "hunyuan_video", "image-to-video": "first"}
 
 
-def hunyuan_flags(folder, *kinds):
-    named = {
-        "vae": ("--vae", "hunyuan_video", "--vae-folder", str(folder)),
-        "text": ("--text", "hunyuan_video", "--text-folder", str(folder), "--text-length", "40"),
-        "given": ("--image-to-video", "first", "--image-folder", str(folder)),
-    }
-    return [part for kind in kinds for part in named[kind]]
-
-
-ALL = ("vae", "text", "given")
+def flags(folder, names):
+    """The flags that name encoders in the folder of a pipeline."""
+    folders = {"vae": "vae", "text": "text", "image-to-video": "image"}
+    return [
+        part
+        for kind, name in names.items()
+        for part in (f"--{kind}", name, f"--{folders[kind]}-folder", str(folder))
+    ]
 
 
 def prepare(media, out, *argv):
@@ -92,14 +73,15 @@ def samples(out):
 def of_wan(wan, media, tmp_path_factory):
     """The data folder for image-to-video of Wan."""
     out = tmp_path_factory.mktemp("whole") / "out"
-    assert prepare(media, out, *flags(wan[0], *ALL)) == 0
+    assert prepare(media, out, *flags(wan[0], WAN)) == 0
     return out
 
 
 @pytest.fixture(scope="module")
 def of_hunyuan(hunyuan, media, tmp_path_factory):
     out = tmp_path_factory.mktemp("whole") / "out"
-    assert prepare(media, out, *hunyuan_flags(hunyuan[0], *ALL)) == 0
+    argv = [*flags(hunyuan[0], HUNYUAN), "--text-length", "40"]
+    assert prepare(media, out, *argv) == 0
     return out
 
 
@@ -117,10 +99,10 @@ def clips(media, tmp_path_factory):
 
 
 def test_what_is_stored_for_wan_is_that_of_the_pipelines(wan, clips, of_wan):
-    parts, vae = wan[1], wan[1]["vae"]
+    _, parts, pipeline = wan
+    vae = parts["vae"]
     shared = {name: parts[name] for name in ("tokenizer", "text_encoder", "vae")}
     embed = WanPipeline(**shared, scheduler=FlowMatchEulerDiscreteScheduler())
-    pipeline = wan_folders.pipeline_of(parts)
     mean = torch.tensor(vae.config.latents_mean).view(1, -1, 1, 1, 1)
     std = torch.tensor(vae.config.latents_std).view(1, -1, 1, 1, 1)
     for clip, caption, sample in zip(clips, CAPTIONS, samples(of_wan), strict=True):
@@ -155,8 +137,7 @@ def test_what_is_stored_for_wan_is_that_of_the_pipelines(wan, clips, of_wan):
 
 
 def test_what_is_stored_for_hunyuan_video_is_that_of_the_pipeline(hunyuan, clips, of_hunyuan):
-    parts = hunyuan[1]
-    pipeline = HunyuanPipeline(**parts, transformer=None, scheduler=None, guider=None)
+    _, parts, pipeline = hunyuan
     for clip, caption, sample in zip(clips, CAPTIONS, samples(of_hunyuan), strict=True):
         first = Image.fromarray(clip[0])
         with torch.no_grad():
@@ -196,7 +177,7 @@ def test_what_is_stored_for_hunyuan_video_is_that_of_the_pipeline(hunyuan, clips
 
 def test_a_killed_run_with_workers_goes_on_to_the_same_bytes(wan, media, of_wan, tmp_path, capfd):
     out = tmp_path / "out"
-    workers = (*flags(wan[0], *ALL), "--workers", "2")
+    workers = (*flags(wan[0], WAN), "--workers", "2")
     (held := tmp_path / "held").touch()
     program = ROOT / "tests" / "data" / "held_prepare.py"
     argv = [sys.executable, str(program), "prepare", "media", str(media), "--out"]
@@ -230,8 +211,9 @@ def refused(capsys, media, tmp_path, *argv):
 
 
 def test_what_does_not_fit_is_one_line(wan, hunyuan, media, tmp_path, capsys, monkeypatch):
-    vae, text = flags(wan[0], "vae"), flags(wan[0], "text")
-    of_hunyuan, first = hunyuan_flags(hunyuan[0], "vae"), ("--image-to-video", "first")
+    vae, text = (flags(wan[0], {kind: WAN[kind]}) for kind in ("vae", "text"))
+    of_hunyuan = flags(hunyuan[0], {"vae": "hunyuan_video"})
+    first = ("--image-to-video", "first")
     for argv, named in (
         (first, "--vae wan"),
         ([*vae, "--image-to-video", "middle"], "first-last"),

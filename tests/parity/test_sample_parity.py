@@ -55,26 +55,27 @@ def drawn(argv, out):
 
 
 @pytest.fixture(scope="module")
-def wan(tmp_path_factory):
-    """Folders and parts of pipelines by their kind, without transformers, and two pictures."""
-    folder = tmp_path_factory.mktemp("wan")
-    for number in range(2):
-        picture = random_frames(1, SIDE, WIDTH, seed=number)[0]
-        Image.fromarray(picture).save(folder / f"{number}.png")
-    return folder, {kind: write_pipeline(folder / kind, kind) for kind in ("2.1", "2.2")}
+def of_wan(wan, tmp_path_factory):
+    """Folders and parts of pipelines without transformers by their kind, and two pictures."""
+    pictures = [Image.fromarray(random_frames(1, SIDE, WIDTH, seed=n)[0]) for n in range(2)]
+    for number, picture in enumerate(pictures):
+        picture.save(wan[0] / f"{number}.png")
+    other = tmp_path_factory.mktemp("wan")
+    return {"2.1": wan[:2], "2.2": (other, write_pipeline(other, "2.2"))}, pictures
 
 
 @pytest.mark.parametrize(
     ("name", "rounded"), [*((name, False) for name in MODELS), ("Wan 2.1", True)]
 )
-def test_a_clip_of_wan_is_that_of_the_pipeline(name, rounded, wan, tmp_path, monkeypatch):
+def test_a_clip_of_wan_is_that_of_the_pipeline(name, rounded, of_wan, tmp_path, monkeypatch):
     # This pipeline calls ftfy even where it is not installed; it leaves plain words as they are.
     plain = SimpleNamespace(fix_text=str)
     monkeypatch.setattr(pipeline_wan_i2v, "ftfy", plain, raising=False)
     is_5b, has_last, fields = name.endswith("5B"), "last" in name, MODELS[name]
     kind, stride, channels = ("2.2", 16, 48) if is_5b else ("2.1", 8, 16)
     negative = "blue" if is_5b else None  # without one, guidance leads away from an empty text
-    folder, parts = str(wan[0] / kind), wan[1][kind]
+    (folder, parts), pictures = of_wan[0][kind], of_wan[1]
+    images, folder = of_wan[0]["2.1"][0], str(folder)
     sizes = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 1, "ffn_dim": 24}
     sizes |= {"freq_dim": 16, "text_dim": 12, "out_channels": 16}
     torch.manual_seed(1)
@@ -86,7 +87,6 @@ def test_a_clip_of_wan_is_that_of_the_pipeline(name, rounded, wan, tmp_path, mon
     own = {"scheduler": scheduler(**options), "transformer": model, "expand_timesteps": is_5b}
     pipeline = pipeline_of(parts, **own, **unused)
     pipeline.set_progress_bar_config(disable=True)
-    pictures = [Image.open(wan[0] / f"{number}.png") for number in range(2)]
     noise, latents = noise_of((3, SIDE // stride, WIDTH // stride, channels))
     found = pipeline(
         image=pictures[0],
@@ -106,8 +106,8 @@ def test_a_clip_of_wan_is_that_of_the_pipeline(name, rounded, wan, tmp_path, mon
 
     command = ["sample", "--checkpoint", str(tmp_path / "transformer"), "--prompt", SENTENCE]
     command += ["--negative-prompt", negative] if negative else []
-    command += ["--text-encoder", folder, "--vae", folder, "--image", str(wan[0] / "0.png")]
-    command += ["--last-image", str(wan[0] / "1.png")] if has_last else []
+    command += ["--text-encoder", folder, "--vae", folder, "--image", str(images / "0.png")]
+    command += ["--last-image", str(images / "1.png")] if has_last else []
     command += [] if unused else ["--image-encoder", folder]
     command += ["--frames", str(FRAMES), "--height", str(SIDE), "--width", str(WIDTH)]
     command += ["--steps", str(STEPS), "--guidance", "2", "--seed", "7", "--shift", "3"]
@@ -128,12 +128,11 @@ def test_a_clip_of_wan_is_that_of_the_pipeline(name, rounded, wan, tmp_path, mon
 
 
 @pytest.fixture(scope="module")
-def hunyuan(tmp_path_factory):
+def of_hunyuan(hunyuan):
     """The folder of a pipeline, its parts, and `alload sample` without a prompt and --out."""
-    folder = tmp_path_factory.mktemp("hunyuan")
-    transformer = hunyuan_video_folders.random_transformer()
-    parts = hunyuan_video_folders.write_pipeline(folder) | {"transformer": transformer}
-    transformer.save_pretrained(folder / "transformer")
+    folder, parts, _ = hunyuan
+    parts = parts | {"transformer": hunyuan_video_folders.random_transformer()}
+    parts["transformer"].save_pretrained(folder / "transformer")
     Image.fromarray(random_frames(1, SIDE, SIDE)[0]).save(folder / "0.png")
     argv = ["sample", "--checkpoint", f"{folder}/transformer", "--vae", str(folder)]
     argv += ["--frames", str(FRAMES), "--height", str(SIDE), "--width", str(SIDE), "--seed", "7"]
@@ -169,8 +168,8 @@ def expected_of(parts, picture=None, negative=None):
     return clip_of(found.frames)
 
 
-def test_clips_of_hunyuan_video_are_those_of_the_pipelines(hunyuan, tmp_path):
-    folder, parts, command = hunyuan
+def test_clips_of_hunyuan_video_are_those_of_the_pipelines(of_hunyuan, tmp_path):
+    folder, parts, command = of_hunyuan
     prompted = [*command, "--prompt", PROMPT, "--text-encoder", str(folder)]
     negative = 'blur, "TEXT"'
     found = drawn([*prompted, "--negative-prompt", negative], tmp_path / "a.safetensors")
@@ -202,8 +201,8 @@ def test_clips_of_hunyuan_video_are_those_of_the_pipelines(hunyuan, tmp_path):
         assert decoded.size == (SIDE, SIDE)
 
 
-def test_what_does_not_fit_is_refused_in_one_line(hunyuan, wan, tmp_path, capsys):
-    folder, _, command = hunyuan
+def test_what_does_not_fit_is_refused_in_one_line(of_hunyuan, wan, tmp_path, capsys):
+    folder, _, command = of_hunyuan
     text = ["--prompt", PROMPT, "--text-encoder", str(folder)]
     image = ["--image", f"{folder}/0.png"]
     both = [*image, "--image-encoder", str(folder)]
@@ -213,7 +212,7 @@ def test_what_does_not_fit_is_refused_in_one_line(hunyuan, wan, tmp_path, capsys
         ([*text, *both, "--last-image", f"{folder}/0.png"], "a first frame only"),
         ([*text, *image, "--image-encoder", f"{folder}/vae"], "siglip_vision_model"),
         ([*text, "--text-encoder", f"{folder}/text_encoder_2"], "qwen2_5_vl_text"),
-        ([*text, "--vae", str(wan[0] / "2.1")], "latents of 16 channels"),
+        ([*text, "--vae", str(wan[0])], "latents of 16 channels"),
         ([*text, "--height", "40"], "nearest: 32 and 48"),
     ):
         assert run_command(cli.main, [*command, *flags, "--out", str(tmp_path / "x.gif")]) == 2
