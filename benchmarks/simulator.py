@@ -21,8 +21,10 @@ from typing import Any
 import av
 import numpy as np
 import vizdoom
+import yaml
 from PIL import Image
 
+PLACES_FILE = Path(__file__).with_suffix(".yaml")
 FPS = 16
 TICS = 2
 """Steps of the simulator, of 1/35 s, from a frame to the next."""
@@ -49,7 +51,7 @@ _REACHED = 0.29 * 0.75
 
 @dataclass(frozen=True)
 class Place:
-    """A place that a walk begins near, and where it looks; of a map of freedoom1 or freedoom2."""
+    """A place that walks begin near, and the direction in which they look."""
 
     caption: str
     wad: str
@@ -59,32 +61,7 @@ class Place:
     angle: int
 
 
-PLACES = (
-    Place("a brick causeway below grey mountains", "freedoom1", "E1M6", -2450, -1650, 93),
-    Place("a plain of lava below a red sky", "freedoom2", "map29", 2183, -308, 148),
-    Place("a grey hall with a dark, open roof", "freedoom2", "map04", 639, 1, 118),
-    Place("a green brick room around a blue pool", "freedoom1", "E4M1", 1600, -768, 294),
-    Place("a bare hall of grey stone tiles", "freedoom1", "E1M7", 1760, 3179, 296),
-    Place("a computer room with a blue canal", "freedoom1", "E1M7", 78, 470, 195),
-    Place("a canyon of brown rock filled with lava", "freedoom2", "map26", 1422, -1330, 143),
-    Place("stone arches on cracked ground, red sky", "freedoom2", "map29", 4278, 579, 94),
-    Place("a courtyard of brown walls and mud", "freedoom1", "E1M6", 459, 156, 121),
-    Place("a grey street beside green slime", "freedoom1", "E1M4", 1671, 135, 3),
-    Place("a roof terrace under green and gold stars", "freedoom1", "E4M7", 856, 3424, 270),
-    Place("mossy pillars on a floor of orange roots", "freedoom1", "E3M8", -5356, 384, 85),
-    Place("a brown cave with a deep blue lake", "freedoom2", "map17", 97, 2839, 262),
-    Place("a steel corridor on a floor of brown rock", "freedoom1", "E2M2", 400, -272, 351),
-    Place("a blue basin between grey stone blocks", "freedoom1", "E2M4", -608, 201, 357),
-    Place("a hall of stained concrete pillars", "freedoom1", "E2M3", 1651, 968, 161),
-    Place("a dark meadow below orange cliffs", "freedoom1", "E2M7", 694, 1514, 116),
-    Place("a cave of black rock with falls of lava", "freedoom2", "map26", 1680, -1969, 121),
-    Place("a brick control room with screens", "freedoom2", "map08", -504, -170, 5),
-    Place("a white stone hall flooded with green slime", "freedoom2", "map13", 736, 2160, 178),
-    Place("a river below orange cliffs", "freedoom1", "E2M1", -1286, 109, 54),
-    Place("a stone yard with crates below clouds", "freedoom1", "E1M5", -3552, 1475, 161),
-    Place("a garden of moss and grey mist", "freedoom1", "E1M8", 2464, 50, 152),
-    Place("a ruined garden in a city at night", "freedoom2", "map14", 476, -2734, 322),
-)
+PLACES = [Place(**place) for place in yaml.safe_load(PLACES_FILE.read_text())]
 
 
 class Walker:
@@ -103,17 +80,10 @@ class Walker:
         game.set_screen_format(vizdoom.ScreenFormat.RGB24)
         for shown in ("hud", "weapon", "crosshair", "decals", "particles", "messages", "corpses"):
             getattr(game, f"set_render_{shown}")(False)
-        game.set_available_buttons(
-            [
-                vizdoom.Button.MOVE_FORWARD_BACKWARD_DELTA,
-                vizdoom.Button.MOVE_LEFT_RIGHT_DELTA,
-                vizdoom.Button.TURN_LEFT_RIGHT_DELTA,
-            ]
-        )
-        place_and_angle = ("POSITION_X", "POSITION_Y", "ANGLE")
-        game.set_available_game_variables(
-            [getattr(vizdoom.GameVariable, n) for n in place_and_angle]
-        )
+        ways = ("MOVE_FORWARD_BACKWARD", "MOVE_LEFT_RIGHT", "TURN_LEFT_RIGHT")
+        game.set_available_buttons([getattr(vizdoom.Button, f"{way}_DELTA") for way in ways])
+        known = ("POSITION_X", "POSITION_Y", "ANGLE")
+        game.set_available_game_variables([getattr(vizdoom.GameVariable, n) for n in known])
         game.set_episode_timeout(0)
         game.set_seed(0)
         game.add_game_args("-nomonsters +sv_cheats 1 +sv_nohealth 1 +sv_noitems 1 +sv_noarmor 1")
@@ -197,12 +167,10 @@ def render(job: tuple[int, int, int], out: Path, seed: int) -> int:
 
 
 def jobs(samples: int, most: int = 50) -> Iterator[tuple[int, int, int]]:
-    """Parts of at most so many samples of each place, in turn."""
-    of_place = [samples // len(PLACES) + (n < samples % len(PLACES)) for n in range(len(PLACES))]
-    for part in range(-(-max(of_place) // most)):
-        for place, number in enumerate(of_place):
-            if (left := min(most, number - part * most)) > 0:
-                yield place, part, left
+    """Parts of so many samples, of each place in turn; the last may be smaller."""
+    for number, begun in enumerate(range(0, samples, most)):
+        part, place = divmod(number, len(PLACES))
+        yield place, part, min(most, samples - begun)
 
 
 def main() -> None:

@@ -30,10 +30,8 @@ from simulator import MOVES, PLACES
 
 from alload_jax.bench.harness import Record
 
-LOOKED_AT = slice(0, 33, 4)
 SIZE = (48, 64)
 """Height and width that the network sees."""
-SIZES = ((96, 128), (80, 144), (112, 112))
 CAPTIONS = [place.caption for place in PLACES]
 WAYS = list(MOVES)
 
@@ -80,7 +78,7 @@ def read_clip(path: Path) -> tuple[np.ndarray, int, int, np.ndarray] | None:
     if len(frames) < 33:
         return None
     height, width = SIZE
-    seen = [f.to_ndarray(width=width, height=height, format="rgb24") for f in frames[LOOKED_AT]]
+    seen = [f.to_ndarray(width=width, height=height, format="rgb24") for f in frames[::4]]
     grey = np.stack([f.to_ndarray(width=128, height=96, format="gray") for f in frames])
     return np.stack(seen), CAPTIONS.index(place), WAYS.index(move), motion_of(grey)
 
@@ -119,11 +117,6 @@ class Reader(nnx.Module):
             x = nnx.gelu(norm(convolution(x)))
         return x.mean((1, 2, 3))
 
-    def __call__(self, clips: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Logits of places and of movements."""
-        features = self.features(clips)
-        return self.place(features), self.move(features)
-
 
 def train(clips: Clips, steps: int, batch: int = 128) -> Reader:
     """A reader that was trained on rendered clips, with random brightness and shifts."""
@@ -132,17 +125,12 @@ def train(clips: Clips, steps: int, batch: int = 128) -> Reader:
     optimizer = nnx.Optimizer(reader, optax.adamw(schedule, weight_decay=0.05), wrt=nnx.Param)
 
     @nnx.jit
-    def step(
-        reader: Reader,
-        optimizer: nnx.Optimizer,
-        seen: jax.Array,
-        place: jax.Array,
-        move: jax.Array,
-    ) -> None:
+    def step(reader: Reader, optimizer: nnx.Optimizer, seen: jax.Array, named: jax.Array) -> None:
         def loss(reader: Reader) -> jax.Array:
-            logits = reader(seen)
-            found = optax.softmax_cross_entropy_with_integer_labels
-            return (found(logits[0], place) + found(logits[1], move)).mean()
+            features = reader.features(seen)
+            logits = reader.place(features), reader.move(features)
+            found = map(optax.softmax_cross_entropy_with_integer_labels, logits, named)
+            return jnp.mean(sum(found))
 
         optimizer.update(reader, nnx.grad(loss)(reader))
 
@@ -153,8 +141,8 @@ def train(clips: Clips, steps: int, batch: int = 128) -> Reader:
         top, left = rng.integers(-4, 5, 2)
         seen = np.roll(seen, (top, left), (2, 3)).astype(np.float32)
         seen = np.clip(seen * rng.uniform(0.8, 1.2, (batch, 1, 1, 1, 1)), 0, 255).astype(np.uint8)
-        place, move = jnp.asarray(clips.place[chosen]), jnp.asarray(clips.move[chosen])
-        step(reader, optimizer, jnp.asarray(seen), place, move)
+        named = jnp.asarray([clips.place[chosen], clips.move[chosen]])
+        step(reader, optimizer, jnp.asarray(seen), named)
     return reader
 
 
@@ -173,8 +161,8 @@ def read(reader: Reader, clips: Clips) -> tuple[dict[str, float], np.ndarray]:
         np.concatenate([np.asarray(v) for v in p]) for p in zip(*parts, strict=True)
     )
     right = place == clips.place, move == clips.move
-    shares = {"place": right[0], "move": right[1], "both": right[0] & right[1]}
-    return {name: float(value.mean()) for name, value in shares.items()}, features
+    shares = np.mean([*right, right[0] & right[1]], axis=1).tolist()
+    return dict(zip(("place", "move", "both"), shares, strict=True)), features
 
 
 def frechet(one: np.ndarray, other: np.ndarray) -> float:
@@ -193,9 +181,7 @@ def compare(reader: Reader, real: Clips, drawn: Clips) -> dict[str, object]:
     shares, of_drawn = read(reader, drawn)
     one, other = of_real[order[:half]], of_real[order[half : 2 * half]]
     among_real, to_drawn = frechet(one, other), frechet(one, of_drawn[:half])
-    jerk, flicker = (
-        float(np.median(drawn.motion[:, n]) / np.median(real.motion[:, n])) for n in (0, 1)
-    )
+    jerk, flicker = (np.median(drawn.motion, 0) / np.median(real.motion, 0))[:2].tolist()
     flat = drawn.motion[:, 2] < 0.8 * real.motion[:, 2].min()
     grainy = drawn.motion[:, 3] > 1.25 * real.motion[:, 3].max()
     return {
@@ -231,27 +217,24 @@ def write_list(options: argparse.Namespace) -> None:
     for number in range(options.clips):
         place = CAPTIONS[number % len(CAPTIONS)]
         move = WAYS[(number // len(CAPTIONS) + number) % len(WAYS)]
-        height, width = SIZES[number // 144 % 3]
+        height, width = ((96, 128), (80, 144), (112, 112))[number // 144 % 3]
         caption = f"{place}; {move}"
         (options.out / f"{number:04}.txt").write_text(caption, encoding="utf-8")
-        size = {"frames": options.frames, "height": height, "width": width}
+        size = {"frames": 65, "height": height, "width": width}
         lines.append({"prompt": caption, **size, "seed": number, "out": f"{number:04}.mp4"})
-    text = "\n".join(json.dumps(line) for line in lines)
-    (options.out / "list.jsonl").write_text(text, encoding="utf-8")
+    (options.out / "list.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
 
 
 def main() -> None:
     """Writes a list of samples, or scores what was drawn."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(required=True)
-    listing = commands.add_parser("list")
+    listing, scoring = commands.add_parser("list"), commands.add_parser("score")
     listing.add_argument("--out", type=Path, required=True, help="folder to make")
     listing.add_argument("--clips", type=int, default=500)
-    listing.add_argument("--frames", type=int, default=65)
     listing.set_defaults(run=write_list)
-    scoring = commands.add_parser("score")
-    scoring.add_argument("--train", type=Path, required=True, help="media that the model learned")
-    scoring.add_argument("--real", type=Path, required=True, help="media of another seed")
+    for flag, help in (("train", "that are learned"), ("real", "of another seed")):
+        scoring.add_argument(f"--{flag}", type=Path, required=True, help=f"rendered clips {help}")
     scoring.add_argument("--drawn", type=Path, nargs="+", required=True)
     scoring.add_argument("--steps", type=int, default=1500)
     scoring.add_argument("--workers", type=int, default=8)
