@@ -267,7 +267,7 @@ def seen(mutant: Mutant, reached: Reached, roots: Queue[Path]) -> bool:
     try:
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:xdist"]
         command += ["-p", "no:cacheprovider", "-m", MARKS, *chosen]
-        options = {"cwd": root, "env": _environment(root), "timeout": 10 * PATIENCE}
+        options = {"cwd": root, "env": _environment(root), "timeout": 60 + 10 * total}
         return subprocess.run(command, capture_output=True, **options).returncode != 0
     except subprocess.TimeoutExpired:
         return True

@@ -99,6 +99,39 @@ def test_what_is_required_is_named():
     assert refusal(flags) == "an item of a list on the command line lacks parameters; add it"
 
 
+@pytest.mark.parametrize(
+    ("section", "key", "value", "words"),
+    [
+        ("model", "dim", "x", 'key "model.dim": expected int. Got value: x'),
+        ("run", "stepz", "3", "key run.stepz is unknown; did you mean run.steps?"),
+    ],
+)
+def test_the_place_of_what_is_wrong_is_a_file_or_the_command_line(
+    section, key, value, words, tmp_path
+):
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"{section}: {{{key}: {value}}}")
+    told = refusal(["--config", DIGITS, "--config", str(file)])
+    assert told.startswith(f"{DIGITS} or {file}: {words}")
+    assert ("; `--help` explains every key" in told) == ("unknown" not in told)
+    typed = "command line: " if "unknown" in words else ""
+    for flags in ([f"--{section}.{key}", value], [f"--{section}.{key}={value}"]):
+        assert refusal(["--config", DIGITS, *flags]) == typed + words
+
+
+def test_numbers_of_64_bits_are_left_to_the_checks_of_their_keys():
+    for value in (-(2**63), 2**63 - 1):
+        assert "64 bits" not in refusal([*BASE, "--run.seed", str(value)])
+
+
+def test_context_groups_split_samples_where_one_of_the_policies_can():
+    for policy in ("balanced", "auto"):
+        argv = ["--config", DIGITS, "--mesh.context", "2", "--planning.policy", policy]
+        assert with_context(read_config(argv)).planning.context == 2
+    argv[-1] = "equal_tokens"
+    assert with_context(read_config(argv)).planning.context == 1
+
+
 def test_a_flag_cannot_change_the_family_of_a_file(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("model: {family: wan}")
@@ -107,6 +140,8 @@ def test_a_flag_cannot_change_the_family_of_a_file(tmp_path):
         [*argv, "--model.family", "other"]
     )
     assert read_config([*argv, "--model.family=wan"]) == read_config(argv)
+    file.write_text("planning: {policy: equal_tokens}")  # the keys of all policies are the same
+    assert read_config([*argv, "--planning.policy", "first_fit"]).planning.policy == "first_fit"
 
 
 def test_the_last_file_and_the_flags_win_and_aliases_are_values(tmp_path, monkeypatch):
