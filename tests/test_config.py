@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from alload_jax import config_parser
-from alload_jax.config import _LISTS, _PARTS, Config, read_config, with_context
+from alload_jax.config import _LISTS, _PARTS, Config, read_config, with_context, write_config
 from alload_jax.config_parser import build_named, read_yaml
 from alload_jax.errors import InputError
 
@@ -37,6 +37,7 @@ WRONG_FILES = [
     ("model: {family: none}", "model.family 'none' is unknown; choose one of wan"),
     ("objective: {name: none}", "objective.name 'none' is unknown; choose one of flow_matching"),
     ("data: {dataset: {name: none}}", "data.dataset 'none' is unknown; choose one of digits"),
+    ("data: {source: {format: floppy}}", "data.source is given without data.source.name"),
     ("diffusion: {condition_dropout: 0}", "key diffusion is now objective; rename it"),
     ("data: {digits: {seed: 1}}", "key data.digits is now data.dataset, with name: digits"),
     ("sampling: {digits_read: 3}", "key sampling.digits_read is now evaluators: "),
@@ -153,6 +154,9 @@ def test_the_last_file_and_the_flags_win_and_aliases_are_values(tmp_path, monkey
     assert (config.model.dim, config.model.num_layers, config.model.num_heads) == (64, 3, 4)
     assert config.data.dataset.seed == 7
     assert [(each.name, each.first, each.steps) for each in config.callbacks] == [("profile", 2, 3)]
+    for _ in range(2):
+        write_config(config, tmp_path / "a" / "b" / "written.yaml")
+    assert read_config(["--config", str(tmp_path / "a" / "b" / "written.yaml")]) == config
     monkeypatch.chdir(tmp_path)
     assert read_config(["--config", "digits", f"--config={file}", *flags]) == config
     Path("digits").write_text("run: {steps: &n 7}\ncheckpoint: {every: *n}\n")

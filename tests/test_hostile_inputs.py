@@ -368,6 +368,8 @@ def test_what_is_read_is_bounded(tmp_path, monkeypatch):
     assert files.parse_json("Infinity", "", "", finite=False) == float("inf")
     assert files.parse_yaml("a: 2020-01-02\nb: .inf", "", "") == {"a": "2020-01-02", "b": np.inf}
     assert files.read_json(tmp_path / "none.json") is None
+    with pytest.raises(InputError, match="a number is inf"):
+        files.parse_json("Infinity", "", "")
     monkeypatch.setattr(files, "_LARGEST", 4)
     file.write_text("1234")
     assert files.read_json(file) == 1234
