@@ -119,8 +119,8 @@ def test_a_run_does_not_grow_with_its_steps_and_hardly_with_its_checkpoints(tmp_
     run("benchmarks/flat_memory.py", "--steps", "1000", "--out", str(result))
     found = json.loads(result.read_text())
     runs = found["runs"]
-    # A line of metrics alone is about 1,500 bytes as Python's objects.
-    assert runs["no checkpoints"]["bytes_per_step"] < 500
+    # A line of metrics alone is about 1,500 bytes as Python's objects; allocators take some too.
+    assert runs["no checkpoints"]["bytes_per_step"] < 1000
     # Orbax asks TensorStore for its metrics, which are never freed; allocators also take time.
     assert runs["checkpoints"]["bytes_per_step"] * found["saved_every"] < 400_000
     # What is open while a checkpoint is written comes and goes; a leak would grow by each of them.
