@@ -108,7 +108,10 @@ def look(pid: int, metrics: Path) -> Look | None:
 
 
 def growth(looks: list[Look]) -> dict[str, float]:
-    """Growth between the second and the last fifth of a run: bytes a step, descriptors, threads."""
+    """Growth between the second and the last fifth of a run: bytes a step, descriptors, threads.
+
+    Of those, the fewest at any time: more are there while a checkpoint is written.
+    """
     last = looks[-1].step
     early = [each for each in looks if last / 5 < each.step <= 2 * last / 5]
     late = [each for each in looks if each.step > 4 * last / 5]
@@ -117,11 +120,14 @@ def growth(looks: list[Look]) -> dict[str, float]:
         return statistics.median(getattr(each, name) for each in part)
 
     steps = median(late, "step") - median(early, "step")
-    grown = {name: median(late, name) - median(early, name) for name in Look._fields}
+    grown = median(late, "memory") - median(early, "memory")
+    fewest = [
+        (min(each.descriptors for each in p), min(e.threads for e in p)) for p in (early, late)
+    ]
     return {
-        "bytes_per_step": grown["memory"] / steps,
-        "descriptors": grown["descriptors"],
-        "threads": grown["threads"],
+        "bytes_per_step": grown / steps,
+        "descriptors": fewest[1][0] - fewest[0][0],
+        "threads": fewest[1][1] - fewest[0][1],
         "memory": median(late, "memory"),
     }
 

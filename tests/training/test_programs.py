@@ -116,17 +116,17 @@ def test_the_loss_of_the_digits_falls_within_300_steps(tmp_path):
 
 def test_a_run_does_not_grow_with_its_steps_and_hardly_with_its_checkpoints(tmp_path):
     result = tmp_path / "flat.json"
-    run("benchmarks/flat_memory.py", "--steps", "1000", "--out", str(result))
+    # Fewer steps measure the beginning of a run, while allocators still grow.
+    run("benchmarks/flat_memory.py", "--steps", "2500", "--out", str(result))
     found = json.loads(result.read_text())
     runs = found["runs"]
-    # A line of metrics alone is about 1,500 bytes as Python's objects; allocators take some too.
-    assert runs["no checkpoints"]["bytes_per_step"] < 1000
+    # A line of metrics alone is about 1,500 bytes as Python's objects.
+    assert runs["no checkpoints"]["bytes_per_step"] < 500
     # Orbax asks TensorStore for its metrics, which are never freed; allocators also take time.
     assert runs["checkpoints"]["bytes_per_step"] * found["saved_every"] < 400_000
-    # What is open while a checkpoint is written comes and goes; a leak would grow by each of them.
     for each in runs.values():
-        assert each["descriptors"] < 10
-        assert each["threads"] < 10
+        assert each["descriptors"] <= 2
+        assert each["threads"] <= 2
 
 
 def test_clips_take_the_colour_that_their_caption_names(tmp_path):
