@@ -29,7 +29,7 @@ from alload_jax.errors import InputError
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.common.embedding import TIMESTEP_SCALE, ConditionTokens
 from alload_jax.models.common.parts import Auxiliary, unpatchify
-from alload_jax.models.common.segments import PADDING
+from alload_jax.models.common.segments import PADDING, to_tokens
 from alload_jax.models.families import Model, family_of
 from alload_jax.objectives import LossSums
 
@@ -182,19 +182,6 @@ def _drop_conditions(condition: jax.Array, dropped: jax.Array, model: ModelConfi
     return jnp.where(dropped, jnp.asarray(null, condition.dtype), condition)
 
 
-def to_tokens(values: jax.Array, ids: jax.Array) -> jax.Array:
-    """Expands values per segment to tokens; padding gets the value of the first segment.
-
-    Args:
-      values: [R, M, ...].
-      ids: [R, T] int32, slot of each token's segment.
-
-    Returns:
-      [R, T, ...].
-    """
-    return jax.vmap(lambda row, slot: row[jnp.maximum(slot, 0)])(values, ids)
-
-
 _MINIMISED = "_loss"
 """Suffix of the names of auxiliary values that are added to the minimised loss."""
 
@@ -270,11 +257,14 @@ class FlowMatching:
                 minimised = minimised + jnp.mean(value)
         return LossSums(minimised, loss, jnp.sum(batch.weight), sums)
 
-    def loss_of_nothing(self, mean_square: float) -> float | None:
-        """The most that a model loses that predicts zero, for latents of a mean square.
+    def loss_of_nothing(self, mean_square: float, model: ModelConfig) -> float | None:
+        """The most that a new model loses, whose last layer gives zeros, for a mean square of data.
 
-        None where the weights of noise levels have no bound worth the name.
+        None where the weights of noise levels have no bound worth the name, and where zeros are no
+        velocity of zero.
         """
+        if not model.predicts_velocity:
+            return None
         most = {"none": 1.0, "min_snr": 1.0, "cosmap": 4 / math.pi}.get(self.noise_weighting)
         return None if most is None else most * (1 + mean_square)
 

@@ -279,12 +279,10 @@ def train(
                 best = BestCheckpoints(folder, config.checkpoint.keep_best, checkpoints, cluster)
                 every, save = config.validation.every, checkpointing.save
                 validating = Validating(validator, every, log, tracker, bar.say, best, save)
-            of_nothing = (
-                getattr(config.objective, "loss_of_nothing", None)
-                if config.model.predicts_velocity
-                else None
-            )
-            nothing = of_nothing(square) if of_nothing and square is not None else None
+            of_nothing = getattr(config.objective, "loss_of_nothing", None)
+            nothing = None
+            if of_nothing and square is not None:
+                nothing = of_nothing(square, config.model)
             divergence = Divergence(config.divergence.stop_above, nothing)
             guard = DivergenceGuard(divergence, checkpoints, run_plan, folder)
             guard.follow(cluster.broadcast(lambda: log.losses(MOST_FOLLOWED) if start else []))

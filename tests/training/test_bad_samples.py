@@ -21,6 +21,7 @@ from alload_jax.data.manifest import read_manifest
 from alload_jax.data.store import StoreReader, StoreWriter
 from alload_jax.distributed.cluster import Cluster
 from alload_jax.errors import InputError
+from alload_jax.models.wan.transformer import WanConfig
 from alload_jax.objectives.flow_matching import FlowMatching
 from alload_jax.planning.factory import make_plan
 from alload_jax.planning.settings import PlanningConfig
@@ -365,8 +366,12 @@ def test_the_loss_of_nothing_is_that_of_a_velocity_of_zero():
     rng = np.random.default_rng(0)
     data, noise = rng.normal(0, 0.8, 100_000), rng.normal(size=100_000)
     lost = float(np.mean((noise - data) ** 2))
-    assert FlowMatching().loss_of_nothing(0.64) == pytest.approx(lost, rel=0.02)
-    assert FlowMatching(noise_weighting="sigma_sqrt").loss_of_nothing(0.64) is None
+    model = WanConfig()
+    assert FlowMatching().loss_of_nothing(0.64, model) == pytest.approx(lost, rel=0.02)
+    assert FlowMatching(noise_weighting="sigma_sqrt").loss_of_nothing(0.64, model) is None
+    assert (
+        FlowMatching().loss_of_nothing(0.64, dataclasses.replace(model, prediction="data")) is None
+    )
 
 
 class Held:

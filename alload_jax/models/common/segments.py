@@ -380,3 +380,16 @@ def segments_of(table: np.ndarray, tokens: int) -> Segments:
         begin = offset[row, slot]
         ids[row, begin : begin + length[row, slot]] = slot
     return Segments(offset.astype(np.int32), length.astype(np.int32), ids)
+
+
+def to_tokens(values: jax.Array, ids: jax.Array) -> jax.Array:
+    """Expands values per segment to tokens; padding gets the value of the first segment.
+
+    Args:
+      values: [R, M, ...].
+      ids: [R, T] int32, slot of each token's segment.
+
+    Returns:
+      [R, T, ...].
+    """
+    return jax.vmap(lambda row, slot: row[jnp.maximum(slot, 0)])(values, ids)

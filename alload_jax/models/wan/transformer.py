@@ -38,7 +38,13 @@ from alload_jax.models.common.parts import (
     patchify,
     unpatchify,
 )
-from alload_jax.models.common.segments import PADDING, PackedMetadata, TileLayout, clip_tiles
+from alload_jax.models.common.segments import (
+    PADDING,
+    PackedMetadata,
+    TileLayout,
+    clip_tiles,
+    to_tokens,
+)
 from alload_jax.models.common.sparse_attention import RowsOfLayer, SparseSelfAttention
 from alload_jax.models.common.sublayers import (
     AttentionProjections,
@@ -496,7 +502,7 @@ def _velocity_to(
     """
     sigma = timestep / TIMESTEP_SCALE
     if modulated is not None:
-        sigma = jnp.take_along_axis(sigma, jnp.maximum(modulated, 0), axis=1)
+        sigma = to_tokens(sigma, modulated)
     sigma = sigma.reshape(*sigma.shape, *(1,) * (tokens.ndim - sigma.ndim))
     distance = tokens.astype(jnp.float32) - data.astype(jnp.float32)
     return distance / jnp.maximum(sigma, _LEAST_SIGMA)
