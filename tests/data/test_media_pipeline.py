@@ -7,13 +7,16 @@ import signal
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import toy_encoders
 from data_helpers import contents
-from media_helpers import finished_shards, hold, make_media, prepare, rows
+from media_helpers import finished_shards, hold, make_media, prepare, rows, stored
 from patience import PATIENCE
 
 from alload_jax import cli
+from alload_jax.data.manifest import read_manifest
+from alload_jax.data.pixel_latents import unfold_frames
 from alload_jax.data.prepare.settings import MediaSettings
 from alload_jax.data.prepare.sources import AREA_CLASSES, buckets_of, parse_area
 from alload_jax.data.prepare.work_folder import claimed, join_workers
@@ -92,6 +95,7 @@ def test_a_run_goes_on_with_the_same_settings_and_files_alone(media, whole, tmp_
         ({"text_length": 9}, "--text-length 256, not 9"),
         ({"files_per_shard": 2}, "--files-per-shard 1, not 2"),
         ({"captions": "all"}, "--captions unset, not all"),
+        ({"frames_per_latent": 4}, "--frames-per-latent unset, not 4"),
         ({"scenes": True}, "--scene-threshold unset, not 3.0"),
     ):
         with pytest.raises(InputError, match=r"out: was begun with .* remove ") as error:
@@ -226,6 +230,7 @@ REFUSED = {
             *("--fps 1001", "--fps 0", "--workers 0", "--workers 10001", "--max-enlarge inf"),
             *("--max-enlarge 0", "--stride-seconds inf", "--stride-seconds 0", "--max-clips 0"),
             *("--files-per-shard 0", "--text-length 0", "--min-frames 0", "--min-frames 90"),
+            *("--frames-per-latent 3", "--frames-per-latent 2 --vae wan --vae-folder x"),
         )
     },
     **{
@@ -243,6 +248,17 @@ def test_flags_that_make_no_sense_are_refused(media, tmp_path, alload, flags):
     assert (status, err.count("\n")) == (2, 1)
     assert REFUSED[flags] in err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("per_latent", [2, 4])
+def test_latents_of_several_frames_unfold_to_the_frames(media, tmp_path, per_latent):
+    prepare(media, tmp_path / "out", frames_per_latent=per_latent)
+    prepare(media, tmp_path / "plain")
+    manifest = read_manifest(tmp_path / "out")
+    assert (manifest.vae_stride, set(manifest.channels)) == ((per_latent, 1, 1), {3 * per_latent})
+    for folded, frames in zip(stored(tmp_path / "out"), stored(tmp_path / "plain"), strict=True):
+        assert len(folded) == 1 + (len(frames) - 1) // per_latent
+        np.testing.assert_array_equal(unfold_frames(folded, per_latent), frames)
 
 
 def test_settings_at_their_bounds_are_taken():
