@@ -9,22 +9,23 @@ maps; no display is needed.
 import argparse
 import math
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import av
 import numpy as np
-import vizdoom
 import yaml
 from PIL import Image
 
-PLACES_FILE = Path(__file__).with_suffix(".yaml")
+from alload_jax.errors import InputError, run_command
+
 FPS = 16
 TICS = 2
 """Steps of the simulator, of 1/35 s, from a frame to the next."""
@@ -49,31 +50,22 @@ _REACHED = 0.29 * 0.75
 """Of `WALK`, that a step moves at least on the way of a clip that nothing stops."""
 
 
-@dataclass(frozen=True)
-class Place:
-    """A place that walks begin near, and the direction in which they look."""
-
-    caption: str
-    wad: str
-    map: str
-    x: int
-    y: int
-    angle: int
-
-
-PLACES = [Place(**place) for place in yaml.safe_load(PLACES_FILE.read_text())]
+PLACES: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
+"""Captions of places, and where walks begin near, in which direction and of which map."""
 
 
 class Walker:
     """Walks from near a place on, seen by who walks."""
 
-    def __init__(self, place: Place):
+    def __init__(self, place: dict[str, Any]):
+        import vizdoom  # scores need the captions alone
+
         self._place = place
         game = vizdoom.DoomGame()
-        wad = str(Path(vizdoom.__file__).parent / f"{place.wad}.wad")
+        wad = str(Path(vizdoom.__file__).parent / f"{place['wad']}.wad")
         game.set_doom_game_path(wad)
         game.set_doom_scenario_path(wad)
-        game.set_doom_map(place.map)
+        game.set_doom_map(place["map"])
         game.set_doom_config_path(f"{tempfile.gettempdir()}/vizdoom-{os.getpid()}.ini")
         game.set_window_visible(False)
         game.set_screen_resolution(vizdoom.ScreenResolution.RES_320X240)
@@ -98,20 +90,20 @@ class Walker:
         None where something is in the way.
         """
         place, game = self._place, self._game
-        x, y = place.x + rng.uniform(-64, 64), place.y + rng.uniform(-64, 64)
+        x, y = place["x"] + rng.uniform(-64, 64), place["y"] + rng.uniform(-64, 64)
         game.send_game_command(f"warp {x:.0f} {y:.0f}")
         game.make_action([0, 0, 0], TICS)
-        angle = place.angle + rng.uniform(-50, 50)
+        angle = place["angle"] + rng.uniform(-50, 50)
         game.make_action([0, 0, self._state()[2] - angle], 1)
         game.make_action([0, 0, 0], 20)  # falls to the ground, and fades of things taken up end
         begun = self._state()
         action, pictures = list(MOVES[move]), []
         for _ in range(frames):
-            pictures.append(self._game.get_state().screen_buffer.copy())
+            pictures.append(game.get_state().screen_buffer.copy())
             game.make_action(action, TICS)
         way = math.dist(begun[:2], self._state()[:2])
-        speed = max(abs(action[0]), abs(action[1]))
-        return None if way < _REACHED * speed * TICS * (frames - 1) else np.stack(pictures)
+        least = _REACHED * max(map(abs, action[:2])) * TICS * (frames - 1)
+        return None if way < least else np.stack(pictures)
 
     def _state(self) -> Any:
         return self._game.get_state().game_variables
@@ -161,26 +153,32 @@ def render(job: tuple[int, int, int], out: Path, seed: int) -> int:
             Image.fromarray(clip[0]).save(out / f"{name}.jpg", quality=95)
         else:
             write_clip(out / f"{name}.mp4", clip)
-        (out / f"{name}.txt").write_text(f"{PLACES[place].caption}; {move}")
+        (out / f"{name}.txt").write_text(f"{PLACES[place]['caption']}; {move}")
     walker.close()
     return samples
 
 
 def jobs(samples: int, most: int = 50) -> Iterator[tuple[int, int, int]]:
-    """Parts of so many samples, of each place in turn; the last may be smaller."""
-    for number, begun in enumerate(range(0, samples, most)):
-        part, place = divmod(number, len(PLACES))
-        yield place, part, min(most, samples - begun)
+    """Parts of at most so many samples, of each place in turn; places have equally many."""
+    of_place = [len(range(place, samples, len(PLACES))) for place in range(len(PLACES))]
+    for part in range(-(-of_place[0] // most)):
+        for place, number in enumerate(of_place):
+            if (left := min(most, number - part * most)) > 0:
+                yield place, part, left
 
 
-def main() -> None:
+def main(argv: list[str]) -> int:
     """Renders the samples."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder to make")
     parser.add_argument("--samples", type=int, default=30_000)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
+    if not find_spec("vizdoom"):
+        raise InputError("the package vizdoom is missing; install alload-jax[simulator]")
+    if options.out.exists():
+        raise InputError(f"{options.out}: already exists; name another folder with --out")
     options.out.mkdir(parents=True)
     with ProcessPoolExecutor(options.workers, get_context("spawn")) as pool:
         run = partial(render, out=options.out, seed=options.seed)
@@ -189,7 +187,8 @@ def main() -> None:
             done += samples
             print(f"\r{done:,} of {options.samples:,} samples", end="", flush=True)
     print()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_command(main, sys.argv[1:]))

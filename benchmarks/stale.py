@@ -21,8 +21,7 @@ ROOT = Path(__file__).parents[1]
 
 def git(*words: str) -> str:
     """What git prints; nothing where a commit or a file in it is unknown."""
-    command = ["git", "-C", str(ROOT), *words]
-    return subprocess.run(command, capture_output=True, text=True).stdout
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout
 
 
 def program_of(command: str) -> Path:

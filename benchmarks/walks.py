@@ -13,6 +13,7 @@ least 33 frames with the caption beside them; every fourth of their first 33 fra
 
 import argparse
 import json
+import sys
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
@@ -24,15 +25,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import scipy.linalg
 from flax import nnx
 from simulator import MOVES, PLACES
 
 from alload_jax.bench.harness import Record
+from alload_jax.errors import InputError, run_command
 
 SIZE = (48, 64)
 """Height and width that the network sees."""
-CAPTIONS = [place.caption for place in PLACES]
+CAPTIONS = [place["caption"] for place in PLACES]
 WAYS = list(MOVES)
 
 
@@ -86,27 +87,21 @@ def read_clip(path: Path) -> tuple[np.ndarray, int, int, np.ndarray] | None:
 def read_clips(folder: Path, workers: int) -> Clips:
     """All clips of a folder that are long enough, in the order of their names."""
     with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
-        found = pool.map(read_clip, sorted(folder.glob("*.mp4")), chunksize=16)
-        columns = zip(*(one for one in found if one is not None), strict=True)
-    return Clips(*(np.array(column) for column in columns))
+        found = list(filter(None, pool.map(read_clip, sorted(folder.glob("*.mp4")), chunksize=16)))
+    if not found:
+        raise InputError(f"{folder}: holds no .mp4 of 33 frames or more; name another folder")
+    return Clips(*(np.array(column) for column in zip(*found, strict=True)))
 
 
 class Reader(nnx.Module):
     """Names the place and the movement of a clip."""
 
     def __init__(self, rngs: nnx.Rngs):
-        conv = partial(nnx.Conv, padding="SAME", rngs=rngs)
-        self.convolutions = nnx.List(
-            [
-                conv(3, 48, (3, 5, 5), strides=(1, 2, 2)),
-                conv(48, 96, (3, 3, 3), strides=(1, 2, 2)),
-                conv(96, 192, (3, 3, 3), strides=(2, 2, 2)),
-                conv(192, 384, (3, 3, 3), strides=(2, 2, 2)),
-            ]
-        )
-        self.norms = nnx.List(
-            [nnx.GroupNorm(n, num_groups=16, rngs=rngs) for n in (48, 96, 192, 384)]
-        )
+        conv = partial(nnx.Conv, kernel_size=(3, 3, 3), padding="SAME", rngs=rngs)
+        layers = ((3, 48, 1), (48, 96, 1), (96, 192, 2), (192, 384, 2))
+        self.convolutions = nnx.List([conv(n, m, strides=(s, 2, 2)) for n, m, s in layers])
+        norm = partial(nnx.GroupNorm, num_groups=16, rngs=rngs)
+        self.norms = nnx.List([norm(width) for _, width, _ in layers])
         self.place = nnx.Linear(384, len(CAPTIONS), rngs=rngs)
         self.move = nnx.Linear(384, len(WAYS), rngs=rngs)
 
@@ -146,20 +141,18 @@ def train(clips: Clips, steps: int, batch: int = 128) -> Reader:
     return reader
 
 
+@nnx.jit
+def look(reader: Reader, seen: jax.Array) -> tuple[jax.Array, ...]:
+    """Features, place and movement of clips [N, 9, 48, 64, 3]."""
+    features = reader.features(seen)
+    return features, reader.place(features).argmax(-1), reader.move(features).argmax(-1)
+
+
 def read(reader: Reader, clips: Clips) -> tuple[dict[str, float], np.ndarray]:
     """Shares of clips whose place, movement and both are read as captioned; features [N, 384]."""
-
-    @nnx.jit
-    def look(reader: Reader, seen: jax.Array) -> tuple[jax.Array, ...]:
-        features = reader.features(seen)
-        return features, reader.place(features).argmax(-1), reader.move(features).argmax(-1)
-
-    parts = [
-        look(reader, jnp.asarray(clips.seen[n : n + 64])) for n in range(0, len(clips.seen), 64)
-    ]
-    features, place, move = (
-        np.concatenate([np.asarray(v) for v in p]) for p in zip(*parts, strict=True)
-    )
+    batches = (jnp.asarray(clips.seen[n : n + 64]) for n in range(0, len(clips.seen), 64))
+    parts = zip(*(look(reader, batch) for batch in batches), strict=True)
+    features, place, move = (np.concatenate(part) for part in parts)
     right = place == clips.place, move == clips.move
     shares = np.mean([*right, right[0] & right[1]], axis=1).tolist()
     return dict(zip(("place", "move", "both"), shares, strict=True)), features
@@ -169,15 +162,14 @@ def frechet(one: np.ndarray, other: np.ndarray) -> float:
     """The Fréchet distance of normal distributions fitted to features [N, 384]."""
     mean = one.mean(0) - other.mean(0)
     first, second = np.cov(one, rowvar=False), np.cov(other, rowvar=False)
-    root = scipy.linalg.sqrtm(first @ second)
-    return float(mean @ mean + np.trace(first + second - 2 * np.real(root)))
+    root = np.sqrt(np.linalg.eigvals(first @ second).real.clip(0)).sum()  # the trace of the root
+    return float(mean @ mean + np.trace(first + second) - 2 * root)
 
 
-def compare(reader: Reader, real: Clips, drawn: Clips) -> dict[str, object]:
-    """The figures of drawn clips beside as many rendered ones."""
+def compare(reader: Reader, real: Clips, of_real: np.ndarray, drawn: Clips) -> dict[str, object]:
+    """The figures of drawn clips beside as many rendered ones, whose features are `of_real`."""
     order = np.random.default_rng(0).permutation(len(real.place))
     half = min(len(drawn.place), len(order) // 2)
-    _, of_real = read(reader, real)
     shares, of_drawn = read(reader, drawn)
     one, other = of_real[order[:half]], of_real[order[half : 2 * half]]
     among_real, to_drawn = frechet(one, other), frechet(one, of_drawn[:half])
@@ -201,13 +193,12 @@ def score(options: argparse.Namespace) -> None:
     """Trains the reader, and writes the figures of each folder of drawn clips."""
     real = read_clips(options.real, options.workers)
     reader = train(read_clips(options.train, options.workers), options.steps)
-    held_out, _ = read(reader, real)
+    held_out, of_real = read(reader, real)
     report = Record(options.out, ["jax", "flax"], real=held_out, real_clips=len(real.place))
     for folder in options.drawn:
-        found = compare(reader, real, read_clips(folder, options.workers))
+        found = compare(reader, real, of_real, read_clips(folder, options.workers))
         report.add({"folder": folder.name, **found}, to="drawn")
         print(json.dumps(found, indent=1))
-    report.write()
 
 
 def write_list(options: argparse.Namespace) -> None:
@@ -218,14 +209,13 @@ def write_list(options: argparse.Namespace) -> None:
         place = CAPTIONS[number % len(CAPTIONS)]
         move = WAYS[(number // len(CAPTIONS) + number) % len(WAYS)]
         height, width = ((96, 128), (80, 144), (112, 112))[number // 144 % 3]
-        caption = f"{place}; {move}"
-        (options.out / f"{number:04}.txt").write_text(caption, encoding="utf-8")
-        size = {"frames": 65, "height": height, "width": width}
-        lines.append({"prompt": caption, **size, "seed": number, "out": f"{number:04}.mp4"})
+        line = {"prompt": f"{place}; {move}", "frames": 65, "height": height, "width": width}
+        (options.out / f"{number:04}.txt").write_text(line["prompt"], encoding="utf-8")
+        lines.append({**line, "seed": number, "out": f"{number:04}.mp4"})
     (options.out / "list.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
 
 
-def main() -> None:
+def main(argv: list[str]) -> int:
     """Writes a list of samples, or scores what was drawn."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(required=True)
@@ -240,9 +230,10 @@ def main() -> None:
     scoring.add_argument("--workers", type=int, default=8)
     scoring.add_argument("--out", type=Path, required=True)
     scoring.set_defaults(run=score)
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     options.run(options)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_command(main, sys.argv[1:]))
