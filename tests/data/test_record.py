@@ -1,7 +1,10 @@
 """Samples as bytes: bit for bit, and nothing that is damaged or hostile is run or crashes."""
 
+import ast
 import json
+import pickle
 import zlib
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -10,6 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
+import alload_jax
 from alload_jax.data import record
 
 DTYPES = [np.dtype(name) for name in ("f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u4", "?")]
@@ -82,3 +86,32 @@ def test_dtypes_that_are_not_supported_are_value_errors():
     for array in (np.array([print], object), np.zeros(1, np.complex64)):
         with pytest.raises(ValueError, match=r"a is .*; supported are"):
             record.encode({"a": array})
+
+
+def test_a_pickle_is_refused_without_being_run(tmp_path):
+    class Bomb:
+        def __reduce__(self):
+            return Path.touch, (tmp_path / "exploded",)
+
+    with pytest.raises(ValueError, match=NOT_ONE):
+        record.decode(pickle.dumps(Bomb()))
+    with pytest.raises(Exception, match="object"):
+        record.encode({"a": np.array([print], object)})
+    assert not (tmp_path / "exploded").exists()
+
+
+def imported_modules(tree):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+
+
+def test_no_module_can_unpickle():
+    for path in Path(alload_jax.__file__).parent.rglob("*.py"):
+        source = path.read_text()
+        modules = {name.split(".")[0] for name in imported_modules(ast.parse(source))}
+        assert not modules & {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}, path
+        assert "allow_pickle" not in source, path
+        assert "np.load(" not in source, path

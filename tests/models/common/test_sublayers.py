@@ -1,6 +1,8 @@
 """Parts of blocks: patches, rotary embedding, projections, norms, feed-forward, class labels."""
 
+import ast
 from functools import partial
+from pathlib import Path
 from unittest import mock
 
 import jax
@@ -102,6 +104,7 @@ def test_the_gradient_of_shared_input_adds_each_to_the_sum_of_those_behind_it():
 
 FIELDS = {"dim": 24, "ffn_dim": 32, "num_heads": 2, "num_layers": 1, "in_channels": 4}
 FIELDS |= {"text": {"dim": 16, "length": 8}, "image": {"dim": 16}, "dtype": "float32"}
+ROOT = Path(__file__).parents[3]
 FAMILIES = {"wan": {}, "hunyuan_video": {"glyphs": {"dim": 16, "length": 8}}}
 
 
@@ -121,7 +124,7 @@ def test_norms_of_models_keep_their_digits_at_any_mean(family):
         norm, state = nnx.split(module)
         size = jax.tree.leaves(state)[0].shape[-1]
         norm = nnx.merge(norm, jax.tree.map(lambda leaf, n=size: leaf.reshape(-1, n)[0], state))
-        for mean in (0.0, 1000.0):
+        for mean in (0.0, 1.0, 10.0, 100.0, 1000.0):
             x = mean + np.random.default_rng(0).normal(size=(16, size)).astype(np.float32)
             exact = x.astype(np.float64)
             centre = 0 if isinstance(module, nnx.RMSNorm) else exact.mean(-1, keepdims=True)
@@ -130,6 +133,23 @@ def test_norms_of_models_keep_their_digits_at_any_mean(family):
             np.testing.assert_allclose(
                 norm(jnp.asarray(x)), (exact - centre) / np.sqrt(power), 0, 2.0**-22 * (4 + mean)
             )
+
+
+def fast_variances(path):
+    """Lines of a file that build a norm which computes E[x²] − E[x]², as Flax does by default."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        name = ast.unparse(node.func).split(".")[-1] if isinstance(node, ast.Call) else ""
+        if name.endswith("Norm") and name != "RMSNorm" and name[0].isupper():
+            given = {each.arg: ast.unparse(each.value) for each in node.keywords}
+            if given.get("use_fast_variance") != "False":
+                yield f"{path}:{node.lineno}: {name} without use_fast_variance=False"
+
+
+def test_no_norm_takes_its_variance_from_a_difference(tmp_path):
+    found = [line for path in ROOT.glob("alload_jax/**/*.py") for line in fast_variances(path)]
+    assert not found, found
+    (tmp_path / "a.py").write_text("nnx.LayerNorm(4)\nnnx.GroupNorm(4, use_fast_variance=True)")
+    assert len(list(fast_variances(tmp_path / "a.py"))) == 2
 
 
 # ---------------------------------------------------------------- queries and keys
