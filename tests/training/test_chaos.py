@@ -2,11 +2,13 @@
 
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
 import sys
 import threading
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -52,6 +54,25 @@ def test_a_kill_counts_once_for_the_phases_that_are_open(tmp_path, monkeypatch):
     with phases.during("validation"):  # as after SIGTERM
         pass
     assert sent == [(os.getpid(), signal.SIGKILL)]
+
+
+def test_300_kills_hit_every_phase_25_times():
+    """Where a kill in five comes late, and a run has ended after some kills."""
+    import chaos
+
+    chance, counts, kills = random.Random(0), Counter(), 0
+    while kills < 300:
+        saved, series = 0, 0
+        while series < chaos._MOST and kills < 300:
+            phase = chaos.next_phase(counts, saved, 60, chance)
+            if phase is None:
+                break
+            kills, series = kills + 1, series + 1
+            counts.update([phase] if chance.random() > 0.2 else ["steps"])
+            saved = 60 if phase == "end" else min(60, saved + chance.randrange(20))
+    assert min(counts[phase] for phase in chaos.PHASES) >= 25
+    signals = [chaos._SIGNALS[n % len(chaos._SIGNALS)] for n in range(300)]
+    assert signals.count("SIGKILL") >= 200
 
 
 # ---------------------------------------------------------------- planted faults
@@ -206,6 +227,26 @@ def test_processes_that_are_left_are_seen(tmp_path):
 
 
 # ---------------------------------------------------------------- runs
+
+
+@pytest.mark.slow
+def test_a_fault_that_is_planted_in_a_run_is_seen(tmp_path, monkeypatch):
+    """A sample that is left out after the interruption, as if its place were lost."""
+    from chaos_runs import Campaign
+    from chaos_starts import ENVIRONMENT
+
+    for name, value in ENVIRONMENT.items():  # which the campaign sets
+        monkeypatch.setenv(name, value)
+    campaign = Campaign(tmp_path / "work", steps=20)
+    chance = random.Random(0)
+    assert campaign.kill("run", "classes", "commit", "SIGKILL", chance).faults == []
+    (tmp_path / "exclude.txt").write_text("\n".join(map(str, range(12))))
+    flags = campaign.flags
+    extra = ["--data.exclude", str(tmp_path / "exclude.txt")]
+    monkeypatch.setattr(campaign, "flags", lambda *given: [*flags(*given), *extra])
+    faults = campaign.finish("run", "classes")
+    assert "samples or their losses differ" in faults
+    assert any(fault.startswith("last arrays differ") for fault in faults)
 
 
 @pytest.mark.slow
