@@ -144,6 +144,7 @@ def write_clip(path: Path, clip: np.ndarray) -> None:
 def render(job: tuple[int, int, int], out: Path, seed: int) -> int:
     """Renders `samples` of a place as part `part`: (place, part, samples)."""
     place, part, samples = job
+    os.chdir(tempfile.gettempdir())  # ViZDoom leaves a folder where it runs
     rng = np.random.default_rng((seed, place, part))
     walker = Walker(PLACES[place])
     for number in range(samples):
@@ -181,7 +182,7 @@ def main(argv: list[str]) -> int:
         raise InputError(f"{options.out}: already exists; name another folder with --out")
     options.out.mkdir(parents=True)
     with ProcessPoolExecutor(options.workers, get_context("spawn")) as pool:
-        run = partial(render, out=options.out, seed=options.seed)
+        run = partial(render, out=options.out.resolve(), seed=options.seed)
         done = 0
         for samples in pool.map(run, jobs(options.samples)):
             done += samples
