@@ -1,19 +1,23 @@
 """How drawn walks compare with rendered ones: what a classifier reads, distances, motion, faults.
 
+    python benchmarks/walks.py learn --train data/walks/media --reader runs/walks/reader.safetensors
     python benchmarks/walks.py list --out runs/walks/drawn --clips 500
+    python benchmarks/walks.py list --out runs/walks/continued --first-of data/walks/held_out
     alload sample --checkpoint runs/walks --list runs/walks/drawn/list.jsonl
-    python benchmarks/walks.py score --train data/walks/media --real data/walks/held_out \
-        --drawn runs/walks/drawn --out benchmarks/results/walks_h100_x4.json
+    python benchmarks/walks.py score --reader runs/walks/reader.safetensors \
+        --real data/walks/held_out --drawn runs/walks/drawn --out benchmarks/results/walks.json
 
-A small 3D network learns the place and the movement of rendered clips. It then reads drawn clips
-and rendered ones of another seed. The Fréchet distance of its features between drawn and rendered
-clips is compared with that between two halves of the rendered ones. Clips are .mp4 files of at
-least 33 frames with the caption beside them; every fourth of their first 33 frames is looked at.
+A small 3D network, the reader, learns the place and the movement of rendered clips. It then reads
+drawn clips and rendered ones of another seed. The Fréchet distance of its features between drawn
+and rendered clips is compared with that between two halves of the rendered ones. Clips are .mp4
+files of at least 33 frames with the caption beside them; every fourth of their first 33 frames is
+looked at. With --first-of, drawn clips begin with the first frames of rendered ones.
 """
 
 import argparse
 import json
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
@@ -25,6 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import safetensors.numpy
 from flax import nnx
 from simulator import MOVES, PLACES
 
@@ -33,6 +38,8 @@ from alload_jax.errors import InputError, run_command
 
 SIZE = (48, 64)
 """Height and width that the network sees."""
+SHAPES = ((96, 128), (80, 144), (112, 112))
+"""Heights and widths of the clips that are drawn: those of the prepared ones."""
 CAPTIONS = [place["caption"] for place in PLACES]
 WAYS = list(MOVES)
 
@@ -189,10 +196,32 @@ def compare(reader: Reader, real: Clips, of_real: np.ndarray, drawn: Clips) -> d
     }
 
 
-def score(options: argparse.Namespace) -> None:
-    """Trains the reader, and writes the figures of each folder of drawn clips."""
-    real = read_clips(options.real, options.workers)
+def learn(options: argparse.Namespace) -> None:
+    """Trains the reader and writes its weights."""
     reader = train(read_clips(options.train, options.workers), options.steps)
+    options.reader.parent.mkdir(parents=True, exist_ok=True)
+    safetensors.numpy.save_file(jax.tree.map(np.asarray, _weights(reader)), options.reader)
+
+
+def _weights(reader: Reader) -> dict[str, jax.Array]:
+    """The arrays of the reader by their names."""
+    flat = nnx.to_flat_state(nnx.state(reader, nnx.Param))
+    return {".".join(map(str, path)): variable[...] for path, variable in flat}
+
+
+def read_reader(path: Path) -> Reader:
+    """The reader of weights that `learn` wrote."""
+    if not path.is_file():
+        raise InputError(f"{path}: no such file; write it with `walks.py learn`")
+    reader, weights = Reader(nnx.Rngs(0)), safetensors.numpy.load_file(path)
+    for name, variable in nnx.to_flat_state(nnx.state(reader, nnx.Param)):
+        variable[...] = jnp.asarray(weights[".".join(map(str, name))])
+    return reader
+
+
+def score(options: argparse.Namespace) -> None:
+    """Writes the figures of each folder of drawn clips."""
+    reader, real = read_reader(options.reader), read_clips(options.real, options.workers)
     held_out, of_real = read(reader, real)
     report = Record(options.out, ["jax", "flax"], real=held_out, real_clips=len(real.place))
     for folder in options.drawn:
@@ -201,35 +230,63 @@ def score(options: argparse.Namespace) -> None:
         print(json.dumps(found, indent=1))
 
 
-def write_list(options: argparse.Namespace) -> None:
-    """Writes a list for `alload sample`: every place and movement in turn, in three shapes."""
-    options.out.mkdir(parents=True)
-    lines = []
-    for number in range(options.clips):
+def wanted(clips: int) -> Iterator[dict[str, object]]:
+    """Every place and movement in turn, in three shapes."""
+    for number in range(clips):
         place = CAPTIONS[number % len(CAPTIONS)]
         move = WAYS[(number // len(CAPTIONS) + number) % len(WAYS)]
-        height, width = ((96, 128), (80, 144), (112, 112))[number // 144 % 3]
-        line = {"prompt": f"{place}; {move}", "frames": 65, "height": height, "width": width}
-        (options.out / f"{number:04}.txt").write_text(line["prompt"], encoding="utf-8")
-        lines.append({**line, "seed": number, "out": f"{number:04}.mp4"})
-    (options.out / "list.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+        height, width = SHAPES[number // 144 % 3]
+        yield {"prompt": f"{place}; {move}", "frames": 65, "height": height, "width": width}
+
+
+def continued(clips: int, rendered: Path, out: Path) -> Iterator[dict[str, object]]:
+    """The captions of rendered clips of 65 frames and their first frames, written as pictures."""
+    for path in sorted(rendered.glob("*.mp4")):
+        with av.open(str(path)) as file:
+            if file.streams.video[0].frames != 65:
+                continue
+            first = next(file.decode(video=0))
+        name, ratio = f"first_{path.stem}.png", first.width / first.height
+        first.to_image().save(out / name)
+        height, width = min(SHAPES, key=lambda shape: abs(shape[1] / shape[0] - ratio))
+        caption = path.with_suffix(".txt").read_text(encoding="utf-8")
+        line = {"prompt": caption, "frames": 65, "height": height, "width": width}
+        yield {**line, "image": name}
+        if not (clips := clips - 1):
+            return
+
+
+def write_list(options: argparse.Namespace) -> None:
+    """Writes a list for `alload sample`, and the captions."""
+    options.out.mkdir(parents=True)
+    clips, rendered = options.clips, options.first_of
+    each = continued(clips, rendered, options.out) if rendered else wanted(clips)
+    lines = []
+    for number, line in enumerate(each):
+        (options.out / f"{number:04}.txt").write_text(str(line["prompt"]), encoding="utf-8")
+        lines.append(json.dumps({**line, "seed": number, "out": f"{number:04}.mp4"}))
+    (options.out / "list.jsonl").write_text("\n".join(lines), encoding="utf-8")
 
 
 def main(argv: list[str]) -> int:
-    """Writes a list of samples, or scores what was drawn."""
+    """Trains the reader, writes a list of samples, or scores what was drawn."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(required=True)
-    listing, scoring = commands.add_parser("list"), commands.add_parser("score")
+    learning, listing, scoring = map(commands.add_parser, ("learn", "list", "score"))
+    learning.add_argument("--train", type=Path, required=True, help="rendered clips to learn")
+    learning.add_argument("--steps", type=int, default=1500)
+    learning.set_defaults(run=learn)
     listing.add_argument("--out", type=Path, required=True, help="folder to make")
     listing.add_argument("--clips", type=int, default=500)
+    listing.add_argument("--first-of", type=Path, help="rendered clips, whose first frames begin")
     listing.set_defaults(run=write_list)
-    for flag, help in (("train", "that are learned"), ("real", "of another seed")):
-        scoring.add_argument(f"--{flag}", type=Path, required=True, help=f"rendered clips {help}")
+    scoring.add_argument("--real", type=Path, required=True, help="rendered clips of another seed")
     scoring.add_argument("--drawn", type=Path, nargs="+", required=True)
-    scoring.add_argument("--steps", type=int, default=1500)
-    scoring.add_argument("--workers", type=int, default=8)
     scoring.add_argument("--out", type=Path, required=True)
     scoring.set_defaults(run=score)
+    for each in (learning, scoring):
+        each.add_argument("--reader", type=Path, required=True, help="file of its weights")
+        each.add_argument("--workers", type=int, default=8)
     options = parser.parse_args(argv)
     options.run(options)
     return 0

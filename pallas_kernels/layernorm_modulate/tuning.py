@@ -214,7 +214,9 @@ def measured_as_faster(
     least_elements, narrowest, widest = _FASTER[layout]
     if not device_kind.startswith(devices.HOPPER) or dim > widest:
         return None
-    return dim >= narrowest and elements >= least_elements
+    faster = dim >= narrowest and elements >= least_elements
+    # Of the other layouts, smaller and narrower arrays were not measured.
+    return faster if layout == "row" else faster or None
 
 
 def _measured_ratios(device_kind: str, dim: int) -> tuple[float, float] | None:
