@@ -6,6 +6,8 @@
     alload sample --checkpoint runs/walks --list runs/walks/drawn/list.jsonl
     python benchmarks/walks.py score --reader runs/walks/reader.safetensors \
         --real data/walks/held_out --drawn runs/walks/drawn --out benchmarks/results/walks.json
+    python benchmarks/walks.py picture --real data/walks/held_out --drawn runs/walks/drawn \
+        --numbers 0 1 2 3 4 5 --out docs/images/walks.webp
 
 A small 3D network, the reader, learns the place and the movement of rendered clips. It then reads
 drawn clips and rendered ones of another seed. The Fréchet distance of its features between drawn
@@ -31,7 +33,8 @@ import numpy as np
 import optax
 import safetensors.numpy
 from flax import nnx
-from simulator import MOVES, PLACES
+from PIL import Image, ImageDraw, ImageFont
+from simulator import FPS, MOVES, PLACES
 
 from alload_jax.bench.harness import Record
 from alload_jax.errors import InputError, run_command
@@ -40,6 +43,8 @@ SIZE = (48, 64)
 """Height and width that the network sees."""
 SHAPES = ((96, 128), (80, 144), (112, 112))
 """Heights and widths of the clips that are drawn: those of the prepared ones."""
+CELL = (160, 120)
+"""Width and height of a clip in a picture."""
 CAPTIONS = [place["caption"] for place in PLACES]
 WAYS = list(MOVES)
 
@@ -268,11 +273,62 @@ def write_list(options: argparse.Namespace) -> None:
     (options.out / "list.jsonl").write_text("\n".join(lines), encoding="utf-8")
 
 
+def draw_picture(options: argparse.Namespace) -> None:
+    """Writes an animation of drawn clips, each beside a rendered one of its caption."""
+    of_caption: dict[str, Path] = {}
+    for text in sorted(options.real.glob("*.txt")):
+        if (clip := text.with_suffix(".mp4")).exists() and len(frames_of(clip)) == 65:
+            of_caption.setdefault(text.read_text(encoding="utf-8"), clip)
+    cells = []
+    for number in options.numbers:
+        drawn = options.drawn / f"{number:04}.mp4"
+        caption = drawn.with_suffix(".txt").read_text(encoding="utf-8")
+        if caption not in of_caption:
+            raise InputError(f"{options.real}: no clip of 65 frames says {caption!r}; leave it out")
+        cells.append((caption, frames_of(drawn), frames_of(of_caption[caption])))
+    (width, height), gap, line = CELL, 6, 18
+    columns, rows = min(3, len(cells)), -(-len(cells) // 3)
+    size = (columns * (2 * width + 3 * gap), rows * (height + line + gap) + gap)
+    pages = []
+    for moment in range(65):
+        page = Image.new("RGB", size, "white")
+        text = ImageDraw.Draw(page)
+        for place, (caption, *clips) in enumerate(cells):
+            left, top = (
+                place % 3 * (2 * width + 3 * gap) + gap,
+                place // 3 * (height + line + gap) + gap,
+            )
+            for side, clip in enumerate(clips):
+                page.paste(
+                    clip[moment].resize(CELL, Image.Resampling.LANCZOS),
+                    (left + side * (width + gap // 2), top),
+                )
+            text.text((left, top + height + 2), caption, "black", ImageFont.load_default(12))
+        pages.append(page)
+    pages[0].save(
+        options.out,
+        save_all=True,
+        append_images=pages[1:],
+        duration=1000 // FPS,
+        loop=0,
+        quality=70,
+        method=6,
+    )
+
+
+def frames_of(path: Path) -> list[Image.Image]:
+    """The frames of a clip."""
+    with av.open(str(path)) as file:
+        return [frame.to_image() for frame in file.decode(video=0)]
+
+
 def main(argv: list[str]) -> int:
     """Trains the reader, writes a list of samples, or scores what was drawn."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(required=True)
-    learning, listing, scoring = map(commands.add_parser, ("learn", "list", "score"))
+    learning, listing, scoring, drawing = map(
+        commands.add_parser, ("learn", "list", "score", "picture")
+    )
     learning.add_argument("--train", type=Path, required=True, help="rendered clips to learn")
     learning.add_argument("--steps", type=int, default=1500)
     learning.set_defaults(run=learn)
@@ -284,6 +340,11 @@ def main(argv: list[str]) -> int:
     scoring.add_argument("--drawn", type=Path, nargs="+", required=True)
     scoring.add_argument("--out", type=Path, required=True)
     scoring.set_defaults(run=score)
+    drawing.add_argument("--real", type=Path, required=True, help="rendered clips to stand beside")
+    drawing.add_argument("--drawn", type=Path, required=True)
+    drawing.add_argument("--numbers", type=int, nargs="+", required=True, help="of drawn clips")
+    drawing.add_argument("--out", type=Path, required=True, help=".webp or .gif to write")
+    drawing.set_defaults(run=draw_picture)
     for each in (learning, scoring):
         each.add_argument("--reader", type=Path, required=True, help="file of its weights")
         each.add_argument("--workers", type=int, default=8)
