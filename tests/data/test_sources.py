@@ -25,8 +25,7 @@ from source_files import (
 
 from alload_jax.data.collate import Collator, collation_for
 from alload_jax.data.condition import conditions_for
-from alload_jax.data.sources.arrays import channels_last, latent_shape
-from alload_jax.data.sources.files import normalized
+from alload_jax.data.sources.arrays import channels_last, latent_shape, normalized
 from alload_jax.data.sources.grain_samples import GrainSamples
 from alload_jax.data.sources.opening import find_source_name, open_source
 from alload_jax.data.sources.parquet import Parquet
@@ -241,14 +240,14 @@ def test_channels_stand_last_whatever_the_layout(layout, axes, batched):
     stored = latents.transpose([*map("THWC".index, layout)])
     stored = stored[None] if batched else stored
     np.testing.assert_array_equal(channels_last(stored, layout), latents)
-    assert latent_shape(stored.shape, layout) == (axes[:3], axes[3])
+    assert latent_shape(stored.shape, layout) == axes
     if axes[0] == 1:
         picture = np.squeeze(stored[0] if batched else stored, layout.index("T"))
         np.testing.assert_array_equal(channels_last(picture, layout), latents)
 
 
 def test_other_shapes_are_no_latents():
-    assert latent_shape((10**6, 1, 1, 1), "CTHW").channels == 10**6
+    assert latent_shape((10**6, 1, 1, 1), "CTHW") == (1, 1, 1, 10**6)
     for shape in ((), (2, 3), (2, 1, 2, 3, 4), (1, 0, 2, 2), (10**6 + 1, 1, 1)):
         with pytest.raises(ValueError, match="latents have shape"):
             latent_shape(shape, "CTHW")

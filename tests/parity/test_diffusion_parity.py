@@ -16,7 +16,7 @@ import torch
 from diffusers import training_utils
 from safetensors.numpy import load_file
 
-from alload_jax.data.sources.files import normalized
+from alload_jax.data.sources.arrays import normalized
 from alload_jax.diffusion.samplers import sample
 from alload_jax.diffusion.schedules import noise_levels
 from alload_jax.diffusion.timesteps import TimestepConfig, loss_weight, sample_sigma

@@ -1,11 +1,17 @@
-"""Arrays of files of other trainers: their layouts, padding and checks."""
+"""Files of other trainers: finding them, and the layouts, statistics and checks of their arrays.
 
+Statistics of Wan 2.1 are the defaults of diffusers' `AutoencoderKLWan`; those of Wan 2.2 (5B) are
+of the VAE of Wan's repository.
+"""
+
+import os
 import zlib
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -13,14 +19,112 @@ import pyarrow as pa
 from typing_extensions import override
 
 from alload_jax.data.manifest import Manifest
-from alload_jax.data.record import GIVEN, IMAGE, LABELS, LATENTS, TEXT, SampleForm
+from alload_jax.data.record import LABELS, LATENTS, TEXT, SampleForm
 from alload_jax.data.sources import SampleSource
-from alload_jax.data.sources.files import Normalize, channels_of, normalized
 from alload_jax.data.store import BadRecordError
 from alload_jax.errors import InputError
 from alload_jax.files import Json
 from alload_jax.planning.samples import Triple
 from alload_jax.processes import waits
+
+_PICKLES = (".pt", ".pth", ".pkl", ".ckpt", ".bin")
+_THREADS = 16  # scanning waits for the file system
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+
+def find_files(folder: Path, suffix: str) -> list[str]:
+    """Returns the files of a folder and the folders in it whose names end in `suffix`.
+
+    Hidden files and folders are left out. Paths are relative, sorted by their bytes.
+
+    Raises:
+      InputError: a file is a link out of the folder, or no file.
+    """
+    root = Path(os.path.realpath(folder))
+    if root.is_file():
+        return [folder.name] if folder.name.endswith(suffix) else []
+    found = sorted((name for name in _names(root) if name.endswith(suffix)), key=os.fsencode)
+    for name in found:
+        path = root / name  # folders that are links are not walked
+        if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root):
+            raise InputError(f"{folder / name}: is a link out of the folder; copy the file here")
+        if not path.is_file():
+            raise InputError(f"{folder / name}: is not a file; remove it")
+    return found
+
+
+def find_pickle(folder: Path) -> str | None:
+    """Returns the first file of PyTorch's pickle format in a folder; None if there is none."""
+    if folder.is_file():
+        return folder.name if folder.suffix in _PICKLES else None
+    return min((name for name in _names(folder) if name.endswith(_PICKLES)), default=None)
+
+
+def root_of(folder: Path) -> Path:
+    """Returns the folder to which the names of `find_files` are relative."""
+    return folder.parent if folder.is_file() else folder
+
+
+def scan(function: Callable[[T], S], items: Sequence[T]) -> list[S]:
+    """Applies a function that reads a little of a file to each item, several at a time."""
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return list(pool.map(function, items))
+
+
+def _names(root: Path) -> Iterator[str]:
+    for parent, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in files:
+            if not name.startswith("."):
+                yield (Path(parent) / name).relative_to(root).as_posix()
+
+
+Normalize = Literal["wan2.1", "wan2.2", "none"]
+"""The VAE whose statistics latents must be normalised with; `none` for normalised latents."""
+
+# fmt: off
+_STATISTICS = {
+    "wan2.1": (
+        (-0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508,
+         0.4134, -0.0715, 0.5517, -0.3632, -0.1922, -0.9497, 0.2503, -0.2921),
+        (2.8184, 1.4541, 2.3275, 2.6558, 1.2196, 1.7708, 2.6052, 2.0743,
+         3.2687, 2.1526, 2.8652, 1.5579, 1.6382, 1.1253, 2.8251, 1.9160),
+    ),
+    "wan2.2": (
+        (-0.2289, -0.0052, -0.1323, -0.2339, -0.2799, 0.0174, 0.1838, 0.1557,
+         -0.1382, 0.0542, 0.2813, 0.0891, 0.1570, -0.0098, 0.0375, -0.1825,
+         -0.2246, -0.1207, -0.0698, 0.5109, 0.2665, -0.2108, -0.2158, 0.2502,
+         -0.2055, -0.0322, 0.1109, 0.1567, -0.0729, 0.0899, -0.2799, -0.1230,
+         -0.0313, -0.1649, 0.0117, 0.0723, -0.2839, -0.2083, -0.0520, 0.3748,
+         0.0152, 0.1957, 0.1433, -0.2944, 0.3573, -0.0548, -0.1681, -0.0667),
+        (0.4765, 1.0364, 0.4514, 1.1677, 0.5313, 0.4990, 0.4818, 0.5013,
+         0.8158, 1.0344, 0.5894, 1.0901, 0.6885, 0.6165, 0.8454, 0.4978,
+         0.5759, 0.3523, 0.7135, 0.6804, 0.5833, 1.4146, 0.8986, 0.5659,
+         0.7069, 0.5338, 0.4889, 0.4917, 0.4069, 0.4999, 0.6866, 0.4093,
+         0.5709, 0.6065, 0.6415, 0.4944, 0.5726, 1.2042, 0.5458, 1.6887,
+         0.3971, 1.0600, 0.3943, 0.5537, 0.5444, 0.4089, 0.7468, 0.7744),
+    ),
+}
+# fmt: on
+
+
+def normalized(latents: np.ndarray, normalize: Normalize | None) -> np.ndarray:
+    """Subtracts the mean of each channel and divides by its standard deviation.
+
+    Args:
+      latents: [..., C] floats.
+      normalize: the VAE; None and `none` leave the latents as they are.
+
+    Returns:
+      [..., C] float32, or `latents` themselves.
+    """
+    if normalize not in _STATISTICS:
+        return latents
+    mean, deviation = np.array(_STATISTICS[normalize], np.float32)
+    return (latents.astype(np.float32) - mean) / deviation
+
 
 Layout = Literal["CTHW", "TCHW", "THWC"]
 """Order of the axes of stored latents: channels, frames (time), height, width."""
@@ -49,34 +153,19 @@ class Reading:
     classes: bool = False
 
 
-class LatentShape(NamedTuple):
-    """Shape of the latents of a sample.
-
-    Attributes:
-      grid: (frames, height, width) of the latents.
-      channels: number of channels.
-    """
-
-    grid: Triple
-    channels: int
-
-
-def latent_shape(shape: Sequence[int], layout: Layout) -> LatentShape:
-    """Returns the shape of stored latents, of a clip or of a picture without an axis of frames.
+def latent_shape(shape: Sequence[int], layout: Layout) -> tuple[int, int, int, int]:
+    """Returns (frames, height, width, channels) of stored latents.
 
     Raises:
       ValueError: the shape has other axes, or an axis is empty or absurdly long.
     """
-    sizes = dict(zip(layout, four_axes(shape, layout), strict=True))
-    return LatentShape((sizes["T"], sizes["H"], sizes["W"]), sizes["C"])
+    axes = _four_axes(shape, layout)
+    frames, height, width, channels = (axes[layout.index(axis)] for axis in "THWC")
+    return frames, height, width, channels
 
 
-def four_axes(shape: Sequence[int], layout: Layout) -> tuple[int, ...]:
-    """Returns the shape with all four axes: a leading batch of 1 is dropped, one frame added.
-
-    Raises:
-      ValueError: as `latent_shape`.
-    """
+def _four_axes(shape: Sequence[int], layout: Layout) -> tuple[int, ...]:
+    """The shape with all four axes: a leading batch of 1 is dropped, a picture is one frame."""
     axes = tuple(shape)
     if len(axes) == 5 and axes[0] == 1:
         axes = axes[1:]
@@ -84,7 +173,7 @@ def four_axes(shape: Sequence[int], layout: Layout) -> tuple[int, ...]:
         frames = layout.index("T")
         axes = (*axes[:frames], 1, *axes[frames:])
     if len(axes) != 4 or not all(1 <= size <= _LARGEST_AXIS for size in axes):
-        raise ValueError(f"latents have shape {_shown(shape)}; they must be {layout}")
+        raise ValueError(f"latents have shape {list(shape)[:8]}; they must be {layout}")
     return axes
 
 
@@ -94,7 +183,7 @@ def channels_last(latents: np.ndarray, layout: Layout) -> np.ndarray:
     Raises:
       ValueError: as `latent_shape`.
     """
-    axes = latents.reshape(four_axes(latents.shape, layout))
+    axes = latents.reshape(_four_axes(latents.shape, layout))
     return axes.transpose([layout.index(axis) for axis in "THWC"])
 
 
@@ -108,7 +197,7 @@ def text_shape(shape: Sequence[int]) -> tuple[int, int]:
     if len(axes) == 3 and axes[0] == 1:
         axes = axes[1:]
     if len(axes) != 2 or not (0 <= axes[0] <= _LARGEST_AXIS and 1 <= axes[1] <= _LARGEST_AXIS):
-        raise ValueError(f"text embeddings have shape {_shown(shape)}; they must be [L, width]")
+        raise ValueError(f"text embeddings have shape {list(shape)[:8]}; they must be [L, width]")
     return axes
 
 
@@ -138,75 +227,40 @@ def text_tokens(text: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
 
 
 def checked_sample(
-    manifest: Manifest, sample: int, latents: np.ndarray, condition: np.ndarray, place: str
-) -> dict[str, np.ndarray]:
-    """Checks a sample against the manifest, and returns its arrays by name.
-
-    Args:
-      manifest: the manifest.
-      sample: number of the sample.
-      latents: [t, h, w, C].
-      condition: [L, width] text or [L] classes.
-      place: where the sample lies, for messages.
-
-    Raises:
-      BadRecordError: a shape or dtype is not as the manifest says, or a value is not finite.
-    """
-    shape = manifest.latent_shape(tuple(manifest.shape[sample]))
-    if latents.shape != shape:
-        raise BadRecordError(f"{place} holds latents of shape {latents.shape}, not {shape}")
-    _require_floats("latents", latents, place)
-    longest, width = int(manifest.text_length[sample]), manifest.form.text_dim
-    if condition.shape[1:] != (() if width is None else (width,)) or len(condition) > longest:
-        kind = "classes" if width is None else f"text of width {width}"
-        raise BadRecordError(
-            f"{place} holds a condition of shape {condition.shape}; it must be {kind} with at most "
-            f"{longest} tokens"
-        )
-    if width is not None:
-        _require_floats("text", condition, place)
-        return {LATENTS: latents, TEXT: condition}
-    if condition.dtype.kind not in "iu":
-        raise BadRecordError(f"{place} holds classes of dtype {condition.dtype}, not integers")
-    return {LATENTS: latents, LABELS: condition.astype(np.int32)}
-
-
-def checked_given(
     manifest: Manifest, sample: int, arrays: Mapping[str, np.ndarray], place: str
 ) -> dict[str, np.ndarray]:
-    """Checks what image-to-video models take, and returns those of the arrays by name.
+    """Checks a sample against the manifest, and returns the arrays that the manifest names.
 
     Args:
       manifest: the manifest.
       sample: number of the sample.
-      arrays: the sample's arrays.
+      arrays: the sample's arrays by name. Its condition may be shorter than the manifest says.
       place: where the sample lies, for messages.
 
     Raises:
-      BadRecordError: one is missing, has another shape than the manifest says, or is not finite.
+      BadRecordError: one is missing, its shape or dtype is not as the manifest says, or a value is
+        not finite.
     """
-    shapes = manifest.record_shapes(sample)
+    latents = manifest.latent_shape(tuple(manifest.shape[sample]))
     found = {}
-    for name in (GIVEN, IMAGE):
-        if name not in shapes:
-            continue
-        if name not in arrays or arrays[name].shape != shapes[name]:
-            shown = arrays[name].shape if name in arrays else "nothing"
-            raise BadRecordError(f"{place} holds {name} of shape {shown}, not {shapes[name]}")
-        _require_floats(name, arrays[name], place)
-        found[name] = arrays[name]
+    for name, shape in {LATENTS: latents, **manifest.record_shapes(sample)}.items():
+        if name not in arrays:
+            raise BadRecordError(f"{place} holds no {name}")
+        array, is_condition = arrays[name], name in (TEXT, LABELS)
+        is_shorter = is_condition and array.shape[:1] < shape[:1]
+        if array.shape[1:] != shape[1:] or (array.shape[:1] != shape[:1] and not is_shorter):
+            most = f", with at most {shape[0]} tokens" if is_condition else ""
+            raise BadRecordError(f"{place} holds {name} of shape {array.shape}, not {shape}{most}")
+        if name == LABELS:
+            if array.dtype.kind not in "iu":
+                raise BadRecordError(f"{place} holds classes of dtype {array.dtype}, not integers")
+            array = array.astype(np.int32)
+        elif array.dtype not in FLOATS:
+            raise BadRecordError(f"{place} holds {name} of dtype {array.dtype}, not floats")
+        elif not np.isfinite(array).all():
+            raise BadRecordError(f"{place} holds {name} with NaN or infinite values")
+        found[name] = array
     return found
-
-
-def _require_floats(name: str, array: np.ndarray, place: str) -> None:
-    if array.dtype not in FLOATS:
-        raise BadRecordError(f"{place} holds {name} of dtype {array.dtype}, not floats")
-    if not np.isfinite(array).all():
-        raise BadRecordError(f"{place} holds {name} with NaN or infinite values")
-
-
-def _shown(shape: Sequence[int]) -> list[int]:
-    return list(shape)[:8]
 
 
 _USUAL_STRIDES: dict[int, Triple] = {16: (4, 8, 8), 48: (4, 16, 16)}
@@ -219,7 +273,7 @@ class ScannedSample(NamedTuple):
     Attributes:
       file: file of the latents, relative to the data folder.
       row: number of the sample in the file.
-      latents: shape of the latents.
+      latents: (frames, height, width, channels) of the latents.
       text_length: tokens of the condition, with padding.
       text_dim: width of the text; None for classes.
       mark: CRC-32 of what was read of the content.
@@ -228,7 +282,7 @@ class ScannedSample(NamedTuple):
 
     file: str
     row: int
-    latents: LatentShape
+    latents: tuple[int, int, int, int]
     text_length: int
     text_dim: int | None
     mark: int
@@ -268,7 +322,8 @@ class FileSamples(SampleSource):
         if not samples:
             raise InputError(f"{folder}: holds no samples; set data.folder to another folder")
         _require_alike(folder, samples)
-        grids = np.array([sample.latents.grid for sample in samples], np.int64)
+        latents = np.array([sample.latents for sample in samples], np.int64)
+        grids = latents[:, :3]
         stride = stride or _recorded_stride(samples, grids) or _usual_stride(folder, samples)
         seed = zlib.crc32(f"{reading.layout} {reading.normalize}".encode())
         marks = [zlib.crc32(sample.mark.to_bytes(4, "little"), seed) for sample in samples]
@@ -278,7 +333,7 @@ class FileSamples(SampleSource):
             shard=np.array([sample.file for sample in samples], object),
             index=np.array([sample.row for sample in samples], np.int64),
             shape=(grids - [1, 0, 0]) * stride + [1, 0, 0],
-            channels=np.array([sample.latents.channels for sample in samples], np.int32),
+            channels=latents[:, 3].astype(np.int32),
             text_length=np.array([sample.text_length for sample in samples], np.int32),
             checksum=np.array(marks, np.uint32),
             vae_stride=stride,
@@ -286,11 +341,11 @@ class FileSamples(SampleSource):
             shard_bytes=file_bytes,
             origin=origin,
         )
-        held, expected = samples[0].latents.channels, channels_of(reading.normalize)
-        if expected not in (None, held):
+        held, statistics = samples[0].latents[3], _STATISTICS.get(str(reading.normalize))
+        if statistics and len(statistics[0]) != held:
             raise InputError(
                 f"{folder}: latents have {held} channels, but data.source.normalize is "
-                f"{reading.normalize}, whose VAE has {expected}; set the VAE of the data"
+                f"{reading.normalize}, whose VAE has {len(statistics[0])}; set the VAE of the data"
             )
 
     @abstractmethod
@@ -308,7 +363,9 @@ class FileSamples(SampleSource):
     @override
     def read(self, sample: int) -> dict[str, np.ndarray]:
         latents, condition, place = self._stored(sample)
-        arrays = checked_sample(self.manifest, sample, latents, condition, place)
+        name = LABELS if self.reading.classes else TEXT
+        stored = {LATENTS: latents, name: condition}
+        arrays = checked_sample(self.manifest, sample, stored, place)
         return arrays | {LATENTS: normalized(latents, self.reading.normalize)}
 
     @override
@@ -335,7 +392,7 @@ def _require_alike(folder: Path, samples: Sequence[ScannedSample]) -> None:
     first = samples[0]
     for number, sample in enumerate(samples):
         for what, value, expected in (
-            ("channels", sample.latents.channels, first.latents.channels),
+            ("channels", sample.latents[3], first.latents[3]),
             ("text of width", sample.text_dim, first.text_dim),
         ):
             if value != expected:
@@ -365,7 +422,7 @@ def _recorded_stride(samples: Sequence[ScannedSample], grids: np.ndarray) -> Tri
 
 
 def _usual_stride(folder: Path, samples: Sequence[ScannedSample]) -> Triple:
-    channels = samples[0].latents.channels
+    channels = samples[0].latents[3]
     if channels not in _USUAL_STRIDES:
         raise InputError(
             f"{folder}: the VAE's stride is not recorded, and latents of {channels} channels have "

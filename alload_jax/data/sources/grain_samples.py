@@ -11,7 +11,7 @@ from typing_extensions import override
 from alload_jax.data.manifest import Manifest
 from alload_jax.data.record import GIVEN, IMAGE, LABELS, LATENTS, TEXT, SampleForm
 from alload_jax.data.sources import SampleSource
-from alload_jax.data.sources.arrays import checked_given, checked_sample
+from alload_jax.data.sources.arrays import checked_sample
 from alload_jax.data.store import BadRecordError
 from alload_jax.errors import InputError
 from alload_jax.files import Json
@@ -101,33 +101,22 @@ class GrainSamples(SampleSource):
 
     @override
     def read(self, sample: int) -> dict[str, np.ndarray]:
-        found = self._read(sample)
-        name = LABELS if self.manifest.form.text_dim is None else TEXT
-        if name not in found:
-            raise BadRecordError(f"{self._place(sample)} holds no {name}, as the first sample does")
-        place = self._place(sample)
-        return checked_sample(
-            self.manifest, sample, found[LATENTS], found[name], place
-        ) | checked_given(self.manifest, sample, found, place)
-
-    def _place(self, sample: int) -> str:
-        return f"{self._name}: sample {sample}"
+        place = f"{self._name}: sample {sample}"
+        return checked_sample(self.manifest, sample, self._read(sample), place)
 
     def _read(self, sample: int) -> dict[str, np.ndarray]:
+        place = f"{self._name}: sample {sample}"
         try:
             record = self._source[sample]
             arrays = self._arrays(record) if self._arrays else record
         except (OSError, ValueError, KeyError, IndexError) as error:
-            raise BadRecordError(f"{self._place(sample)} cannot be read: {error}") from error
+            raise BadRecordError(f"{place} cannot be read: {error}") from error
         if not isinstance(arrays, dict) or LATENTS not in arrays or not {TEXT, LABELS} & {*arrays}:
-            raise BadRecordError(
-                f"{self._place(sample)} is not a dict with latents, and text or labels"
-            )
+            raise BadRecordError(f"{place} is not a dict with latents, and text or labels")
         found = {name: np.asarray(value) for name, value in arrays.items()}
         for name, axes in _AXES.items():
             if name in found and found[name].ndim != axes:
                 raise BadRecordError(
-                    f"{self._place(sample)} holds {name} of shape {found[name].shape}; they must "
-                    f"have {axes} axes"
+                    f"{place} holds {name} of shape {found[name].shape}; they must have {axes} axes"
                 )
         return found

@@ -13,8 +13,7 @@ from typing import Literal
 
 from alload_jax.data.manifest import MANIFEST_NAME, read_manifest
 from alload_jax.data.sources import SOURCES, SampleSource, SourceConfig
-from alload_jax.data.sources.arrays import Reading
-from alload_jax.data.sources.files import find_files, find_pickle, scan
+from alload_jax.data.sources.arrays import Reading, find_files, find_pickle, scan
 from alload_jax.data.sources.safetensors_folder import TensorNames, TensorSamples, read_header
 from alload_jax.data.store import StoreReader
 from alload_jax.errors import InputError

@@ -7,7 +7,7 @@ the VAE, before they are normalised.
 
 import math
 import zlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -22,14 +22,17 @@ from alload_jax.data.sources.arrays import (
     READ_ERRORS,
     FileSamples,
     Layout,
+    Normalize,
     Reading,
     ScannedSample,
     channels_last,
+    find_files,
     latent_shape,
+    root_of,
+    scan,
     text_shape,
     text_tokens,
 )
-from alload_jax.data.sources.files import Normalize, find_files, root_of, scan
 from alload_jax.data.store import BadRecordError
 from alload_jax.errors import InputError
 from alload_jax.files import Json
@@ -41,138 +44,10 @@ _DTYPES = {
     name: np.dtype(name)
     for name in ("float64", "float32", "float16", "int64", "int32", "int8", "uint8", "bool")
 } | {"bfloat16": np.dtype(ml_dtypes.bfloat16)}
-PARTS = ("bytes", "shape", "dtype")
-"""Endings of the names of an array's columns."""
-USUAL_MASK = "text_attention_mask"
-
-
-def read_row(path: Path, row: int, config: "Parquet") -> Json:
-    """Reads the columns of one row; returns its values by name.
-
-    Parquet has no access to single rows: the rows before it in its row group are decoded, one after
-    another.
-
-    Raises:
-      READ_ERRORS: the file is damaged, or shorter than the row.
-    """
-    with pyarrow.parquet.ParquetFile(
-        path, buffer_size=_BUFFER, page_checksum_verification=True
-    ) as file:
-        group, before = _row_group(file.metadata, row)
-        names = config.columns(file.schema_arrow.names)
-        rows = file.iter_batches(1, row_groups=[group], columns=names, use_threads=False)
-        for number, batch in enumerate(rows):
-            if number == row - before:
-                return {name: batch[name][0].as_py() for name in names}
-    raise ValueError("its row group is shorter than the footer says")
-
-
-def array_of(values: Json, name: str) -> np.ndarray:
-    """Returns the array of that name from the values of a row.
-
-    Raises:
-      ValueError: bytes, shape and dtype do not fit together.
-    """
-    data, shape, dtype = (values[f"{name}_{part}"] for part in PARTS)
-    if data is None or shape is None:
-        raise ValueError(f"{name} is null")
-    known = _DTYPES.get(str(dtype).removeprefix("torch."))
-    if known is None:
-        raise ValueError(f"{name} is {dtype!r}; supported are {', '.join(_DTYPES)}")
-    if any(size is None or size < 0 for size in shape):
-        raise ValueError(f"{name} has shape {shape[:8]}")
-    if math.prod(shape) * known.itemsize != len(data):
-        raise ValueError(f"{name} has {len(data)} bytes, not those of {known} {shape[:8]}")
-    return np.frombuffer(data, known).reshape(shape)
-
-
-def _row_group(metadata: pyarrow.parquet.FileMetaData, row: int) -> tuple[int, int]:
-    """The row group of a row, and the number of rows before the group."""
-    before = 0
-    for group in range(metadata.num_row_groups):
-        rows = metadata.row_group(group).num_rows
-        if row < before + rows:
-            return group, before
-        before += rows
-    raise ValueError(f"it has {before} rows")
-
-
 _PROBE = 4096
 _SIZES = (("frames", "num_frames"), ("height",), ("width",))
 _CAPTIONS = ("caption", "prompt", "text")
-
-
-def scan_file(root: Path, name: str, config: "Parquet") -> list[ScannedSample]:
-    """Returns what the small columns of a file say of its rows.
-
-    Raises:
-      InputError: the file is damaged, lacks a column, or a row cannot be a sample.
-    """
-    path = root / name
-    try:
-        with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as file:
-            present = file.schema_arrow.names
-            _check_columns(path, file.schema_arrow, config)
-            table = file.read(columns=_small_columns(config, present), use_threads=False)
-            probed = {f"{name}_bytes" for name in config.arrays(present)}
-            file_mark = _file_mark(path, file.metadata, probed)
-    except READ_ERRORS as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(
-            f"{path}: is not a readable Parquet file ({str(error).splitlines()[0]}); write it "
-            "again, or remove it"
-        ) from error
-    samples = []
-    for row, values in enumerate(table.to_pylist()):
-        try:
-            samples.append(_scanned(name, row, values, config, file_mark))
-        except (TypeError, ValueError) as error:
-            raise InputError(
-                f"{path}: row {row} cannot be used ({error}); remove the row, or name other "
-                "columns in data.source"
-            ) from error
-    return samples
-
-
-def caption_column(path: Path, row: int) -> str | None:
-    """Returns the caption of a row; None if the file has none.
-
-    Raises:
-      READ_ERRORS: the file is damaged, or shorter than the row.
-    """
-    with pyarrow.parquet.ParquetFile(path) as file:
-        present = [name for name in _CAPTIONS if name in file.schema_arrow.names]
-        if not present:
-            return None
-        column = file.read(columns=present[:1])[present[0]]
-    return column[row].as_py() if _is_text(column.type) else None
-
-
-def _check_columns(path: Path, schema: pa.Schema, config: "Parquet") -> None:
-    wanted = config.columns(schema.names)
-    if lacking := [name for name in wanted if name not in schema.names]:
-        raise InputError(
-            f"{path}: lacks column {', '.join(lacking)}, and has {', '.join(schema.names[:12])}; "
-            "name its columns in data.source, or move the file away"
-        )
-    for array in config.arrays(schema.names):
-        for part, fits in zip(PARTS, (_is_binary, _is_sizes, _is_text), strict=True):
-            found = schema.field(f"{array}_{part}").type
-            if not fits(found):
-                raise InputError(
-                    f"{path}: column {array}_{part} holds {found}; it must hold {_KINDS[part]}"
-                )
-    if config.labels:
-        found = schema.field(config.labels).type
-        if not (pa.types.is_integer(found) or _is_sizes(found)):
-            raise InputError(
-                f"{path}: column {config.labels} holds {found}; classes must be integers, or "
-                "lists of them"
-            )
-
-
-_KINDS = {"bytes": "bytes", "shape": "lists of integers", "dtype": "text such as float32"}
+_USUAL_MASK = "text_attention_mask"
 
 
 def _is_binary(found: pa.DataType) -> bool:
@@ -188,54 +63,12 @@ def _is_sizes(found: pa.DataType) -> bool:
     return lists and pa.types.is_integer(found.value_type)
 
 
-def _small_columns(config: "Parquet", present: list[str]) -> list[str]:
-    names = [name for name in config.columns(present) if not name.endswith("_bytes")]
-    return names + [name for group in _SIZES for name in group if name in present]
-
-
-def _scanned(
-    name: str,
-    row: int,
-    values: Json,
-    config: "Parquet",
-    file_mark: int,
-) -> ScannedSample:
-    """What the small columns say of a row."""
-    latents = latent_shape(values[f"{config.latents}_shape"], config.layout)
-    if config.labels:
-        labels = values[config.labels]
-        labels = labels if isinstance(labels, list) else [labels]
-        length, width = len(labels), None
-        if None in labels:
-            raise ValueError(f"{config.labels} is null")
-    else:
-        length, width = text_shape(values[f"{config.text}_shape"])
-    mark = zlib.crc32(repr((row, sorted(values.items()))).encode(), file_mark)
-    sizes = [next((values[one] for one in names if one in values), 0) for names in _SIZES]
-    frames, height, widths = (size if isinstance(size, int) else 0 for size in sizes)
-    size = (frames, height, widths)
-    return ScannedSample(name, row, latents, length, width, mark, size)
-
-
-def _file_mark(path: Path, metadata: pyarrow.parquet.FileMetaData, probed: set[str]) -> int:
-    """A CRC-32 of sizes and both ends of these columns' chunks; each row group has one of each."""
-    mark = 0
-    with path.open("rb") as file:
-        for group in range(metadata.num_row_groups):
-            row_group = metadata.row_group(group)
-            for number in range(row_group.num_columns):
-                chunk = row_group.column(number)
-                if chunk.path_in_schema not in probed:
-                    continue
-                mark = zlib.crc32(str(chunk.total_compressed_size).encode(), mark)
-                begin = chunk.dictionary_page_offset or chunk.data_page_offset
-                for place in (begin, begin + max(0, chunk.total_compressed_size - _PROBE)):
-                    file.seek(max(0, place))
-                    mark = zlib.crc32(file.read(_PROBE), mark)
-    return mark
-
-
-SUFFIX = ".parquet"
+_PARTS: dict[str, tuple[Callable[[pa.DataType], bool], str]] = {
+    "bytes": (_is_binary, "bytes"),
+    "shape": (_is_sizes, "lists of integers"),
+    "dtype": (_is_text, "text such as float32"),
+}
+"""By the ending of the names of an array's columns: which types they may have, also in words."""
 
 
 @dataclass(frozen=True)
@@ -276,7 +109,7 @@ class Parquet:
 
     def mask_in(self, present: Collection[str]) -> str | None:
         """Returns the name of the mask in files with these columns; None if there is none."""
-        usual = USUAL_MASK if f"{USUAL_MASK}_bytes" in present else None
+        usual = _USUAL_MASK if f"{_USUAL_MASK}_bytes" in present else None
         return None if self.labels else self.mask or usual
 
     def arrays(self, present: Collection[str]) -> list[str]:
@@ -286,7 +119,7 @@ class Parquet:
 
     def columns(self, present: Collection[str]) -> list[str]:
         """Returns the names of the columns to read from files with these columns."""
-        parts = [f"{name}_{part}" for name in self.arrays(present) for part in PARTS]
+        parts = [f"{name}_{part}" for name in self.arrays(present) for part in _PARTS]
         return [*parts, *([self.labels] if self.labels else [])]
 
 
@@ -305,36 +138,170 @@ class ParquetSamples(FileSamples):
           InputError: a file is damaged or lacks a column, or rows disagree.
         """
         self._root, self._config = root_of(folder), config
-        names = find_files(folder, SUFFIX) if folder.exists() else []
+        names = find_files(folder, ".parquet") if folder.exists() else []
         if not names:
-            raise InputError(f"{folder}: holds no {SUFFIX} files; set data.folder to their folder")
-        found = scan(lambda name: scan_file(self._root, name, config), names)
-        samples = [sample for of_file in found for sample in of_file]
+            raise InputError(f"{folder}: holds no .parquet files; set data.folder to their folder")
+        samples = [sample for of_file in scan(self._scanned, names) for sample in of_file]
         sizes = {name: (self._root / name).stat().st_size for name in names}
         reading = Reading(config.layout, config.normalize, classes=config.labels is not None)
         super().__init__(folder, samples, reading, config.vae_stride, sizes, {"format": "parquet"})
 
     @override
     def _stored(self, sample: int) -> tuple[np.ndarray, np.ndarray, str]:
-        name, row = self.manifest.shard[sample], int(self.manifest.index[sample])
+        config, name = self._config, self.manifest.shard[sample]
+        row = int(self.manifest.index[sample])
         place = f"{self._root / name}: row {row} (sample {sample})"
         try:
-            values = read_row(self._root / name, row, self._config)
-            latents = channels_last(array_of(values, self._config.latents), self._config.layout)
-            return latents, self._condition(values), place
+            values = _read_row(self._root / name, row, config)
+            latents = channels_last(array_of(values, config.latents), config.layout)
+            if config.labels:
+                labels = values[config.labels]
+                classes = np.array(labels if isinstance(labels, list) else [labels])
+                return latents, classes, place
+            text, mask = array_of(values, config.text), config.mask_in(values)
+            return latents, text_tokens(text, array_of(values, mask) if mask else None), place
         except READ_ERRORS as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise BadRecordError(f"{place} cannot be read: {reason}") from error
 
-    def _condition(self, values: Json) -> np.ndarray:
-        if self._config.labels:
-            labels = values[self._config.labels]
-            return np.array(labels if isinstance(labels, list) else [labels])
-        mask = self._config.mask_in(values)
-        text = array_of(values, self._config.text)
-        return text_tokens(text, array_of(values, mask) if mask else None)
-
     @override
     def _caption(self, sample: int) -> str | None:
-        path = self._root / self.manifest.shard[sample]
-        return caption_column(path, int(self.manifest.index[sample]))
+        with pyarrow.parquet.ParquetFile(self._root / self.manifest.shard[sample]) as file:
+            present = [name for name in _CAPTIONS if name in file.schema_arrow.names]
+            if not present:
+                return None
+            column = file.read(columns=present[:1])[present[0]]
+        text = column[int(self.manifest.index[sample])].as_py()
+        return text if _is_text(column.type) else None
+
+    def _scanned(self, name: str) -> list[ScannedSample]:
+        """What the small columns of a file say of its rows."""
+        path, config = self._root / name, self._config
+        try:
+            with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as file:
+                present = file.schema_arrow.names
+                _check_columns(path, file.schema_arrow, config)
+                small = [each for each in config.columns(present) if not each.endswith("_bytes")]
+                small += [each for names in _SIZES for each in names if each in present]
+                table = file.read(columns=small, use_threads=False)
+                probed = {f"{array}_bytes" for array in config.arrays(present)}
+                file_mark = _file_mark(path, file.metadata, probed)
+        except READ_ERRORS as error:
+            if isinstance(error, InputError):
+                raise
+            raise InputError(
+                f"{path}: is not a readable Parquet file ({str(error).splitlines()[0]}); write it "
+                "again, or remove it"
+            ) from error
+        samples = []
+        for row, values in enumerate(table.to_pylist()):
+            try:
+                samples.append(_scanned_row(name, row, values, config, file_mark))
+            except (TypeError, ValueError) as error:
+                raise InputError(
+                    f"{path}: row {row} cannot be used ({error}); remove the row, or name other "
+                    "columns in data.source"
+                ) from error
+        return samples
+
+
+def _read_row(path: Path, row: int, config: Parquet) -> Json:
+    """Reads the columns of one row; returns its values by name.
+
+    Parquet has no access to single rows: the rows before it in its row group are decoded, one after
+    another.
+
+    Raises:
+      READ_ERRORS: the file is damaged, or shorter than the row.
+    """
+    with pyarrow.parquet.ParquetFile(
+        path, buffer_size=_BUFFER, page_checksum_verification=True
+    ) as file:
+        names = config.columns(file.schema_arrow.names)
+        for group in range(file.metadata.num_row_groups):
+            if row >= (rows := file.metadata.row_group(group).num_rows):
+                row -= rows
+                continue
+            batches = file.iter_batches(1, row_groups=[group], columns=names, use_threads=False)
+            for number, batch in enumerate(batches):
+                if number == row:
+                    return {name: batch[name][0].as_py() for name in names}
+            raise ValueError("its row group is shorter than the footer says")
+        raise ValueError(f"it has {file.metadata.num_rows} rows")
+
+
+def array_of(values: Json, name: str) -> np.ndarray:
+    """Returns the array of that name from the values of a row.
+
+    Raises:
+      ValueError: bytes, shape and dtype do not fit together.
+    """
+    data, shape, dtype = (values[f"{name}_{part}"] for part in _PARTS)
+    if data is None or shape is None:
+        raise ValueError(f"{name} is null")
+    known = _DTYPES.get(str(dtype).removeprefix("torch."))
+    if known is None:
+        raise ValueError(f"{name} is {dtype!r}; supported are {', '.join(_DTYPES)}")
+    if any(size is None or size < 0 for size in shape):
+        raise ValueError(f"{name} has shape {shape[:8]}")
+    if math.prod(shape) * known.itemsize != len(data):
+        raise ValueError(f"{name} has {len(data)} bytes, not those of {known} {shape[:8]}")
+    return np.frombuffer(data, known).reshape(shape)
+
+
+def _check_columns(path: Path, schema: pa.Schema, config: Parquet) -> None:
+    wanted = config.columns(schema.names)
+    if lacking := [name for name in wanted if name not in schema.names]:
+        raise InputError(
+            f"{path}: lacks column {', '.join(lacking)}, and has {', '.join(schema.names[:12])}; "
+            "name its columns in data.source, or move the file away"
+        )
+    for array in config.arrays(schema.names):
+        for part, (fits, words) in _PARTS.items():
+            found = schema.field(f"{array}_{part}").type
+            if not fits(found):
+                raise InputError(f"{path}: column {array}_{part} holds {found}, not {words}")
+    if config.labels:
+        found = schema.field(config.labels).type
+        if not (pa.types.is_integer(found) or _is_sizes(found)):
+            raise InputError(
+                f"{path}: column {config.labels} holds {found}; classes must be integers, or "
+                "lists of them"
+            )
+
+
+def _scanned_row(
+    name: str, row: int, values: Json, config: Parquet, file_mark: int
+) -> ScannedSample:
+    """What the small columns say of a row."""
+    latents = latent_shape(values[f"{config.latents}_shape"], config.layout)
+    if config.labels:
+        labels = values[config.labels]
+        labels = labels if isinstance(labels, list) else [labels]
+        length, width = len(labels), None
+        if None in labels:
+            raise ValueError(f"{config.labels} is null")
+    else:
+        length, width = text_shape(values[f"{config.text}_shape"])
+    mark = zlib.crc32(repr((row, sorted(values.items()))).encode(), file_mark)
+    sizes = [next((values[one] for one in names if one in values), 0) for names in _SIZES]
+    frames, height, widths = (size if isinstance(size, int) else 0 for size in sizes)
+    return ScannedSample(name, row, latents, length, width, mark, (frames, height, widths))
+
+
+def _file_mark(path: Path, metadata: pyarrow.parquet.FileMetaData, probed: set[str]) -> int:
+    """A CRC-32 of sizes and both ends of these columns' chunks; each row group has one of each."""
+    mark = 0
+    with path.open("rb") as file:
+        for group in range(metadata.num_row_groups):
+            row_group = metadata.row_group(group)
+            for number in range(row_group.num_columns):
+                chunk = row_group.column(number)
+                if chunk.path_in_schema not in probed:
+                    continue
+                mark = zlib.crc32(str(chunk.total_compressed_size).encode(), mark)
+                begin = chunk.dictionary_page_offset or chunk.data_page_offset
+                for place in (begin, begin + max(0, chunk.total_compressed_size - _PROBE)):
+                    file.seek(max(0, place))
+                    mark = zlib.crc32(file.read(_PROBE), mark)
+    return mark

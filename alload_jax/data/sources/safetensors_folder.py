@@ -18,14 +18,17 @@ from alload_jax.data.record import DTYPES
 from alload_jax.data.sources.arrays import (
     FileSamples,
     Layout,
+    Normalize,
     Reading,
     ScannedSample,
     channels_last,
+    find_files,
     latent_shape,
+    root_of,
+    scan,
     text_shape,
     text_tokens,
 )
-from alload_jax.data.sources.files import Normalize, find_files, root_of, scan
 from alload_jax.data.store import BadRecordError
 from alload_jax.errors import InputError
 from alload_jax.files import Json, parse_json
@@ -83,9 +86,23 @@ def read_tensors(path: Path, names: list[str]) -> dict[str, np.ndarray]:
       ValueError: the file is damaged, lacks a tensor, or a dtype is not supported.
       OSError: the file cannot be read.
     """
+    found = {}
     with path.open("rb") as file:
-        tensors = _header(file).tensors
-        return {name: _tensor(file, name, tensors) for name in names}
+        header = _header(file)
+        for name in names:
+            info = _info_of(header, name)
+            size = info.end - info.begin
+            if info.dtype not in DTYPES:
+                raise ValueError(f"{name} is {info.dtype}; supported are {', '.join(DTYPES)}")
+            dtype = np.dtype(DTYPES[info.dtype])
+            if math.prod(info.shape) * dtype.itemsize != size:
+                raise ValueError(f"{name} has {size} bytes, not those of {info.dtype} {info.shape}")
+            file.seek(info.begin)
+            data = file.read(size)
+            if len(data) != size:
+                raise ValueError(f"it is truncated within {name}")
+            found[name] = np.frombuffer(data, dtype).reshape(info.shape)
+    return found
 
 
 def content_mark(path: Path, tensors: list[TensorInfo]) -> int:
@@ -112,39 +129,25 @@ def _header(file: IO[bytes]) -> Header:
     try:
         content = parse_json(file.read(length), "the header", "")
         metadata = content.pop("__metadata__", {})
-        tensors = {name: _info(value, 8 + length) for name, value in content.items()}
+        tensors, offset = {}, 8 + length
+        for name, value in content.items():
+            (begin, end), shape = value["data_offsets"], tuple(value["shape"])
+            if not all(type(one) is int and one >= 0 for one in (begin, end, *shape)):
+                raise ValueError("a size is not a whole number")
+            tensors[name] = TensorInfo(str(value["dtype"]), shape, offset + begin, offset + end)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError("its header is not that of a safetensors file") from error
     for name, info in tensors.items():
-        if not 8 + length <= info.begin <= info.end <= size:
+        if not offset <= info.begin <= info.end <= size:
             raise ValueError(f"it is truncated: {name} ends at byte {info.end} of {size}")
     return Header(tensors, metadata if isinstance(metadata, dict) else {}, size)
 
 
-def _info(value: Json, offset: int) -> TensorInfo:
-    begin, end = value["data_offsets"]
-    shape = tuple(value["shape"])
-    if not all(type(one) is int and one >= 0 for one in (begin, end, *shape)):
-        raise ValueError("a size is not a whole number")
-    return TensorInfo(str(value["dtype"]), shape, offset + begin, offset + end)
-
-
-def _tensor(file: IO[bytes], name: str, tensors: dict[str, TensorInfo]) -> np.ndarray:
-    info = tensors.get(name)
-    if info is None:
-        raise ValueError(f"it lacks the tensor {name}")
-    if info.dtype not in DTYPES:
-        raise ValueError(f"{name} is {info.dtype}; supported are {', '.join(DTYPES)}")
-    dtype = np.dtype(DTYPES[info.dtype])
-    if math.prod(info.shape) * dtype.itemsize != info.end - info.begin:
-        raise ValueError(
-            f"{name} has {info.end - info.begin} bytes, not those of {info.dtype} {info.shape}"
-        )
-    file.seek(info.begin)
-    data = file.read(info.end - info.begin)
-    if len(data) != info.end - info.begin:
-        raise ValueError(f"it is truncated within {name}")
-    return np.frombuffer(data, dtype).reshape(info.shape)
+def _info_of(header: Header, name: str) -> TensorInfo:
+    if name not in header.tensors:
+        held = ", ".join(sorted(header.tensors)[:8]) or "nothing"
+        raise ValueError(f"it lacks the tensor {name}, and holds {held}")
+    return header.tensors[name]
 
 
 class TensorNames(NamedTuple):
@@ -248,13 +251,6 @@ class TensorSamples(FileSamples):
         return ScannedSample(names.latents_file, 0, latents, length, width, mark), sizes
 
 
-def _info_of(header: Header, name: str) -> TensorInfo:
-    if name not in header.tensors:
-        held = ", ".join(sorted(header.tensors)[:8]) or "nothing"
-        raise ValueError(f"it lacks the tensor {name}, and holds {held}")
-    return header.tensors[name]
-
-
 SUFFIX = ".safetensors"
 
 
@@ -302,33 +298,20 @@ class SafetensorsFolder:
         files = find_files(place, SUFFIX) if place.exists() else []
         if not files:
             raise InputError(f"{place}: holds no {SUFFIX} files; set data.folder to their folder")
-        present = set(files)
-        if self.text_suffix:
-            files = [name for name in files if not self._is_text(place, name, present)]
-        names = [self._names(place, name, present) for name in files]
+        names, present, mask = [], set(files), None if self.labels else self.mask
+        for name in files:
+            other = name.removesuffix(SUFFIX) + self.text_suffix if self.text_suffix else name
+            if self.text_suffix and name.endswith(self.text_suffix):
+                if other in present:
+                    raise InputError(
+                        f"{place / name}: its name is that of a text, but {other} would be its "
+                        "own; rename the sample so that it does not end in data.source.text_suffix"
+                    )
+                continue
+            if other not in present:
+                raise InputError(
+                    f"{place / name}: its text {other} is missing; add it, or remove both"
+                )
+            names.append(TensorNames(name, self.latents, other, self.labels or self.text, mask))
         reading = Reading(self.layout, self.normalize, classes=self.labels is not None)
         return TensorSamples(place, names, reading, self.vae_stride, {"format": "safetensors"})
-
-    def _is_text(self, folder: Path, name: str, present: set[str]) -> bool:
-        """Whether a file holds the text of another.
-
-        Raises:
-          InputError: it has a text of its own, as samples do.
-        """
-        assert self.text_suffix is not None
-        own = name.removesuffix(SUFFIX) + self.text_suffix
-        if name.endswith(self.text_suffix) and own in present:
-            raise InputError(
-                f"{folder / name}: its name is that of a text, but {own} would be its own; rename "
-                "the sample so that it does not end in data.source.text_suffix"
-            )
-        return name.endswith(self.text_suffix)
-
-    def _names(self, folder: Path, name: str, present: set[str]) -> TensorNames:
-        other = name.removesuffix(SUFFIX) + self.text_suffix if self.text_suffix else name
-        if other not in present:
-            raise InputError(
-                f"{folder / name}: its text {other} is missing; add it, or remove both"
-            )
-        mask = None if self.labels else self.mask
-        return TensorNames(name, self.latents, other, self.labels or self.text, mask)

@@ -3,6 +3,7 @@
 import contextlib
 import threading
 from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Self
 
 import numpy as np
@@ -13,11 +14,11 @@ from alload_jax.data import record as records
 from alload_jax.data.manifest import Manifest, read_captions
 from alload_jax.data.record import texts_of
 from alload_jax.data.sources import SampleReader, SampleSource
-from alload_jax.data.sources.files import scan
 from alload_jax.errors import InputError, one_line
 from alload_jax.processes import waits
 
 _RESTORE = "restore it or prepare the data again"
+_THREADS = 16  # opening waits for the file system
 _SCALE_SAMPLES = 32
 """Samples by which the scale of latents is judged."""
 
@@ -118,7 +119,8 @@ class StoreReader(SampleSource):
                 )
 
         each = zip(names.tolist(), indices, strict=True)
-        scan(check, [shard for shard in each if len(shard[1]) > spared])
+        with ThreadPoolExecutor(_THREADS) as pool:
+            list(pool.map(check, [shard for shard in each if len(shard[1]) > spared]))
 
     @override
     def close(self) -> None:
