@@ -52,26 +52,6 @@ def device_count() -> int:
     return int(torch.cuda.device_count())
 
 
-def choose_device(asked: str | None) -> "torch.device":
-    """The device that was asked for; None takes a GPU if there is one.
-
-    On the CPU, PyTorch's threads are limited to the cores that this process may use.
-    """
-    import torch
-
-    device = torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if device.type == "cpu" and hasattr(os, "sched_getaffinity"):
-        torch.set_num_threads(min(torch.get_num_threads(), len(os.sched_getaffinity(0))))
-    return device
-
-
-def choose_dtype(asked: str | None, device: "torch.device") -> "torch.dtype":
-    """The dtype of that name; None takes bfloat16 on a GPU and float32 elsewhere."""
-    import torch
-
-    return getattr(torch, asked or ("bfloat16" if device.type == "cuda" else "float32"))
-
-
 @contextmanager
 def inference() -> Iterator[None]:
     """Computes without gradients and with algorithms that repeat their results."""
@@ -221,48 +201,6 @@ def _file_digest(path: Path, size: int, changed: int) -> bytes:
 _LONGEST_REASON = 200
 
 
-def load_model(kind: Any, folder: Path, device: "torch.device", dtype: str | None) -> Any:
-    """A model for inference.
-
-    Args:
-      kind: class with `from_pretrained`.
-      folder: local folder of config.json and safetensors files.
-      device: of the model.
-      dtype: as `choose_dtype`.
-
-    Raises:
-      InputError: files are damaged, tensors are missing or have another shape, or the weights do
-        not fit the device.
-    """
-    try:
-        with _quiet():
-            model, info = kind.from_pretrained(
-                folder,
-                dtype=choose_dtype(dtype, device),
-                local_files_only=True,
-                use_safetensors=True,
-                output_loading_info=True,
-            )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise InputError(
-            f"{folder}: its weights cannot be read ({_reason(error)}); copy the folder again"
-        ) from error
-    for keys in ("missing_keys", "mismatched_keys"):
-        if found := sorted(map(str, info.get(keys) or ())):
-            raise InputError(
-                f"{folder}: {len(found)} tensors are missing or have another shape, such as "
-                f"{found[0]}; copy the folder again"
-            )
-    import torch
-
-    try:
-        return model.to(device).eval().requires_grad_(False)
-    except torch.OutOfMemoryError as error:
-        raise InputError(
-            f"{folder}: its weights do not fit the free memory of {device}; free memory there"
-        ) from error
-
-
 def load_tokenizer(folder: Path) -> Any:
     """The tokenizer in a local folder, of the class that its config names.
 
@@ -312,7 +250,7 @@ class Encoder(ABC):
         is the value, such as `model_type`.
       stem: file name of the weights without suffixes.
       library_class: its class in a library, such as `transformers.CLIPVisionModel`.
-      default_dtype: see `choose_dtype`.
+      default_dtype: dtype of the weights where none is asked for; None for that of the device.
       folder: folder of config.json and weights.
     """
 
@@ -340,13 +278,25 @@ class Encoder(ABC):
         self._config = read_config(self.folder, self.key, [kind], self.described)
         self._asked = device, dtype or self.default_dtype
 
+    def __getstate__(self) -> dict[str, object]:
+        """What is pickled: all but what is loaded when it is first used."""
+        kind, values = type(self), vars(self).items()
+        is_loaded = {n for n, _ in values if isinstance(getattr(kind, n, None), cached_property)}
+        return {name: value for name, value in values if name not in is_loaded}
+
     def unload(self) -> None:
         """Frees the weights; the next use loads them again."""
         self.__dict__.pop("_model", None)
 
     @cached_property
     def _device(self) -> "torch.device":
-        return choose_device(self._asked[0])
+        """The device; on the CPU, PyTorch's threads are limited to the cores of this process."""
+        import torch
+
+        device = torch.device(self._asked[0] or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if device.type == "cpu" and hasattr(os, "sched_getaffinity"):
+            torch.set_num_threads(min(torch.get_num_threads(), len(os.sched_getaffinity(0))))
+        return device
 
     @cached_property
     def _model(self) -> Any:
@@ -358,11 +308,47 @@ class Encoder(ABC):
         return self._read(self.library_class, self.folder)
 
     def _read(self, library_class: str, folder: Path) -> Any:
-        """The model of a class of a library from a folder."""
+        """A model of a library for inference.
+
+        Args:
+          library_class: its class, which has `from_pretrained`.
+          folder: local folder of config.json and safetensors files.
+
+        Raises:
+          InputError: files are damaged, tensors are missing or have another shape, or the weights
+            do not fit the device.
+        """
+        import torch
+
         weight_files(folder, self.stem)
         library, _, name = library_class.partition(".")
-        kind = getattr(import_module(library), name)
-        return load_model(kind, folder, self._device, self._asked[1])
+        usual = "bfloat16" if self._device.type == "cuda" else "float32"
+        try:
+            with _quiet():
+                model, info = getattr(import_module(library), name).from_pretrained(
+                    folder,
+                    dtype=getattr(torch, self._asked[1] or usual),
+                    local_files_only=True,
+                    use_safetensors=True,
+                    output_loading_info=True,
+                )
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            raise InputError(
+                f"{folder}: its weights cannot be read ({_reason(error)}); copy the folder again"
+            ) from error
+        for keys in ("missing_keys", "mismatched_keys"):
+            if found := sorted(map(str, info.get(keys) or ())):
+                raise InputError(
+                    f"{folder}: {len(found)} tensors are missing or have another shape, such as "
+                    f"{found[0]}; copy the folder again"
+                )
+        try:
+            return model.to(self._device).eval().requires_grad_(False)
+        except torch.OutOfMemoryError as error:
+            raise InputError(
+                f"{folder}: its weights do not fit the free memory of {self._device}; free memory "
+                "there"
+            ) from error
 
 
 def to_host(states: "torch.Tensor") -> np.ndarray:

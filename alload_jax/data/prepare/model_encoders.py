@@ -27,15 +27,20 @@ from alload_jax.files import Json
 from alload_jax.planning.samples import Triple
 
 
+@cache
+def _opened(kind: type[Vae], folder: Path) -> Vae:
+    """The VAE of that folder, whose weights then serve its latents and the given frames."""
+    return kind(folder)
+
+
 @dataclass(frozen=True)
 class VaeLatents:
     """Stores normalised latents of a VAE as float16; see `VaeEncoder`.
 
     Attributes:
       patch_size: latents per token of models that train on them.
-      vae_class: the VAE.
-      folder: local folder of the VAE.
-      stride: pixels per latent along (frames, height, width).
+      vae_class: the class of the VAE.
+      vae: the VAE.
       made_from: name, channels and digest of the VAE.
     """
 
@@ -43,17 +48,21 @@ class VaeLatents:
     patch_size: ClassVar[Triple]
     vae_class: ClassVar[type[Vae]]
 
-    folder: Path
-    stride: Triple
+    vae: Vae
     made_from: Json
+
+    @property
+    def stride(self) -> Triple:
+        """See `VaeEncoder.stride`."""
+        return self.vae.stride
 
     @classmethod
     def make(cls, options: EncoderOptions) -> Self:
         """See `VaeEncoder.make`."""
         assert options.folder is not None
-        vae = _vae_in(cls.vae_class, options.folder)
+        vae = _opened(cls.vae_class, options.folder)
         require_packages(f"--vae {cls.vae_class.name}")
-        return cls(options.folder, vae.stride, vae.origin())
+        return cls(vae, vae.origin())
 
     def origin(self) -> Json:
         """See `VaeEncoder.origin`."""
@@ -61,16 +70,25 @@ class VaeLatents:
 
     def encode(self, frames: np.ndarray) -> np.ndarray:
         """See `VaeEncoder.encode`; values that float16 cannot hold become infinite."""
-        return as_float16(_vae_in(self.vae_class, self.folder).encode(frames))
+        return as_float16(self.vae.encode(frames))
 
 
-@cache
-def _vae_in(kind: type[Vae], folder: Path) -> Vae:
-    """The VAE of that folder in this process; its weights stay once they are loaded."""
-    return kind(folder)
+class WanLatents(VaeLatents):
+    """Stores normalised latents of Wan 2.1's or 2.2's VAE as float16; see `VaeEncoder`."""
+
+    patch_size = (1, 2, 2)
+    vae_class = WanVae
+
+
+class HunyuanVideoLatents(VaeLatents):
+    """Stores normalised latents of HunyuanVideo 1.5's VAE as float16; see `VaeEncoder`."""
+
+    patch_size = (1, 1, 1)
+    vae_class = HunyuanVideoVae
 
 
 _KINDS = ("first", "first-last")
+_NEEDS_NONE = 48  # channels of the VAE of Wan 2.2's 5B model
 
 
 @dataclass(frozen=True)
@@ -81,8 +99,8 @@ class GivenFrames(GivenEncoder):
       vae_class, image_class: the encoders that its models were trained with.
       needs_image: whether all of its models take embeddings of the image.
       kind: which frames are given.
-      vae_folder: local folder of the VAE.
-      image_folder: local folder of the image encoder; None for models that take none.
+      vae: the VAE.
+      image: the image encoder; None for models that take none.
       made_from: kind, and name and digest of the image encoder.
     """
 
@@ -91,8 +109,8 @@ class GivenFrames(GivenEncoder):
     needs_image: ClassVar[bool] = False
 
     kind: str
-    vae_folder: Path
-    image_folder: Path | None
+    vae: Vae
+    image: ImageEncoder | None
     made_from: Json
 
     @classmethod
@@ -110,20 +128,16 @@ class GivenFrames(GivenEncoder):
                 f"--image-to-video {kind}: models on latents of --vae {cls.vae_class.name} take "
                 "embeddings of the image too; give --image-folder DIR"
             )
-        cls.check_vae(kind, _vae_in(cls.vae_class, vae_folder))
+        vae = _opened(cls.vae_class, vae_folder)
+        if isinstance(vae, WanVae) and vae.channels == _NEEDS_NONE:
+            raise InputError(
+                f"--image-to-video {kind}: {vae.folder} is the VAE of Wan 2.2's 5B model, which "
+                "takes its first frame from the latents themselves; leave it out and train with "
+                "objective.given_first_frame"
+            )
         require_packages("--image-to-video")
-        origin: Json = {"given": kind}
-        if image_folder is not None:
-            origin["image"] = _image_in(cls.image_class, image_folder).origin()
-        return cls(kind, vae_folder, image_folder, origin)
-
-    @classmethod
-    def check_vae(cls, kind: str, vae: Vae) -> None:
-        """Checks that models on latents of this VAE are given frames.
-
-        Raises:
-          InputError: they are not.
-        """
+        image = None if image_folder is None else cls.image_class(image_folder)
+        return cls(kind, vae, image, {"given": kind} | ({"image": image.origin()} if image else {}))
 
     @override
     def origin(self) -> Json:
@@ -133,68 +147,26 @@ class GivenFrames(GivenEncoder):
     def encode(self, first: np.ndarray, last: np.ndarray, frames: int) -> Given:
         pictures = [first] if self.kind == "first" else [first, last]
         given_last = last if self.kind == "first-last" and frames > 1 else None
-        vae = _vae_in(self.vae_class, self.vae_folder)
-        channels = as_float16(vae.encode_given(first, given_last, frames))
-        if self.image_folder is None:
+        channels = as_float16(self.vae.encode_given(first, given_last, frames))
+        if self.image is None:
             return Given(channels, None)
-        encoder = _image_in(self.image_class, self.image_folder)
-        image = np.concatenate([encoder.encode(picture) for picture in pictures])
+        image = np.concatenate([self.image.encode(picture) for picture in pictures])
         return Given(channels, as_float16(image))
 
 
-@cache
-def _image_in(kind: type[ImageEncoder], folder: Path) -> ImageEncoder:
-    """The image encoder of this process, with its weights once they are loaded."""
-    return kind(folder)
-
-
-_NEEDS_NONE = 48  # channels of the VAE of Wan 2.2's 5B model
-
-
-@dataclass(frozen=True)
-class WanLatents(VaeLatents):
-    """Stores normalised latents of Wan 2.1's or 2.2's VAE as float16; see `VaeEncoder`."""
-
-    patch_size = (1, 2, 2)
-    vae_class = WanVae
-
-
-@dataclass(frozen=True)
 class WanGivenFrames(GivenFrames):
     """Mask and latents of the given frames, and CLIP's embeddings; see `GivenEncoder`."""
 
     vae_class = WanVae
     image_class = ClipImage
 
-    @classmethod
-    @override
-    def check_vae(cls, kind: str, vae: Vae) -> None:
-        if vae.channels == _NEEDS_NONE:
-            raise InputError(
-                f"--image-to-video {kind}: {vae.folder} is the VAE of Wan 2.2's 5B model, which "
-                "takes its first frame from the latents themselves; leave it out and train with "
-                "objective.given_first_frame"
-            )
 
-
-@dataclass(frozen=True)
-class HunyuanVideoLatents(VaeLatents):
-    """Stores normalised latents of HunyuanVideo 1.5's VAE as float16; see `VaeEncoder`."""
-
-    patch_size = (1, 1, 1)
-    vae_class = HunyuanVideoVae
-
-
-@dataclass(frozen=True)
 class HunyuanVideoGivenFrames(GivenFrames):
     """Latents of the first frame and its mask, and SigLIP's embeddings; see `GivenEncoder`."""
 
     vae_class = HunyuanVideoVae
     image_class = SiglipImage
     needs_image = True
-
-
-_KEPT = 128  # captions; 4 MB each at 512 tokens of width 4096
 
 
 @dataclass(frozen=True)
@@ -205,10 +177,9 @@ class TextEmbeddings(TextEncoder):
 
     Attributes:
       name: value of `--text`.
-      text_class: the encoder, made of a folder and the most tokens of a caption.
+      text_class: the class of the encoder, made of a folder and the most tokens of a caption.
       needs_torch: whether the encoder runs in PyTorch.
-      folder: local folder of encoder and tokenizer.
-      length: most tokens of a caption.
+      model: the encoder.
       made_from: name, width, length and digest of the encoder.
     """
 
@@ -218,8 +189,7 @@ class TextEmbeddings(TextEncoder):
     name: ClassVar[str]
     text_class: ClassVar[type[TextModel]]
 
-    folder: Path
-    length: int
+    model: TextModel
     made_from: Json
 
     @classmethod
@@ -227,10 +197,10 @@ class TextEmbeddings(TextEncoder):
     def make(cls, options: EncoderOptions) -> Self:
         assert options.folder is not None
         require_text_length(options.text_length)
-        encoder = _encoder(cls.text_class, options.folder, options.text_length)
+        model = cls.text_class(options.folder, options.text_length)
         if cls.needs_torch:
             require_packages(f"--text {cls.name}")
-        return cls(options.folder, options.text_length, encoder.origin())
+        return cls(model, model.origin())
 
     @override
     def origin(self) -> Json:
@@ -239,27 +209,17 @@ class TextEmbeddings(TextEncoder):
     @override
     def encode(self, caption: str | None) -> Encoded:
         """[L, width] float16. Equal captions are encoded once."""
-        tokens = _encoded(self.text_class, self.folder, self.length, caption or "")
+        tokens = _encoded(self.model, caption or "")
         if not all(np.isfinite(values).all() for values in tokens.values()):
             raise UnusableError("the text encoder gives values that are not finite")
         return dict(tokens) if len(tokens) > 1 else tokens[TEXT]
 
 
-@cache
-def _encoder(kind: type[TextModel], folder: Path, length: int) -> TextModel:
-    """The encoder of this process, with its weights once they are loaded."""
-    return kind(folder, length)
+@lru_cache(128)  # captions; 4 MB each at 512 tokens of width 4096
+def _encoded(model: TextModel, caption: str) -> dict[str, np.ndarray]:
+    return {name: as_float16(values) for name, values in model.tokens(caption).items()}
 
 
-@lru_cache(_KEPT)
-def _encoded(
-    kind: type[TextModel], folder: Path, length: int, caption: str
-) -> dict[str, np.ndarray]:
-    tokens = _encoder(kind, folder, length).tokens(caption)
-    return {name: as_float16(values) for name, values in tokens.items()}
-
-
-@dataclass(frozen=True)
 class Umt5Embeddings(TextEmbeddings):
     """Stores embeddings of umT5; see `TextEmbeddings`."""
 
@@ -268,7 +228,6 @@ class Umt5Embeddings(TextEmbeddings):
     text_class = Umt5Text
 
 
-@dataclass(frozen=True)
 class HunyuanVideoEmbeddings(TextEmbeddings):
     """Stores the tokens of the language model, and those of byT5 for quoted words.
 
