@@ -132,18 +132,12 @@ def frames_at(
         until = max(place + 1, int((decoded.end - first) * fps + Fraction(1, 2)))
     if held is None:
         raise UnusableError("no frame can be decoded")
-    _require_end(container.streams.video[0], float(until / fps))
-    until = min(until, last + int(_LONGEST_HOLD * fps))
-    yield from (TimedFrame(at, held.frame, held.scene) for at in range(last, until))
-
-
-def _require_end(stream: av.VideoStream, seconds: float) -> None:
-    """Refuses a video whose frames end long before its header says."""
-    if not stream.duration or not stream.time_base:
-        return
-    expected = float(stream.duration * stream.time_base)
+    stream, seconds = container.streams.video[0], float(until / fps)
+    expected = float(stream.duration * stream.time_base or 0) if stream.duration else 0.0
     if expected - seconds > max(_LATE_END, 0.1 * expected):
         raise UnusableError(f"truncated: {seconds:.1f} of {expected:.1f} s can be decoded")
+    until = min(until, last + int(_LONGEST_HOLD * fps))
+    yield from (TimedFrame(at, held.frame, held.scene) for at in range(last, until))
 
 
 def _timed(container: InputContainer) -> Iterator[Decoded]:
@@ -186,41 +180,30 @@ def _progressive(
             continue
         found = (frame.width, frame.height, frame.format.name)
         if graph is None or found != size:
-            yield from _drained(graph)
-            graph, size = _deinterlacer(frame, stream), found
-        graph.push(frame)
-        yield from _pulled(graph)
-    yield from _drained(graph)
+            yield from _passed(graph, None)
+            graph, size = Graph(), found
+            source = graph.add_buffer(
+                width=frame.width,
+                height=frame.height,
+                format=frame.format,
+                time_base=frame.time_base or stream.time_base,
+            )
+            deinterlace = graph.add("yadif", "mode=send_frame:deint=interlaced")
+            graph.link_nodes(source, deinterlace, graph.add("buffersink")).configure()
+        yield from _passed(graph, frame)
+    yield from _passed(graph, None)
 
 
-def _deinterlacer(frame: av.VideoFrame, stream: av.VideoStream) -> Graph:
-    graph = Graph()
-    source = graph.add_buffer(
-        width=frame.width,
-        height=frame.height,
-        format=frame.format,
-        time_base=frame.time_base or stream.time_base,
-    )
-    deinterlace = graph.add("yadif", "mode=send_frame:deint=interlaced")
-    sink = graph.add("buffersink")
-    source.link_to(deinterlace)
-    deinterlace.link_to(sink)
-    graph.configure()
-    return graph
-
-
-def _pulled(graph: Graph) -> Iterator[av.VideoFrame]:
+def _passed(graph: Graph | None, frame: av.VideoFrame | None) -> Iterator[av.VideoFrame]:
+    """Gives a frame, or the end, to a filter; yields what comes out. None passes nothing on."""
+    if graph is None:
+        return
+    graph.push(frame)
     while True:
         try:
             yield graph.vpull()
         except (av.BlockingIOError, av.EOFError):
             return
-
-
-def _drained(graph: Graph | None) -> Iterator[av.VideoFrame]:
-    if graph is not None:
-        graph.push(None)
-        yield from _pulled(graph)
 
 
 class Turn(NamedTuple):
@@ -276,21 +259,6 @@ def to_picture(frame: av.VideoFrame, aspect: Fraction | None, wanted: Fit) -> np
     picture = picture[:, ::-1] if turn.flip_x else picture
     picture = picture[::-1] if turn.flip_y else picture
     return cut(picture, wanted)
-
-
-def decoder(
-    container: InputContainer, choose: Callable[[int, int], Fit]
-) -> Callable[[av.VideoFrame], np.ndarray]:
-    """A function from a frame of the container to a picture in the bucket of its first frame."""
-    aspect = container.streams.video[0].sample_aspect_ratio
-    chosen: list[Fit] = []
-
-    def picture(frame: av.VideoFrame) -> np.ndarray:
-        if not chosen:
-            chosen.append(choose(*(round(side) for side in shown_size(frame, aspect))))
-        return to_picture(frame, aspect, chosen[0])
-
-    return picture
 
 
 _LONGEST_SIDE = 256
@@ -409,7 +377,15 @@ def video_clips(
     """
     scenes = iter if scene_threshold is None else partial(numbered_scenes, scene_threshold)
     with opened_video(source) as container:
-        picture = decoder(container, choose)
+        aspect = container.streams.video[0].sample_aspect_ratio
+        chosen: list[Fit] = []
+
+        def picture(frame: av.VideoFrame) -> np.ndarray:
+            """A picture in the bucket of the first frame."""
+            if not chosen:
+                chosen.append(choose(*(round(side) for side in shown_size(frame, aspect))))
+            return to_picture(frame, aspect, chosen[0])
+
         longest = clips = 0
         shown = frames_at(container, fps, scenes)
         for _, scene in itertools.groupby(shown, key=lambda one: one.scene):
@@ -431,10 +407,19 @@ def _windows(
     stride: int,
     frames: int,
 ) -> Iterator[list[np.ndarray]]:
-    """The pictures of each whole clip of a scene; if there is none, all of its pictures."""
+    """The pictures of each whole clip of a scene; if there is none, all of its pictures.
+
+    The frames that a clip needs are converted, each once.
+    """
     window: list[np.ndarray] = []
     start, whole = 0, False
-    for place, array in _pictures(scene, picture, stride, frames):
+    last: av.VideoFrame | None = None
+    array = np.empty(0, np.uint8)
+    for place, one in enumerate(scene):
+        if place % stride >= frames:
+            continue  # between clips
+        if one.frame is not last:
+            last, array = one.frame, picture(one.frame)
         if place == start + len(window):
             window.append(array)
         if len(window) == frames:
@@ -443,20 +428,3 @@ def _windows(
             window = window[stride:]
     if not whole:
         yield window
-
-
-def _pictures(
-    scene: Iterator[TimedFrame],
-    picture: Callable[[av.VideoFrame], np.ndarray],
-    stride: int,
-    frames: int,
-) -> Iterator[tuple[int, np.ndarray]]:
-    """Converts the frames that a clip needs, each once, and counts from the scene's start."""
-    last: av.VideoFrame | None = None
-    array = np.empty(0, np.uint8)
-    for place, one in enumerate(scene):
-        if place % stride >= frames:
-            continue  # between clips
-        if one.frame is not last:
-            last, array = one.frame, picture(one.frame)
-        yield place, array

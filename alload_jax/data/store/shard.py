@@ -124,13 +124,20 @@ class SampleWriter(ABC):
             (other, words, kinds[0] if kinds else {}) for other, words, *kinds in alternatives
         ]
         place = f"{self._where}sample {self.written}"
-        arrays = self._checked(np.asarray(latents), size, texts, place)
-        arrays |= _checked_image(arrays[LATENTS], given, image, place)
+        latents = np.asarray(latents)
+        self._check_shape(latents, size, place)
+        arrays = {LATENTS: latents, **_checked_texts(texts, place)}
+        arrays |= _checked_image(latents, given, image, place)
         for name, array in arrays.items():
             if not name.startswith(LABELS):
                 _require_finite(name, array, place)
         form = SampleForm.of(arrays)
-        self._require_form(form, place)
+        if self.channels is not None and form != self.form:
+            found, expected = form.described(), self.form.described()
+            name = next(name for name in found if found[name] != expected[name])
+            raise ValueError(
+                f"{place}: {name} is {found[name]}; the previous samples have {expected[name]}"
+            )
         self.channels, self.form = arrays[LATENTS].shape[-1], form
         frames, height, width = (int(value) for value in size)
         row: Json = {
@@ -161,46 +168,6 @@ class SampleWriter(ABC):
           OSError: the disk is full, or the file cannot be written.
         """
 
-    def _checked(
-        self,
-        latents: np.ndarray,
-        size: Triple,
-        texts: Sequence[tuple[np.ndarray, str | None, Mapping[str, np.ndarray]]],
-        place: str,
-    ) -> dict[str, np.ndarray]:
-        """The arrays of a record: latents and texts, each with its tokens of further kinds."""
-        for _, words, _ in texts:
-            if words is not None and not isinstance(words, str):
-                raise ValueError(
-                    f"{place}: caption is {words!r}; give text, or None where there is none"
-                )
-        self._check_shape(latents, size, place)
-        if not _is_float(latents):
-            raise ValueError(
-                f"{place}: latents are {latents.dtype}; give floats, such as x / 127.5 - 1"
-            )
-        first, *others = (_checked_condition(np.asarray(text), place) for text, _, _ in texts)
-        for other in others:
-            if other.shape[1:] != first.shape[1:]:
-                raise ValueError(
-                    f"{place}: one of its texts has shape {other.shape}, the first has "
-                    f"{first.shape}; all must be labels [L], or text of one width"
-                )
-        parts, *others_parts = (_checked_parts(kinds, place) for _, _, kinds in texts)
-        for kinds in others_parts:
-            _require_alike(kinds, parts, place)
-        arrays = {LATENTS: latents, (LABELS if first.ndim == 1 else TEXT): first, **parts}
-        return with_alternatives(arrays, others, others_parts)
-
-    def _require_form(self, form: SampleForm, place: str) -> None:
-        if self.channels is None or form == self.form:
-            return
-        found, expected = form.described(), self.form.described()
-        name = next(name for name in found if found[name] != expected[name])
-        raise ValueError(
-            f"{place}: {name} is {found[name]}; the previous samples have {expected[name]}"
-        )
-
     def _check_shape(self, latents: np.ndarray, size: Triple, place: str) -> None:
         geometry = Geometry(self._stride)
         grid = tuple(geometry.latent_grid(*np.asarray(size)[:, None])[0].tolist())
@@ -208,24 +175,58 @@ class SampleWriter(ABC):
         if channels is None:
             channels = latents.shape[-1] if latents.ndim else 0
         if latents.shape != (*grid, channels):
+            hint = ""  # for channels that do not stand last
+            for axis, order in enumerate(("[channels, frames, …]", "[frames, channels, …]")):
+                if latents.ndim != 4 or np.moveaxis(latents, axis, -1).shape[:3] != grid:
+                    continue
+                most = _MOST_CHANNELS if self.channels is None else self.channels
+                if not hint and (self.channels or 0) <= latents.shape[axis] <= most:
+                    hint = (
+                        f"; they look like {order}, but channels last is wanted: "
+                        f"np.moveaxis(latents, {axis}, -1)"
+                    )
             raise ValueError(
                 f"{place}: latents have shape {latents.shape}; size {size}, vae_stride "
-                f"{geometry.vae_stride} and the previous samples give "
-                f"{(*grid, channels)}{self._hint(latents, grid)}"
+                f"{geometry.vae_stride} and the previous samples give {(*grid, channels)}{hint}"
             )
 
-    def _hint(self, latents: np.ndarray, grid: tuple[int, ...]) -> str:
-        """What to do with latents whose channels do not stand last; empty for others."""
-        for axis, order in enumerate(("[channels, frames, …]", "[frames, channels, …]")):
-            if latents.ndim != 4 or np.moveaxis(latents, axis, -1).shape[:3] != grid:
-                continue
-            channels = latents.shape[axis]
-            if channels == self.channels or (self.channels is None and channels <= _MOST_CHANNELS):
-                return (
-                    f"; they look like {order}, but channels last is wanted: "
-                    f"np.moveaxis(latents, {axis}, -1)"
-                )
-        return ""
+
+def _checked_texts(
+    texts: Sequence[tuple[np.ndarray, str | None, Mapping[str, np.ndarray]]], place: str
+) -> dict[str, np.ndarray]:
+    """The texts of a record by name, classes as int32, each with its tokens of further kinds."""
+    for _, words, _ in texts:
+        if words is not None and not isinstance(words, str):
+            raise ValueError(
+                f"{place}: caption is {words!r}; give text, or None where there is none"
+            )
+    first, *others = (_checked_condition(np.asarray(text), place) for text, _, _ in texts)
+    for other in others:
+        if other.shape[1:] != first.shape[1:]:
+            raise ValueError(
+                f"{place}: one of its texts has shape {other.shape}, the first has {first.shape}; "
+                "all must be labels [L], or text of one width"
+            )
+    parts, *others_parts = (
+        {name: np.asarray(array) for name, array in kinds.items()} for _, _, kinds in texts
+    )
+    for name, array in (item for kinds in (parts, *others_parts) for item in kinds.items()):
+        if name in NAMED or not name.isidentifier():
+            raise ValueError(f"{place}: {name!r} cannot name condition tokens; use another word")
+        if array.ndim != 2 or not _is_float(array):
+            raise ValueError(
+                f"{place}: {name} has shape {array.shape} of {array.dtype}; it must be "
+                "[tokens, width] of floats"
+            )
+        width = parts[name].shape[1] if name in parts else None
+        if array.shape[1] != width:
+            held = "none" if width is None else f"a width of {width}"
+            raise ValueError(
+                f"{place}: {name} of one of its texts has a width of {array.shape[1]}, the first "
+                f"has {held}; all must be alike"
+            )
+    arrays = {(LABELS if first.ndim == 1 else TEXT): first, **parts}
+    return with_alternatives(arrays, others, others_parts)
 
 
 def _checked_condition(condition: np.ndarray, place: str) -> np.ndarray:
@@ -235,7 +236,9 @@ def _checked_condition(condition: np.ndarray, place: str) -> np.ndarray:
         raise ValueError(
             f"{place}: condition has shape {shape}; it must be labels [L] or text [L, width]"
         )
-    if condition.ndim == 1 and len(condition):
+    if condition.ndim == 2:
+        return condition
+    if len(condition):
         if dtype.kind not in "iu":
             raise ValueError(f"{place}: labels are {dtype}; they must be whole numbers")
         for label in (int(condition.min()), int(condition.max())):
@@ -243,56 +246,25 @@ def _checked_condition(condition: np.ndarray, place: str) -> np.ndarray:
                 raise ValueError(
                     f"{place}: a label is {label}; labels are from 0 to {_LARGEST_LABEL}"
                 )
-    if condition.ndim == 2 and not _is_float(condition):
-        raise ValueError(f"{place}: text is {dtype}; embeddings must be floats")
-    return condition.astype(np.int32) if condition.ndim == 1 else condition
+    return condition.astype(np.int32)
 
 
 def _checked_image(
     latents: np.ndarray, given: np.ndarray | None, image: np.ndarray | None, place: str
 ) -> dict[str, np.ndarray]:
-    """Checks what image-to-video models take; returns what there is of it by name."""
+    """Checks the axes of what image-to-video models take; returns what there is of it by name."""
     arrays = {GIVEN: given, IMAGE: image}
     found = {name: np.asarray(array) for name, array in arrays.items() if array is not None}
-    for name, array in found.items():
-        if not _is_float(array):
-            raise ValueError(f"{place}: {name} is {array.dtype}; give floats")
-        if name == GIVEN and (array.ndim != 4 or array.shape[:3] != latents.shape[:3]):
-            raise ValueError(
-                f"{place}: given has shape {array.shape}; it must be {latents.shape[:3]} and "
-                "channels, as the latents"
-            )
-        if name == IMAGE and array.ndim != 2:
-            raise ValueError(f"{place}: image has shape {array.shape}; it must be [tokens, width]")
+    if GIVEN in found and (found[GIVEN].ndim != 4 or found[GIVEN].shape[:3] != latents.shape[:3]):
+        raise ValueError(
+            f"{place}: given has shape {found[GIVEN].shape}; it must be {latents.shape[:3]} and "
+            "channels, as the latents"
+        )
+    if IMAGE in found and found[IMAGE].ndim != 2:
+        raise ValueError(
+            f"{place}: image has shape {found[IMAGE].shape}; it must be [tokens, width]"
+        )
     return found
-
-
-def _checked_parts(parts: Mapping[str, np.ndarray], place: str) -> dict[str, np.ndarray]:
-    """Checks condition tokens of further kinds."""
-    found = {name: np.asarray(array) for name, array in parts.items()}
-    for name, array in found.items():
-        if name in NAMED or not name.isidentifier():
-            raise ValueError(f"{place}: {name!r} cannot name condition tokens; use another word")
-        if array.ndim != 2 or not _is_float(array):
-            raise ValueError(
-                f"{place}: {name} has shape {array.shape} of {array.dtype}; it must be "
-                "[tokens, width] of floats"
-            )
-    return found
-
-
-def _require_alike(
-    kinds: Mapping[str, np.ndarray], first: Mapping[str, np.ndarray], place: str
-) -> None:
-    """Refuses further kinds of tokens of an alternative that the first text has not, or wider."""
-    for name, array in kinds.items():
-        known = first.get(name)
-        if known is None or known.shape[1] != array.shape[1]:
-            held = "none" if known is None else f"a width of {known.shape[1]}"
-            raise ValueError(
-                f"{place}: {name} of one of its texts has a width of {array.shape[1]}, the first "
-                f"has {held}; all must be alike"
-            )
 
 
 def _is_float(array: np.ndarray) -> bool:
@@ -301,6 +273,10 @@ def _is_float(array: np.ndarray) -> bool:
 
 
 def _require_finite(name: str, array: np.ndarray, place: str) -> None:
+    """Refuses an array that does not hold floats, or of which one is NaN or infinite."""
+    if not _is_float(array):
+        verb, such = ("are", ", such as x / 127.5 - 1") if name == LATENTS else ("is", "")
+        raise ValueError(f"{place}: {name} {verb} {array.dtype}; give floats{such}")
     finite = np.asarray(np.isfinite(array))
     if not finite.all():
         first = [int(axis[0]) for axis in np.nonzero(~finite)]
