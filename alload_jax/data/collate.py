@@ -1,5 +1,6 @@
 """Builds the arrays of a planned step's micro-batches: rows of one shape, or packed ones."""
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -196,15 +197,13 @@ class Collator:
         problems: list[str] = []
         batches, groups = [], []
         local = (part for part in step.micro_batches if part.rank in self.ranks)
-        for (_, group), parts in groupby(local, key=self._place):
+        size = self.group_ranks or sys.maxsize
+        for (_, group), parts in groupby(local, key=lambda part: (part.index, part.rank // size)):
             batches.append(self._batch(list(parts), step.epoch, problems))
             groups.append(group)
         # Each part of a split sample reports the same damaged record.
         distinct = tuple(dict.fromkeys(problems))
         return HostStep(step.index, step.epoch, tuple(batches), distinct, tuple(groups))
-
-    def _place(self, part: MicroBatch) -> tuple[int, int]:
-        return part.index, part.rank // self.group_ranks if self.group_ranks else 0
 
     def _batch(
         self, parts: Sequence[MicroBatch], epoch: int, problems: list[str]
@@ -215,10 +214,9 @@ class Collator:
         for sample, place in self.collation.places(parts):
             if sample in self.excluded:
                 continue
+            place_of = f"{self.reader.manifest.path}: sample {self.reader.manifest.number(sample)}"
             if sample in self.not_finite:
-                problems.append(
-                    f"{self._place_of(sample)} gives a loss or gradient that is not finite"
-                )
+                problems.append(f"{place_of} gives a loss or gradient that is not finite")
                 continue
             try:
                 arrays = self.reader.read(sample)
@@ -228,11 +226,7 @@ class Collator:
             except BadRecordError as error:
                 problems.append(str(error))
             except ValueError as error:
-                problems.append(str(BadRecordError(f"{self._place_of(sample)} {error}")))
+                problems.append(str(BadRecordError(f"{place_of} {error}")))
             else:
                 self.collation.put(batch, place, sample, arrays, condition)
         return batch
-
-    def _place_of(self, sample: int) -> str:
-        manifest = self.reader.manifest
-        return f"{manifest.path}: sample {manifest.number(sample)}"

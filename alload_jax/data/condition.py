@@ -9,7 +9,7 @@ import numpy as np
 from alload_jax.data.manifest import Manifest
 from alload_jax.data.record import IMAGE, LABELS, TEXT, Arrays, SampleForm
 from alload_jax.errors import InputError
-from alload_jax.models.common.config import ConditionPart, ModelConfig, TextConfig
+from alload_jax.models.common.config import ConditionPart, ModelConfig
 from alload_jax.models.common.embedding import ConditionTokens
 from alload_jax.models.common.segments import PADDING, Segments
 from alload_jax.planning.samples import Samples
@@ -48,14 +48,6 @@ class Conditions:
     image_shape: tuple[int, int] | None = None
     parts: tuple[ConditionPart, ...] = ()
 
-    def shape(self, rows: int, tokens: int | None = None) -> tuple[int, ...]:
-        """Returns [rows, length] for classes or [rows, length, text_dim] for text.
-
-        `tokens` replaces `length` if it is not None.
-        """
-        width = () if self.text_dim is None else (self.text_dim,)
-        return (rows, self.length if tokens is None else tokens, *width)
-
     def empty(
         self,
         rows: int,
@@ -74,11 +66,14 @@ class Conditions:
           reserved: for each row [samples, K], most tokens of each sample of each of `parts`.
 
         Returns:
-          the null class or zeros, with the shape of `shape`; or tokens by the names of `parts`.
+          the null class [rows, tokens], or zeros [rows, tokens, text_dim]; or tokens by the names
+          of `parts`.
         """
         if not self.parts:
-            null = self.null_label if self.text_dim is None else 0
-            return np.full(self.shape(rows, tokens), null, self.dtype)
+            shape = (rows, self.length if tokens is None else tokens)
+            if self.text_dim is None:
+                return np.full(shape, self.null_label, self.dtype)
+            return np.zeros((*shape, self.text_dim), self.dtype)
         offsets = np.zeros((len(self.parts), rows, slots), np.int32)
         for row, sizes in enumerate(reserved):
             offsets[:, row, : len(sizes)] = (np.cumsum(sizes, axis=0) - sizes).T
@@ -134,12 +129,24 @@ def conditions_for(model: ModelConfig, manifest: Manifest) -> Conditions:
       InputError: the kind of condition or the width differs from the model's, or a text is too
         long.
     """
+    _require_channels(model, manifest)
+    text = model.text
+    if text is not None and manifest.form.text_dim != text.dim:
+        raise InputError(
+            f"{manifest.path}: holds {manifest.form.described()['condition']}, but model.text.dim "
+            f"is {text.dim}; set model.text as in the data, or prepare other data"
+        )
+    if text is not None and manifest.longest_text() > text.length:
+        raise InputError(
+            f"{manifest.path}: sample {int(manifest.text_length.argmax())} has a text of "
+            f"{manifest.longest_text()} tokens, but model.text.length is {text.length}; "
+            "shorten it, or set model.text.length to the longest"
+        )
     if model.condition_parts():
         return _conditions_in_parts(model, manifest)
     image_shape = _image_shape(model, manifest)
-    if model.text is not None:
-        _require_text(model.text, manifest)
-        length, width, dtype = model.text.length, model.text.dim, _embedding_dtype(model)
+    if text is not None:
+        length, width, dtype = text.length, text.dim, _embedding_dtype(model)
     elif manifest.form.text_dim is None:
         length, width, dtype = manifest.longest_text(), None, np.dtype(np.int32)
     else:
@@ -167,27 +174,8 @@ def _embedding_dtype(model: ModelConfig) -> np.dtype:
     return np.dtype(ml_dtypes.bfloat16 if low else np.float32)
 
 
-def _require_text(text: TextConfig, manifest: Manifest) -> None:
-    """Checks that the data hold texts that fit the model."""
-    if manifest.form.text_dim != text.dim:
-        held = manifest.form.described()["condition"]
-        raise InputError(
-            f"{manifest.path}: holds {held}, but model.text.dim is {text.dim}; "
-            "set model.text as in the data, or prepare other data"
-        )
-    if manifest.longest_text() > text.length:
-        raise InputError(
-            f"{manifest.path}: sample {int(manifest.text_length.argmax())} has a text of "
-            f"{manifest.longest_text()} tokens, but model.text.length is {text.length}; "
-            "shorten it, or set model.text.length to the longest"
-        )
-
-
 def _conditions_in_parts(model: ModelConfig, manifest: Manifest) -> Conditions:
     """The conditions of a model that declares parts; what the data lack has no tokens."""
-    _require_channels(model, manifest)
-    if model.text is not None:
-        _require_text(model.text, manifest)
     parts, found = model.condition_parts(), []
     if model.image and manifest.form.given_channels and manifest.form.image_shape is None:
         raise InputError(
@@ -257,7 +245,6 @@ def _image_shape(model: ModelConfig, manifest: Manifest) -> tuple[int, int] | No
       InputError: the data lack what an image-to-video model takes.
     """
     form = manifest.form
-    _require_channels(model, manifest)
     if model.image is None:
         return None
     shape = form.image_shape
@@ -361,5 +348,15 @@ def part_room(
     # Of the parts of a row only its first and its last can be cut.
     cut = 2 if split else 0
     most = np.minimum(slots * longest, by_share + cut * longest)
-    multiple = np.where(longest >= 512, 512, 8)
-    return (np.maximum(1, -(-most // multiple)) * multiple).tolist()
+    return whole_windows(most, longest).tolist()
+
+
+def whole_windows(tokens: np.ndarray | int, of_sample: np.ndarray | int) -> np.ndarray:
+    """Condition tokens of rows, rounded up so that cuDNN gets a row in equal windows.
+
+    Args:
+      tokens: least number of them in a row.
+      of_sample: most of a sample; a window has 512 of them if it has as many, else 8.
+    """
+    multiple = np.where(np.asarray(of_sample) >= 512, 512, 8)
+    return np.maximum(1, -(-tokens // multiple)) * multiple

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from alload_jax.data.batch import AnyBatch, PackedBatch, abstract
-from alload_jax.data.condition import Conditions, Tokens, part_room, put_condition
+from alload_jax.data.condition import Conditions, Tokens, part_room, put_condition, whole_windows
 from alload_jax.data.manifest import Manifest
 from alload_jax.data.record import GIVEN, IMAGE, LATENTS, Arrays
 from alload_jax.models.common.config import ModelConfig
@@ -28,9 +28,6 @@ from alload_jax.models.common.segments import (
 from alload_jax.planning.epoch import MicroBatch, RowPlan, noise_epoch
 from alload_jax.planning.plan import Plan
 
-_LONG_CONDITION, _SHORT_CONDITION = 512, 8
-"""The number of condition tokens per row is a multiple of one of these, so that cuDNN can get the
-row in equal windows: of the first if samples have at least as many."""
 THINNED = 0.75
 """A length starts a new class if the number of longer segments falls below this fraction."""
 
@@ -41,26 +38,26 @@ class RowSizes:
 
     Attributes:
       tokens: T, tokens per row.
+      condition: condition tokens per row.
+      lengths: bounds on the lengths of all segments of a row.
       split_tokens: A, tokens of the split region at the start of each row.
       context: c, ranks per context group.
       whole: maximum number of samples behind the split region.
       split: maximum number of split samples in a context group, and of their parts in a row.
-      condition: condition tokens per row.
-      lengths: bounds on the lengths of all segments of a row.
       whole_lengths: bounds on the lengths of the segments behind the split region.
       split_lengths: bounds on the lengths of the split samples of a context group.
       parts: tokens per row of each kind of condition tokens whose number differs by sample.
     """
 
     tokens: int
-    split_tokens: int
-    context: int
-    whole: int
-    split: int
     condition: int
     lengths: Lengths
-    whole_lengths: Lengths
-    split_lengths: Lengths
+    split_tokens: int = 0
+    context: int = 1
+    whole: int = 1
+    split: int = 0
+    whole_lengths: Lengths = ()
+    split_lengths: Lengths = ()
     parts: tuple[int, ...] = ()
 
     @property
@@ -93,33 +90,11 @@ def row_sizes(plan: Plan, condition: int, split_tokens: int) -> RowSizes:
         context=packing.context,
         whole=whole,
         split=split,
-        condition=_rounded_up((whole + split) * condition, condition),
+        condition=int(whole_windows((whole + split) * condition, condition)),
         lengths=_lengths(whole_range, parts_range),
         whole_lengths=_lengths(whole_range),
         split_lengths=_lengths(_Range(together, seq_len, split)),
     )
-
-
-def single_sample_sizes(tokens: int, condition: int) -> RowSizes:
-    """The sizes of rows of one sample each, with `condition` condition tokens."""
-    lengths = ((0, 1), (tokens, 0))
-    return RowSizes(
-        tokens=tokens,
-        split_tokens=0,
-        context=1,
-        whole=1,
-        split=0,
-        condition=_rounded_up(condition, condition),
-        lengths=lengths,
-        whole_lengths=lengths,
-        split_lengths=lengths,
-    )
-
-
-def _rounded_up(tokens: int, of_sample: int) -> int:
-    """Condition tokens of a row, of samples that have `of_sample` of them each."""
-    multiple = _LONG_CONDITION if of_sample >= _LONG_CONDITION else _SHORT_CONDITION
-    return max(1, -(-tokens // multiple)) * multiple
 
 
 class _Range(NamedTuple):
@@ -321,7 +296,8 @@ class PackedCollation:
           model: config of the model.
           conditions: shape and dtype of the rows' conditions.
         """
-        sizes = single_sample_sizes(tokens, 0 if conditions.parts else conditions.length)
+        length = 0 if conditions.parts else conditions.length
+        sizes = RowSizes(tokens, int(whole_windows(length, length)), lengths=((0, 1), (tokens, 0)))
         return cls._of({0: sizes}, seq_len, manifest, model, conditions)
 
     @classmethod
@@ -356,23 +332,12 @@ class PackedCollation:
         found = []
         for row in range(part.rows):
             held = slice(row, row + 1)
-            tokens = [int(geometry.seq_len(*self.manifest.shape[n])) for n in part.samples[held]]
-            found.append(
-                replace(
-                    part,
-                    rows=1,
-                    samples=part.samples[held],
-                    repetitions=part.repetitions[held],
-                    row_plan=replace(
-                        _empty_row(0),
-                        tokens=tuple(tokens),
-                        offsets=(0,) * len(tokens),
-                        is_split=(False,) * len(tokens),
-                        first=(0,) * len(tokens),
-                        split_slots=(PADDING,) * len(tokens),
-                    ),
-                )
-            )
+            plan = _empty_row(0)
+            if samples := part.samples[held]:
+                tokens = int(geometry.seq_len(*self.manifest.shape[samples[0]]))
+                plan = RowPlan(0, (tokens,), (0,), (False,), (0,), (), (), (PADDING,))
+            times = part.repetitions[held]
+            found.append(replace(part, rows=1, samples=samples, repetitions=times, row_plan=plan))
         return found
 
     def _latent_tokens(self, sample: int, first: int, tokens: int) -> int:
@@ -392,7 +357,7 @@ class PackedCollation:
 
     def empty(self, parts: Sequence[MicroBatch], epoch: int) -> PackedBatch[np.ndarray]:
         """Builds a micro-batch without content; the metadata already holds the segments."""
-        rows = [_row_plan(part) for part in parts]
+        rows = [part.row_plan for part in parts if part.row_plan is not None]
         samples = [part.samples for part in parts]
         batch = self._batch(self.sizes[rows[0].split_tokens], rows, samples, epoch)
         for row, part in enumerate(parts):
@@ -507,10 +472,10 @@ class PackedCollation:
     def places(self, parts: Sequence[MicroBatch]) -> Iterator[tuple[int, Place]]:
         """Yields each sample of the parts and its place in the batch."""
         for row, part in enumerate(parts):
-            row_plan = _row_plan(part)
-            for slot, (sample, offset, first, tokens) in enumerate(
-                zip(part.samples, row_plan.offsets, row_plan.first, row_plan.tokens, strict=True)
-            ):
+            plan = part.row_plan
+            assert plan is not None
+            columns = zip(part.samples, plan.offsets, plan.first, plan.tokens, strict=True)
+            for slot, (sample, offset, first, tokens) in enumerate(columns):
                 yield sample, Place(row, slot, offset, first, tokens)
 
     def put(
@@ -546,19 +511,5 @@ class PackedCollation:
         batch.frame_tokens[row, slot] = grid[1] * grid[2]
 
 
-def _row_plan(part: MicroBatch) -> RowPlan:
-    assert part.row_plan is not None
-    return part.row_plan
-
-
 def _empty_row(split_tokens: int) -> RowPlan:
-    return RowPlan(
-        split_tokens,
-        tokens=(),
-        offsets=(),
-        is_split=(),
-        first=(),
-        split_segments=(),
-        split_samples=(),
-        split_slots=(),
-    )
+    return RowPlan(split_tokens, (), (), (), (), (), (), ())

@@ -106,14 +106,14 @@ def prepare_media(
                 reported[number] = files
                 on_files(new, False)
 
-        run = engine or (_here if workers == 1 else partial(_in_processes, workers))
-        run(job, units, todo, finished)
+        if engine is not None:
+            engine(job, units, todo, finished)
+        elif workers > 1:
+            _in_processes(workers, job, units, todo, finished)
+        else:
+            for number in todo:
+                prepare_unit(job, number, units[number], finished=partial(finished, number))
         return _finish(out, len(units), report)
-
-
-def _here(job: Job, units: Units, todo: Sequence[int], finished: Finished) -> None:
-    for number in todo:
-        prepare_unit(job, number, units[number], finished=partial(finished, number))
 
 
 def run_shards(

@@ -82,35 +82,28 @@ def _started(address: str | None, workers: int | None) -> Iterator[None]:
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent anywhere
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else it warns
-    try:
-        _connect(address or os.environ.get("RAY_ADDRESS") or "local", workers)
-        yield
-    finally:
-        with deferred_interrupts():
-            ray.shutdown()
-
-
-def _connect(address: str, workers: int | None) -> None:
+    address = address or os.environ.get("RAY_ADDRESS") or "local"
     options: Json = {"log_to_driver": False, "logging_level": logging.CRITICAL}
     if address == "local":
         options |= {"num_cpus": workers, "object_store_memory": _OBJECT_STORE_BYTES}
         options |= {"include_dashboard": False}
-    try:
-        _require_open(address)
-        with deferred_interrupts():
-            ray.init(address, **options)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise InputError(
-            f"--ray-address {address}: no Ray can be reached there ({short(error)}); start one "
-            "with `ray start --head`, or leave the address out"
-        ) from error
-
-
-def _require_open(address: str) -> None:
-    """Raises an OSError if nothing listens at HOST:PORT, for which Ray would wait for minutes."""
     host, _, port = address.rpartition(":")
-    if host and "/" not in host and port.isdecimal():
-        socket.create_connection((host, int(port)), _SECONDS_TO_CONNECT).close()
+    try:
+        try:
+            if host and "/" not in host and port.isdecimal():
+                # Where nothing listens, Ray would wait for minutes.
+                socket.create_connection((host, int(port)), _SECONDS_TO_CONNECT).close()
+            with deferred_interrupts():
+                ray.init(address, **options)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise InputError(
+                f"--ray-address {address}: no Ray can be reached there ({short(error)}); start one "
+                "with `ray start --head`, or leave the address out"
+            ) from error
+        yield
+    finally:
+        with deferred_interrupts():
+            ray.shutdown()
 
 
 _jobs: dict[str, Job] = {}

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.context import SpawnContext
 from multiprocessing.managers import BaseManager, BaseProxy
 from pathlib import Path
@@ -23,7 +24,7 @@ from alload_jax.data.prepare.encoders import (
 )
 from alload_jax.data.prepare.images import decode_image
 from alload_jax.data.prepare.settings import MediaSettings
-from alload_jax.data.prepare.sources import Bucket, Fit, Item, UnusableError, buckets_of, fit, short
+from alload_jax.data.prepare.sources import Bucket, Item, UnusableError, buckets_of, fit, short
 from alload_jax.data.prepare.videos import video_clips
 from alload_jax.data.prepare.work_folder import Skipped, UnitReport, write_report
 from alload_jax.data.record import TEXT
@@ -63,9 +64,18 @@ def encoding_processes(
     vae: VaeEncoder, text: TextEncoder, given: GivenEncoder | None, context: SpawnContext
 ) -> Iterator[list["RemoteEncoders"]]:
     """Starts a process for each GPU, or one where there is none; ends them at the end."""
-    with ExitStack() as stack:
-        managers = [stack.enter_context(_started(context, device)) for device in _devices()]
+    managers: list[_Manager] = []
+    try:
+        for device in _devices():
+            manager = _Manager(ctx=context)
+            with deferred_interrupts():
+                manager.start(_begin, (device,))
+                managers.append(manager)
         yield [manager.Encoders(vae=vae, text=text, given=given) for manager in managers]
+    finally:
+        with deferred_interrupts(), ExitStack() as stack:
+            for manager in managers:
+                stack.callback(manager.shutdown)
 
 
 def _devices() -> list[str | None]:
@@ -75,18 +85,6 @@ def _devices() -> list[str | None]:
         return [None]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return list(visible.split(",")[:count]) if visible else [str(number) for number in range(count)]
-
-
-@contextmanager
-def _started(context: SpawnContext, device: str | None) -> "Iterator[_Manager]":
-    manager = _Manager(ctx=context)
-    with deferred_interrupts():
-        manager.start(_begin, (device,))
-    try:
-        yield manager
-    finally:
-        with deferred_interrupts():
-            manager.shutdown()
 
 
 def _begin(device: str | None) -> None:
@@ -162,19 +160,14 @@ class Job:
 
     def encode_frames(self, frames: np.ndarray) -> np.ndarray:
         """Encodes a clip, here or remotely; see `VaeEncoder.encode`."""
-        if self.remote is not None and self.vae.has_weights:
-            return np.asarray(self.remote.encode("vae", frames))
-        return self.vae.encode(frames)
+        return np.asarray(self._encode("vae", frames))
 
     def encode_caption(self, caption: str | None) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Encodes a caption, here or remotely: the condition, and tokens of further kinds by name.
 
         See `TextEncoder.encode`.
         """
-        if self.remote is not None and self.text.has_weights:
-            found: Encoded = self.remote.encode("text", caption)
-        else:
-            found = self.text.encode(caption)
+        found: Encoded = self._encode("text", caption)
         if not isinstance(found, dict):
             return found, {}
         return found[TEXT], {name: array for name, array in found.items() if name != TEXT}
@@ -183,8 +176,13 @@ class Job:
         """What image-to-video models are given for a clip; nothing without their encoder."""
         if self.given is None:
             return Given(None, None)
-        ends = (clip[0], clip[-1], len(clip))
-        return self.remote.encode("given", *ends) if self.remote else self.given.encode(*ends)
+        return self._encode("given", clip[0], clip[-1], len(clip))
+
+    def _encode(self, name: str, *arguments: Any) -> Any:
+        encoder = getattr(self, name)
+        if self.remote is not None and getattr(encoder, "has_weights", True):
+            return self.remote.encode(name, *arguments)
+        return encoder.encode(*arguments)
 
     def encoder_origins(self) -> Json:
         """What the encoders' outputs depend on, by encoder, as JSON values."""
@@ -275,13 +273,10 @@ def _add_item(
 
 
 def _clips(job: Job, item: Item) -> Iterator[np.ndarray]:
-    settings, areas = job.settings, job.areas()
+    settings = job.settings
     if item.source is None:
         raise UnusableError(item.reason)
-
-    def choose(height: int, width: int) -> Fit:
-        return fit(height, width, areas, settings.max_enlarge)
-
+    choose = partial(fit, areas=job.areas(), max_enlarge=settings.max_enlarge)
     if item.is_image:
         yield decode_image(item.source, choose)
         return

@@ -133,7 +133,7 @@ def frames_at(
     if held is None:
         raise UnusableError("no frame can be decoded")
     stream, seconds = container.streams.video[0], float(until / fps)
-    expected = float(stream.duration * stream.time_base or 0) if stream.duration else 0.0
+    expected = float((stream.duration or 0) * (stream.time_base or 0))
     if expected - seconds > max(_LATE_END, 0.1 * expected):
         raise UnusableError(f"truncated: {seconds:.1f} of {expected:.1f} s can be decoded")
     until = min(until, last + int(_LONGEST_HOLD * fps))
