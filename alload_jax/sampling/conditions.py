@@ -20,7 +20,6 @@ from alload_jax.sampling.encoders import (
     as_latent,
     read_embeddings,
     read_optional,
-    read_part,
     read_picture,
     refuse_others,
 )
@@ -83,7 +82,7 @@ def arrays_of(request: Request, model: ModelConfig, encoders: Encoders) -> Reque
         return RequestArrays(Condition(tokens, image, *given), Condition(null, image, *given))
     part = ConditionPart(TEXT, model.text.dim, model.text.length)
     text, negative = (
-        _padded(_tokens(_encoded(source, encoders), part), part.length)
+        _padded(_tokens(source, _encoded(source, encoders), part), part.length)
         for source in (request.prompt, request.negative)
     )
     return RequestArrays(Condition(text, image, *given), Condition(negative, image, *given))
@@ -91,11 +90,8 @@ def arrays_of(request: Request, model: ModelConfig, encoders: Encoders) -> Reque
 
 def stacked(arrays: Sequence[RequestArrays]) -> tuple[Condition, Condition]:
     """Condition and null condition of a batch of requests with equal `Request.shape()`."""
-    return _stack([each.condition for each in arrays]), _stack([each.null for each in arrays])
-
-
-def _stack(conditions: Sequence[Condition]) -> Condition:
-    return jax.tree.map(lambda *parts: np.stack(parts), *conditions)
+    found = jax.tree.map(lambda *parts: np.stack(parts), *arrays)
+    return found.condition, found.null
 
 
 def _padded(tokens: np.ndarray, length: int) -> np.ndarray:
@@ -116,7 +112,7 @@ def _parts(
         if part.name == IMAGE:
             tokens = np.zeros((0, part.width), np.float32) if image is None else image
         else:
-            tokens = _tokens(tokens_by_kind, part)
+            tokens = _tokens(source, tokens_by_kind, part)
         # Requests of a batch have equally many tokens of their images alone.
         room = len(tokens) if part.name == IMAGE else part.length
         ids = np.full(room, PADDING, np.int32)
@@ -127,26 +123,39 @@ def _parts(
     return found
 
 
-def _encoded(source: Path | str | None, encoders: Encoders) -> Path | Mapping[str, np.ndarray]:
-    """The tokens of words by kind; a file of embeddings stays one."""
-    if isinstance(source, Path):
-        return source
-    return {} if source is None else encoders.encoded(source)
+def _encoded(source: Path | str | None, encoders: Encoders) -> Mapping[str, np.ndarray]:
+    """The tokens of words by kind; none of a file of embeddings."""
+    return encoders.encoded(source) if isinstance(source, str) else {}
 
 
-def _tokens(source: Path | Mapping[str, np.ndarray], part: ConditionPart) -> np.ndarray:
-    """The tokens of a kind, [L, width] float32; none where the source has none."""
-    if isinstance(source, Path):
-        if part.name == TEXT:
-            return read_embeddings(source, TEXT)[: part.length]
-        return read_part(source, part)
-    tokens = source.get(part.name, np.zeros((0, part.width), np.float32))[: part.length]
-    if tokens.shape[1] != part.width:
+def _tokens(
+    source: Path | str | None, encoded: Mapping[str, np.ndarray], part: ConditionPart
+) -> np.ndarray:
+    """The tokens of a kind, [L, width] float32; none where the source has none.
+
+    Raises:
+      InputError: they do not fit the model, or a value of a file is not finite.
+    """
+    none = np.zeros((0, part.width), np.float32)
+    if not isinstance(source, Path):
+        tokens = encoded.get(part.name, none)[: part.length]
+        if tokens.shape[1] != part.width:
+            raise InputError(
+                f"--text-encoder: gives {part.name} of width {tokens.shape[1]}, but the model "
+                f"takes {part.width}; name the encoder that the model was trained with"
+            )
+        return tokens
+    if part.name == TEXT:
+        return read_embeddings(source, TEXT)[: part.length]
+    found = read_optional(source, part.name)
+    if found is None:
+        return none
+    if found.ndim != 2 or found.shape[1] != part.width or len(found) > part.length:
         raise InputError(
-            f"--text-encoder: gives {part.name} of width {tokens.shape[1]}, but the model takes "
-            f"{part.width}; name the encoder that the model was trained with"
+            f"{source}: {part.name} has shape {list(found.shape)}, but the model takes up to "
+            f"[{part.length}, {part.width}]; write embeddings of its own encoder"
         )
-    return tokens
+    return found
 
 
 def _given(
@@ -168,7 +177,11 @@ def _given(
     if encoders.image is not None:
         pictures = [first] if last is None else [first, last]
         embeddings = np.concatenate([encoders.image.encode(picture) for picture in pictures])
-        _require_positions(request, model, len(embeddings))
+        if model.image and model.image.positions not in (None, len(embeddings)):
+            raise InputError(
+                f"{request.first}: gives {len(embeddings)} image embeddings, but the model takes "
+                f"{model.image.positions}; it needs a first and a last frame"
+            )
     if not model.given_channels:
         if encoders.vae is None:
             return embeddings, None, as_latent(first, model.in_channels, request.frames_per_latent)
@@ -204,11 +217,3 @@ def _given_in_file(request: Request, model: ModelConfig) -> np.ndarray | None:
             f"latents of the given frame and its mask, {list(shape)}; write them there"
         )
     return found
-
-
-def _require_positions(request: Request, model: ModelConfig, tokens: int) -> None:
-    if model.image and model.image.positions not in (None, tokens):
-        raise InputError(
-            f"{request.first}: gives {tokens} image embeddings, but the model takes "
-            f"{model.image.positions}; it needs a first and a last frame"
-        )

@@ -11,9 +11,9 @@ import numpy as np
 
 from alload_jax.data.manifest import VAE
 from alload_jax.data.pixel_latents import fold_frames
-from alload_jax.data.record import TEXT
+from alload_jax.data.record import IMAGE, TEXT
 from alload_jax.errors import InputError
-from alload_jax.models.common.config import ConditionPart, ModelConfig
+from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.common.safetensor_files import open_safetensors
 
 if TYPE_CHECKING:  # what functions import themselves: a run that draws without encoders needs none
@@ -30,7 +30,12 @@ def read_embeddings(path: Path, name: str) -> np.ndarray:
       InputError: the file or tensor is missing, or a value is not finite.
     """
     with open_safetensors(path) as file:
-        tensor = file.get_tensor(_key(path, file, name))
+        keys = sorted(file.keys())
+        if name not in keys and len(keys) != 1:
+            raise InputError(
+                f"{path}: holds {', '.join(keys) or 'nothing'}; rename one of them to {name}"
+            )
+        tensor = file.get_tensor(name if name in keys else keys[0])
     with np.errstate(over="ignore"):
         values = np.asarray(tensor, np.float32)
     if not np.isfinite(values).all():
@@ -48,26 +53,6 @@ def read_optional(path: Path, name: str) -> np.ndarray | None:
         if name not in file.keys():  # noqa: SIM118  a handle, not a dict
             return None
     return read_embeddings(path, name)
-
-
-def read_part(path: Path, part: ConditionPart) -> np.ndarray:
-    """Reads the tokens of a kind beside the text in a file; none if the file has none.
-
-    Returns:
-      [L, width] float32.
-
-    Raises:
-      InputError: the tokens do not fit the model, or a value is not finite.
-    """
-    found = read_optional(path, part.name)
-    if found is None:
-        return np.zeros((0, part.width), np.float32)
-    if found.ndim != 2 or found.shape[1] != part.width or len(found) > part.length:
-        raise InputError(
-            f"{path}: {part.name} has shape {list(found.shape)}, but the model takes up to "
-            f"[{part.length}, {part.width}]; write embeddings of its own encoder"
-        )
-    return found
 
 
 def refuse_others(path: Path, names: Collection[str]) -> None:
@@ -103,15 +88,6 @@ def embeddings_shape(path: Path, name: str) -> tuple[int, ...]:
 @functools.lru_cache(maxsize=4096)
 def _checked_shape(path: Path, name: str, version: tuple[int, ...]) -> tuple[int, ...]:
     return read_embeddings(path, name).shape
-
-
-def _key(path: Path, file: Any, name: str) -> str:
-    keys = sorted(file.keys())
-    if name not in keys and len(keys) != 1:
-        raise InputError(
-            f"{path}: holds {', '.join(keys) or 'nothing'}; rename one of them to {name}"
-        )
-    return name if name in keys else keys[0]
 
 
 @dataclass(frozen=True)
@@ -181,18 +157,17 @@ def find_encoders(
             "from a picture is as good as the run's initial weights are at it",
             file=sys.stderr,
         )
-    given = _mapping(origin, "image_to_video")
+
+    def known(origin: object, name: str) -> dict[str, Any]:
+        """What an origin says of an encoder; empty if that is nothing, or no mapping."""
+        found = origin.get(name) if isinstance(origin, Mapping) else None
+        return found if isinstance(found, dict) else {}
+
     return Encoders(
-        _text(model, _mapping(origin, "text"), text),
-        None if vae is None else _vae(model, _mapping(origin, VAE), vae),
-        None if image is None else _image(model, _mapping(given, "image"), image),
+        _text(model, known(origin, "text"), text),
+        None if vae is None else _vae(model, known(origin, VAE), vae),
+        None if image is None else _image(model, known(origin.get("image_to_video"), IMAGE), image),
     )
-
-
-def _mapping(origin: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """What the origin says of an encoder; empty if that is nothing, or no mapping."""
-    found = origin.get(name)
-    return found if isinstance(found, dict) else {}
 
 
 def _text(
@@ -209,8 +184,9 @@ def _text(
         raise InputError(f"--text-encoder {folder}: the model's condition is classes; leave it out")
     if str(folder) == "bytes" and not folder.exists():
         return ByteText(model.text.dim, model.text.length)
-    encoder = open_text(folder, model.text.length)
-    _require_same(f"--text-encoder {folder}", encoder, model.text.dim, known)
+    encoder, place = open_text(folder, model.text.length), f"--text-encoder {folder}"
+    _require_width(place, encoder.width, model.text.dim)
+    _require_same(place, encoder.origin(), known)
     return encoder
 
 
@@ -223,7 +199,7 @@ def _vae(model: ModelConfig, known: dict[str, Any], folder: Path) -> "Vae":
             f"--vae {folder}: has latents of {vae.channels} channels, but the model generates "
             f"{model.latent_channels}; name the VAE that the model was trained with"
         )
-    _require_same(f"--vae {folder}", vae, None, known)
+    _require_same(f"--vae {folder}", vae.origin(), known)
     return vae
 
 
@@ -232,33 +208,28 @@ def _image(model: ModelConfig, known: dict[str, Any], folder: Path) -> "ImageEnc
 
     if model.image is None:
         raise InputError(f"--image-encoder {folder}: the model takes no image embeddings")
-    encoder = open_image(folder)
-    _require_same(f"--image-encoder {folder}", encoder, model.image.dim, known)
+    encoder, place = open_image(folder), f"--image-encoder {folder}"
+    _require_width(place, encoder.width, model.image.dim)
+    _require_same(place, encoder.origin(), known)
     return encoder
 
 
-def _require_same(
-    place: str,
-    encoder: "TextModel | ImageEncoder | Vae",
-    width: int | None,
-    known: dict[str, Any],
-) -> None:
-    """Refuses an encoder of another width, or with other weights than that of the training data.
+def _require_width(place: str, width: int, wanted: int) -> None:
+    if width != wanted:
+        raise InputError(
+            f"{place}: gives embeddings of width {width}, but the model takes {wanted}; "
+            "name the encoder that the model was trained with"
+        )
+
+
+def _require_same(place: str, found: Mapping[str, object], known: dict[str, Any]) -> None:
+    """Refuses an encoder with another name or other weights than that of the training data.
 
     Args:
       place: flag and folder, for messages.
-      encoder: the encoder.
-      width: of embeddings that the model takes; None for a VAE.
+      found: origin of the encoder.
       known: origin of the encoder of the training data; empty if it is not known.
     """
-    from alload_jax.encoders.vae import Vae
-
-    if not isinstance(encoder, Vae) and encoder.width != width:
-        raise InputError(
-            f"{place}: gives embeddings of width {encoder.width}, but the model takes {width}; "
-            "name the encoder that the model was trained with"
-        )
-    found = encoder.origin()
     for name in ("name", "weights"):
         if name in known and known[name] != found[name]:
             raise InputError(
@@ -280,13 +251,9 @@ def read_picture(path: Path, height: int, width: int) -> np.ndarray:
     from alload_jax.data.prepare.sources import Bucket, Fit, Source, UnusableError, covering
 
     bucket = Bucket(height, width)
-
-    def fit(rows: int, columns: int) -> Fit:
-        return Fit(bucket, covering(bucket, rows, columns))
-
     try:
-        size = path.stat().st_size
-        (picture,) = decode_image(Source(path, 0, size), fit)
+        source = Source(path, 0, path.stat().st_size)
+        (picture,) = decode_image(source, lambda *size: Fit(bucket, covering(bucket, *size)))
     except (OSError, UnusableError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise InputError(f"{path}: cannot be read as an image ({reason}); name another") from error
