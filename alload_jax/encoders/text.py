@@ -112,15 +112,11 @@ def clean_prompt(text: str) -> str:
 
     Broken Unicode is repaired where the package ftfy is installed, as there.
     """
-    if _has_ftfy():
+    if importlib.util.find_spec("ftfy") is not None:
         import ftfy
 
         text = ftfy.fix_text(text)
     return " ".join(html.unescape(html.unescape(text)).split())
-
-
-def _has_ftfy() -> bool:
-    return importlib.util.find_spec("ftfy") is not None
 
 
 class Umt5Text(TextModel):
@@ -149,7 +145,7 @@ class Umt5Text(TextModel):
             "name": "umt5",
             "width": self.width,
             "length": self.length,
-            "ftfy": _has_ftfy(),
+            "ftfy": importlib.util.find_spec("ftfy") is not None,
             "weights": weights_digest(self._config, files),
         }
 
@@ -246,15 +242,12 @@ class HunyuanVideoText(TextModel):
 
     @override
     def origin(self) -> dict[str, object]:
-        digests = [
-            weights_digest(config, [*weight_files(folder, "model"), *_files(tokenizer)])
-            for config, folder, tokenizer in zip(
-                (self._config, self._glyph_config),
-                (self.folder, self._glyph_folder),
-                self._tokenizer_folders,
-                strict=True,
-            )
-        ]
+        digests = []
+        models = ((self._config, self.folder), (self._glyph_config, self._glyph_folder))
+        for (config, folder), tokenizer in zip(models, self._tokenizer_folders, strict=True):
+            files = [tokenizer / name for name in _TOKENIZER_FILES]
+            files = [*weight_files(folder, "model"), *(path for path in files if path.is_file())]
+            digests.append(weights_digest(config, files))
         return {
             "name": "hunyuan_video",
             "width": self.width,
@@ -335,8 +328,3 @@ class HunyuanVideoText(TextModel):
         """The language model and byT5."""
         weight_files(self._glyph_folder, "model")  # before the long loading of the other
         return super()._load(), self._read("transformers.T5EncoderModel", self._glyph_folder)
-
-
-def _files(folder: Path) -> list[Path]:
-    """The files of a tokenizer."""
-    return [folder / name for name in _TOKENIZER_FILES if (folder / name).is_file()]

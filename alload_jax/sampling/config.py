@@ -9,10 +9,8 @@ from jaxtyping import PyTree
 
 from alload_jax.diffusion.schedules import Sampler
 from alload_jax.errors import InputError, require_positive
-from alload_jax.sampling.pictures import (
-    ClipFormat,
-    has_mp4,
-)
+from alload_jax.planning.samples import Triple
+from alload_jax.sampling.pictures import ClipFormat, has_mp4
 
 
 @dataclass(frozen=True)
@@ -73,6 +71,16 @@ class GridConfig:
         names = ("frames", "height", "width", "rows", "labels")
         require_positive("sampling.grids: ", self, *names)
 
+    @property
+    def size(self) -> Triple:
+        """(frames, height, width) of each sample in pixels."""
+        return (self.frames, self.height, self.width)
+
+    @property
+    def name(self) -> str:
+        """The name of its files, without suffix."""
+        return "x".join(map(str, self.size))
+
 
 @dataclass(frozen=True)
 class SamplingConfig:
@@ -109,6 +117,6 @@ class SamplingConfig:
         require_positive("sampling.", self, "every", "steps")
 
 
-Draw = Callable[[PyTree, jax.Array, np.ndarray, tuple[int, int, int]], np.ndarray]
+Draw = Callable[[PyTree, jax.Array, np.ndarray, Triple], np.ndarray]
 """(values of a model, key, labels [B, L], (frames, height, width) in pixels) → samples
 [B, frames, height, width, 1 or 3]."""

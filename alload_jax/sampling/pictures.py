@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 import safetensors.numpy
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont, ImageSequence
 
 from alload_jax.errors import InputError
 from alload_jax.files import replacing
@@ -60,15 +60,10 @@ def middle_frame(path: Path) -> Image.Image:
         return frames[len(frames) // 2].convert("RGB")
     with Image.open(path) as picture:
         # A GIF stores equal frames as one that lasts longer.
-        count = getattr(picture, "n_frames", 1)
-        ends = list(accumulate(_duration(picture, number) for number in range(count)))
-        picture.seek(bisect_right(ends, ends[-1] / 2) if count > 1 else 0)
+        shown = ImageSequence.Iterator(picture)
+        ends = list(accumulate(float(frame.info.get("duration") or 1) for frame in shown))
+        picture.seek(bisect_right(ends, ends[-1] / 2) if len(ends) > 1 else 0)
         return picture.convert("RGB")
-
-
-def _duration(picture: Image.Image, frame: int) -> float:
-    picture.seek(frame)
-    return float(picture.info.get("duration") or 1)
 
 
 def write_frames(
@@ -206,20 +201,16 @@ def write_clip(
                 content = {"latents": np.ascontiguousarray(clip, np.float32)}
                 unfinished.write_bytes(safetensors.numpy.save(content, note))
             else:
-                write_frames(unfinished, _images(clip, zoom), suffix, fps or DEFAULT_FPS)
+                values = clip if clip.dtype == np.uint8 else to_bytes(clip)
+                values = values.repeat(zoom, axis=1).repeat(zoom, axis=2)  # enlarged sharply
+                values = values[..., 0] if values.shape[-1] == 1 else values
+                images = [Image.fromarray(np.ascontiguousarray(frame)) for frame in values]
+                write_frames(unfinished, images, suffix, fps or DEFAULT_FPS)
     except OSError as error:  # often lacks the file name, for example if the disk is full
         reason = error.strerror or str(error) or type(error).__name__
         raise InputError(
             f"{path}: cannot be written ({reason}); free disk space or name another path"
         ) from error
-
-
-def _images(clip: np.ndarray, zoom: int) -> list[Image.Image]:
-    """Converts [frames, height, width, 1 or 3], −1 to 1 or uint8, to images, enlarged sharply."""
-    values = clip if clip.dtype == np.uint8 else to_bytes(clip)
-    values = values.repeat(zoom, axis=1).repeat(zoom, axis=2)
-    values = values[..., 0] if values.shape[-1] == 1 else values
-    return [Image.fromarray(np.ascontiguousarray(frame)) for frame in values]
 
 
 ClipFormat = Literal["gif", "mp4"]

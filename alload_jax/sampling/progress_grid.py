@@ -86,7 +86,9 @@ class Progress:
         known = _read(folder / DRAWN_NAME)
         if known is None:
             # The last one may be incomplete.
-            known = {step: drawn for step in _folders(folder) if step < resumed_at}
+            names = [path.name.removeprefix("step_") for path in folder.glob("step_*")]
+            steps = [int(name) for name in names if name.isascii() and name.isdecimal()]
+            known = {step: drawn for step in steps if step < resumed_at}
         self._known = {step: what for step, what in known.items() if step <= resumed_at}
         self._cells: dict[tuple[int, Row], Image.Image | None] = {}
 
@@ -136,11 +138,6 @@ class Progress:
 def step_folder(folder: Path, step: int) -> Path:
     """The folder of the samples of a step."""
     return folder / f"step_{step:07d}"
-
-
-def _folders(folder: Path) -> list[int]:
-    names = [path.name.removeprefix("step_") for path in folder.glob("step_*")]
-    return [int(name) for name in names if name.isascii() and name.isdecimal()]
 
 
 def _read(path: Path) -> dict[int, str] | None:

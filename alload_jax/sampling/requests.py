@@ -153,18 +153,6 @@ def read_list(path: Path, defaults: Mapping[str, Any]) -> list[RawRequest]:
     return found
 
 
-def _inside(folder: Path, value: str, place: str) -> Path:
-    """The file to write for a line; it must lie in the list's folder, or be absolute."""
-    out = folder / value
-    real, root = (Path(os.path.realpath(each)) for each in (out, folder))
-    if not Path(value).is_absolute() and not real.is_relative_to(root):
-        raise InputError(
-            f"{place} is {value!r}, which leaves the list's folder {folder.absolute()}; name a "
-            "file in it, or the absolute path"
-        )
-    return out
-
-
 def _read_line(line: str, place: str, folder: Path, defaults: Mapping[str, Any]) -> RawRequest:
     fields = parse_json(line, place, "write an object")
     if not isinstance(fields, dict):
@@ -180,12 +168,19 @@ def _read_line(line: str, place: str, folder: Path, defaults: Mapping[str, Any])
 
 
 def _value(key: str, value: Any, place: str, folder: Path) -> Any:
+    """A value of a line after checking its type; files as paths in the list's folder."""
     if key in FILES:
         if not isinstance(value, str) or not value or "\0" in value:
             raise InputError(f"{place} is {value!r}; give the name of a file")
-        if key == "out":
-            return _inside(folder, value, place)
-        return folder / value
+        file = folder / value
+        real, root = (Path(os.path.realpath(each)) for each in (file, folder))
+        # What is written must lie in the list's folder, or be absolute.
+        if key == "out" and not Path(value).is_absolute() and not real.is_relative_to(root):
+            raise InputError(
+                f"{place} is {value!r}, which leaves the list's folder {folder.absolute()}; name a "
+                "file in it, or the absolute path"
+            )
+        return file
     if key in WORDS:
         if not isinstance(value, str):
             raise InputError(f"{place} is {value!r}; give words")
@@ -200,7 +195,6 @@ def _value(key: str, value: Any, place: str, folder: Path) -> Any:
     return value
 
 
-_FIRST_ONLY = "the model takes a first frame only; remove it"
 _SEEDS = 2**32
 _LARGEST = 2**31
 """Maximum size along an axis, and maximum number of elements of a sample and of its picture."""
@@ -213,8 +207,8 @@ def check_request(raw: RawRequest, target: Target) -> Request:
       InputError: a value is missing or invalid.
     """
     size = (raw.get("frames"), raw.get("height"), raw.get("width"))
-    for name, value in zip(("frames", "height", "width"), size, strict=True):
-        _check_size(raw, name, value, target)
+    for axis, name in enumerate(("frames", "height", "width")):
+        _check_size(raw, name, size[axis], target.vae_stride[axis], target.model.patch_size[axis])
     if not 0 <= (seed := raw.values.get("seed", 0)) < _SEEDS:
         raise InputError(f"{raw.place('seed')} is {seed}; it must be from 0 to below 2^32")
     out = raw.get("out")
@@ -237,14 +231,11 @@ def check_request(raw: RawRequest, target: Target) -> Request:
     )
 
 
-def _check_size(raw: RawRequest, name: str, value: int, target: Target) -> None:
+def _check_size(raw: RawRequest, name: str, value: int, stride: int, patch: int) -> None:
     """Checks that a size is a whole number of patches; the first frame has a separate latent."""
-    axis = ("frames", "height", "width").index(name)
-    stride, patch = target.vae_stride[axis], target.model.patch_size[axis]
     if value > _LARGEST:
         raise InputError(f"{raw.place(name)} is {value}; it must be at most {_LARGEST}")
-    begin = 1 - stride if name == "frames" else 0
-    step = stride * patch
+    begin, step = 1 - stride if name == "frames" else 0, stride * patch
     whole = (value - begin) // step
     if whole >= 1 and begin + whole * step == value:
         return
@@ -260,14 +251,9 @@ def _grid(raw: RawRequest, size: Triple, target: Target) -> Triple:
     geometry = Geometry(target.vae_stride, target.model.patch_size)
     found = geometry.latent_grid(*(np.array([part]) for part in size))[0].tolist()
     picture_size = math.prod(size) * (target.zoom**2 * 3 if target.picture_channels else 0)
+    place = f"{raw.place('frames')} {size[0]} with height {size[1]} and width {size[2]}"
     if math.prod(found) * target.model.in_channels > _LARGEST or picture_size > _LARGEST:
-        frames, height, width = size
-        raise InputError(
-            f"{raw.place('frames')} {frames} with height {height} and width {width} has more "
-            f"than {_LARGEST} values; choose a smaller size"
-        )
-    frames, height, width = size
-    place = f"{raw.place('frames')} {frames} with height {height} and width {width}"
+        raise InputError(f"{place} has more than {_LARGEST} values; choose a smaller size")
     tokens = math.prod(found) // math.prod(target.model.patch_size)
     require_memory(place, target.model, tokens, target.batch)
     return (found[0], found[1], found[2])
@@ -362,29 +348,24 @@ def _image_tokens(raw: RawRequest, target: Target) -> int:
         if given:
             raise InputError(f"{place} is given, but the model takes no image; remove it")
         return 0
+    has_image = "image" in raw.values
+    is_encoded = has_image and target.encoders.image is not None
+    if is_encoded and given:
+        raise InputError(f"{place} is given beside --image with --image-encoder; leave one out")
     if not given:
-        has_image = "image" in raw.values
-        if has_image and target.encoders.image is not None:
-            return 0
-        if model.given_optional and not has_image:
+        if is_encoded or (model.given_optional and not has_image):
             return 0
         raise InputError(
             f"{place} is not given; the model takes [N, {model.image.dim}] of them: give them, or "
             "--image with --image-encoder"
         )
-    if "image" in raw.values and target.encoders.image is not None:
-        raise InputError(f"{place} is given beside --image with --image-encoder; leave one out")
     tokens = _tokens(raw, "image_embeds", "image", model.image.dim)
-    if model.image.positions not in (None, tokens):
-        raise InputError(
-            f"{place}: {raw.values['image_embeds']} has {tokens} tokens, but the model takes "
-            f"exactly {model.image.positions}"
-        )
     lengths = {part.name: part.length for part in model.condition_parts()}
-    if tokens > lengths.get(IMAGE, tokens):
+    exact = model.image.positions
+    if exact not in (None, tokens) or tokens > lengths.get(IMAGE, tokens):
+        most = f"up to {lengths[IMAGE]}" if exact in (None, tokens) else f"exactly {exact}"
         raise InputError(
-            f"{place}: {raw.values['image_embeds']} has {tokens} tokens, but the model takes up to "
-            f"{lengths[IMAGE]}"
+            f"{place}: {raw.values['image_embeds']} has {tokens} tokens, but the model takes {most}"
         )
     return tokens
 
@@ -402,19 +383,16 @@ def _check_given(raw: RawRequest, target: Target, size: Triple) -> None:
         if model.given_channels and not model.given_optional:
             raise InputError(f"{place} is not given; this image-to-video model needs a first frame")
         return
-    if model.given_channels:
-        if target.encoders.vae is None:
-            raise InputError(f"{place} needs --vae, a local folder of the model's VAE")
-        if "last_image" in raw.values and not target.encoders.vae.takes_last_frame:
-            raise InputError(f"{raw.place('last_image')}: {_FIRST_ONLY}")
-        return
-    if not family_of(model).has_first_frame_timestep or model.patch_size[0] != 1:
+    vae, channels = target.encoders.vae, model.given_channels
+    if not channels and (not family_of(model).has_first_frame_timestep or model.patch_size[0] != 1):
         raise InputError(f"{place} is given, but the model cannot take a first frame; remove it")
-    if "last_image" in raw.values:
-        raise InputError(f"{raw.place('last_image')}: {_FIRST_ONLY}")
-    if target.encoders.vae is None and target.picture_channels is None:
+    if vae is None and (channels or target.picture_channels is None):
         raise InputError(f"{place} needs --vae, a local folder of the model's VAE")
-    if size[0] == 1:
+    if "last_image" in raw.values and not (channels and vae and vae.takes_last_frame):
+        raise InputError(
+            f"{raw.place('last_image')}: the model takes a first frame only; remove it"
+        )
+    if size[0] == 1 and not channels:
         raise InputError(f"{place} is given, but --frames is 1; choose more frames")
 
 

@@ -23,12 +23,7 @@ from alload_jax.errors import InputError
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.planning.samples import Geometry, Triple, divisible
 from alload_jax.sampling.conditions import RequestArrays, arrays_of, decoded, family_fps, stacked
-from alload_jax.sampling.config import (
-    Draw,
-    GridConfig,
-    PromptConfig,
-    SamplingConfig,
-)
+from alload_jax.sampling.config import Draw, GridConfig, PromptConfig, SamplingConfig
 from alload_jax.sampling.encoders import Encoders, find_encoders
 from alload_jax.sampling.flow import Condition, Flow, make_flow
 from alload_jax.sampling.pictures import (
@@ -39,12 +34,7 @@ from alload_jax.sampling.pictures import (
     write_clip,
     write_grid,
 )
-from alload_jax.sampling.progress_grid import (
-    Progress,
-    ProgressGrid,
-    Row,
-    step_folder,
-)
+from alload_jax.sampling.progress_grid import Progress, ProgressGrid, Row, step_folder
 from alload_jax.sampling.requests import RawRequest, Request, Target, check_request, require_memory
 
 
@@ -63,24 +53,29 @@ def make_draw(
     """
 
     @partial(jax.jit, static_argnums=3)
-    def draw(
-        values: PyTree, key: jax.Array, labels: jax.Array, grid: tuple[int, int, int]
-    ) -> jax.Array:
+    def draw(values: PyTree, key: jax.Array, labels: jax.Array, grid: Triple) -> jax.Array:
         noise = jax.random.normal(key, (len(labels), *grid, model.in_channels))
-        seq_len = math.prod(grid) // math.prod(model.patch_size)
-        sigmas = noise_levels(config.sampler, config.steps, shift_of(timesteps, seq_len))
         null = jnp.full_like(labels, model.num_classes)
-        flow = make_flow(model, config.sampler, sigmas, config.guidance)
+        flow = _flow(model, timesteps, config, grid)
         return flow(values, noise, Condition(labels), Condition(null))
 
     def draw_on_host(
-        values: PyTree, key: jax.Array, labels: np.ndarray, size: tuple[int, int, int]
+        values: PyTree, key: jax.Array, labels: np.ndarray, size: Triple
     ) -> np.ndarray:
         grid = Geometry(vae_stride).latent_grid(*np.asarray(size)[:, None])[0].tolist()
         drawn = draw(values, key, jnp.asarray(labels), tuple(grid))
         return unfold_frames(np.asarray(process_allgather(drawn, tiled=True)), vae_stride[0])
 
     return draw_on_host
+
+
+def _flow(
+    model: ModelConfig, timesteps: TimestepConfig, config: SamplingConfig, grid: Triple
+) -> Flow:
+    """The flow of samples whose latents have this grid."""
+    seq_len = math.prod(grid) // math.prod(model.patch_size)
+    sigmas = noise_levels(config.sampler, config.steps, shift_of(timesteps, seq_len))
+    return make_flow(model, config.sampler, sigmas, config.guidance)
 
 
 def grid_labels(grid: GridConfig, num_classes: int, text_length: int) -> np.ndarray:
@@ -142,11 +137,19 @@ class SampleWriter:
         ]
         _check_grids(config.grids, model, manifest)
         self._fps = manifest.fps or family_fps(model, manifest.vae_stride)
-        encoders = _encoders(config, model, manifest)
+        encoders, self._prompts = Encoders(), list[_Prompt]()
+        if config.prompts:
+            folders = asdict(config.encoders).items()
+            found = {name: Path(folder) if folder else None for name, folder in folders}
+            encoders = find_encoders(model, manifest.origin, **found)
         target = Target(
             model, manifest.vae_stride, self.condition_tokens, 1, encoders, trained_null
         )
-        self._prompts = _prompts(config, timesteps, target)
+        for number, prompt in enumerate(config.prompts):
+            request = _request(number, prompt, target, f".{config.clip_format}")
+            flow = jax.jit(_flow(model, timesteps, config, request.grid))
+            arrays = arrays_of(request, model, encoders)
+            self._prompts.append(_Prompt(prompt.prompt, request, arrays, flow))
         self._vae = encoders.vae
         encoders.unload()
 
@@ -169,14 +172,14 @@ class SampleWriter:
 
     def _classes_over_steps(self, number: int, grid: GridConfig) -> ProgressGrid:
         """A row for each class, with the first sample of its column."""
-        classes, name = self._model.num_classes, "x".join(map(str, _size(grid)))
+        classes = self._model.num_classes
         suffix = clip_suffix(grid.frames, self._config.clip_format)
         rows = []
         for column in range(classes):
             labels = [label for label in self._labels[number][column].tolist() if label < classes]
             box = cell_box(0, column, classes, grid.height, grid.width)
-            rows.append(Row(" ".join(map(str, labels)), f"{name}{suffix}", box))
-        return ProgressGrid(f"progress_{name}", tuple(rows))
+            rows.append(Row(" ".join(map(str, labels)), f"{grid.name}{suffix}", box))
+        return ProgressGrid(f"progress_{grid.name}", tuple(rows))
 
     def pictures(self, step: int, values: PyTree) -> Iterator[Picture]:
         """Generates every grid and prompt, usually with the EMA's values of the model.
@@ -191,13 +194,11 @@ class SampleWriter:
         folder.mkdir(parents=True, exist_ok=True)
         classes = self._model.num_classes
         for number, (grid, labels) in enumerate(zip(self._config.grids, self._labels, strict=True)):
-            size = _size(grid)
             key = jax.random.fold_in(jax.random.key(self._config.seed), number)
-            drawn = self.draw(values, key, labels, size)
+            drawn = self.draw(values, key, labels, grid.size)
             clips = drawn.reshape(grid.rows, classes, *drawn.shape[1:])
             headers = [str(label) for label in range(classes)]
-            name = "x".join(map(str, size))
-            path = folder / f"{name}{clip_suffix(grid.frames, self._config.clip_format)}"
+            path = folder / f"{grid.name}{clip_suffix(grid.frames, self._config.clip_format)}"
             yield Picture(path, partial(write_grid, path, clips, headers))
         for _, request, arrays, flow in self._prompts:
             shape = (1, *request.grid, self._model.latent_channels)
@@ -224,28 +225,6 @@ class _Prompt(NamedTuple):
     flow: Flow
 
 
-def _encoders(config: SamplingConfig, model: ModelConfig, manifest: Manifest) -> Encoders:
-    """The encoders of the prompts; none without prompts."""
-    if not config.prompts:
-        return Encoders()
-    folders = asdict(config.encoders).items()
-    found = {name: Path(folder) if folder else None for name, folder in folders}
-    return find_encoders(model, manifest.origin, **found)
-
-
-def _prompts(config: SamplingConfig, timesteps: TimestepConfig, target: Target) -> list[_Prompt]:
-    """Checks and encodes the prompts."""
-    model, prompts = target.model, []
-    for number, prompt in enumerate(config.prompts):
-        request = _request(number, prompt, target, f".{config.clip_format}")
-        seq_len = math.prod(request.grid) // math.prod(model.patch_size)
-        sigmas = noise_levels(config.sampler, config.steps, shift_of(timesteps, seq_len))
-        flow = jax.jit(make_flow(model, config.sampler, sigmas, config.guidance))
-        arrays = arrays_of(request, model, target.encoders)
-        prompts.append(_Prompt(prompt.prompt, request, arrays, flow))
-    return prompts
-
-
 def _request(number: int, prompt: PromptConfig, target: Target, suffix: str) -> Request:
     values = {name: value for name, value in asdict(prompt).items() if value is not None}
     for name in ("image", "last_image"):
@@ -258,10 +237,6 @@ def _request(number: int, prompt: PromptConfig, target: Target, suffix: str) -> 
     values["out"] = Path(f"prompt_{number}{suffix}")
     place = f"sampling.prompts[{number}]"
     return check_request(RawRequest(values, place, frozenset(values)), target)
-
-
-def _size(grid: GridConfig) -> tuple[int, int, int]:
-    return (grid.frames, grid.height, grid.width)
 
 
 def _check_grids(grids: Sequence[GridConfig], model: ModelConfig, manifest: Manifest) -> None:
@@ -277,17 +252,12 @@ def _check_grids(grids: Sequence[GridConfig], model: ModelConfig, manifest: Mani
             "which cannot be shown as pictures; leave sampling.grids empty"
         )
     for grid in grids:
-        size = _size(grid)
-        if not divisible(size, stride, model.patch_size):
+        if not divisible(grid.size, stride, model.patch_size):
+            held = f" in latents of 1 frame, then {stride[0]} each" if stride[0] > 1 else ""
             raise InputError(
-                f"sampling.grids: {size} is not a multiple of model.patch_size "
-                f"{model.patch_size}{_in_latents(stride)}; choose a size that is"
+                f"sampling.grids: {grid.size} is not a multiple of model.patch_size "
+                f"{model.patch_size}{held}; choose a size that is"
             )
-        tokens = Geometry(stride, model.patch_size).token_grid(*np.asarray(size)[:, None])[0]
+        tokens = Geometry(stride, model.patch_size).token_grid(*np.asarray(grid.size)[:, None])[0]
         count = grid.rows * model.num_classes
-        require_memory(f"sampling.grids: {size}", model, math.prod(tokens.tolist()), count)
-
-
-def _in_latents(stride: Triple) -> str:
-    """What a message adds where a latent holds several frames."""
-    return f" in latents of 1 frame, then {stride[0]} each" if stride[0] > 1 else ""
+        require_memory(f"sampling.grids: {grid.size}", model, math.prod(tokens.tolist()), count)

@@ -50,28 +50,26 @@ def folder_items(folder: Path, rule: CaptionRule) -> list[Item]:
       rule: which captions are taken.
     """
     root = folder.resolve()
-    names, items = [], []
+    names = []
     for parent, folders, files in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in (*files, *(one for one in folders if (Path(parent) / one).is_symlink())):
             if not name.startswith("."):
                 names.append((Path(parent) / name).relative_to(root).as_posix())
-    texts = CaptionFiles(names)
-    for name in sorted(names, key=os.fsencode):
-        if suffix_of(name) in MEDIA or suffix_of(name) not in _SILENT:
-            items.append(_file_item(root, name, texts, rule))
-    return items
+    texts, found = CaptionFiles(names), sorted(names, key=os.fsencode)
 
-
-def _file_item(root: Path, name: str, texts: CaptionFiles, rule: CaptionRule) -> Item:
-    def find() -> tuple[Source, list[str]]:
+    def find(name: str) -> tuple[Source, list[str]]:
         if suffix_of(name) not in MEDIA and (root / name).is_dir():
             raise UnusableError("link to a folder, which is not followed")
         _require_media(name)
         source = checked_source(root, name)
         return source, _captions(root, texts.of(name), rule)
 
-    return _item(readable_name(name), find)
+    return [
+        _item(readable_name(name), partial(find, name))
+        for name in found
+        if suffix_of(name) in MEDIA or suffix_of(name) not in _SILENT
+    ]
 
 
 def _item(name: str, find: Callable[[], tuple[Source, list[str]]]) -> Item:
@@ -131,10 +129,15 @@ def table_items(table: Path, path_column: str | None, rule: CaptionRule) -> list
         require_column(place, names, CAPTION_COLUMNS, rule.column, "--caption-column")
     _require_once(table, names, (path, *captions))
     root = table.parent.resolve()
-    return [
-        _row_item(root, row.get(path), rule.of_values(row.get(name) for name in captions))
-        for row in rows
-    ]
+
+    def find(name: str, row: Json) -> tuple[Source, list[str]]:
+        if not name:
+            raise UnusableError("row without a path")
+        _require_media(name)
+        return checked_source(root, name), rule.of_values(row.get(each) for each in captions)
+
+    paths = [readable_name(as_caption(row.get(path)) or "") for row in rows]
+    return [_item(name, partial(find, name, row)) for name, row in zip(paths, rows, strict=True)]
 
 
 def _require_once(table: Path, names: Iterable[str], used: Iterable[str]) -> None:
@@ -147,18 +150,6 @@ def _require_once(table: Path, names: Iterable[str], used: Iterable[str]) -> Non
                 f"{table}: has the columns {same[0]!r} and {same[1]!r}, whose names are the same "
                 "but for case and spaces; rename or remove one"
             )
-
-
-def _row_item(root: Path, path: object, captions: list[str]) -> Item:
-    name = readable_name(as_caption(path) or "")
-
-    def find() -> tuple[Source, list[str]]:
-        if not name:
-            raise UnusableError("row without a path")
-        _require_media(name)
-        return checked_source(root, name), captions
-
-    return _item(name, find)
 
 
 def _csv_rows(table: Path, _: str | None, __: CaptionRule) -> Iterator[Json]:
@@ -224,7 +215,13 @@ def tar_items(tars: Sequence[Path], rule: CaptionRule) -> list[Item]:
 
 
 def _items(path: Path, rule: CaptionRule) -> list[Item]:
-    members, damage = _members(path)
+    members: list[tarfile.TarInfo] = []
+    damage = ""
+    try:
+        with _Headers(path) as file, tarfile.open(fileobj=file, mode="r:") as archive:
+            members.extend(archive)
+    except (tarfile.TarError, OSError, ValueError) as error:
+        damage = f"cannot be read as an uncompressed .tar ({short(error)})"
     # A member has the same name whether it is clip.mp4 or ./clip.mp4.
     named = [(str(PurePosixPath(each.name)), each) for each in members if not each.isdir()]
     texts, by_name = CaptionFiles([name for name, _ in named], by_first_dot=True), dict(named)
@@ -244,17 +241,6 @@ def _items(path: Path, rule: CaptionRule) -> list[Item]:
         if suffix_of(name) in MEDIA
     ]
     return [*items, Item(readable_name(path.name), None, reason=damage)] if damage else items
-
-
-def _members(path: Path) -> tuple[list[tarfile.TarInfo], str]:
-    """The members of a .tar file up to its end or its damage, and what the damage is."""
-    members: list[tarfile.TarInfo] = []
-    try:
-        with _Headers(path) as file, tarfile.open(fileobj=file, mode="r:") as archive:
-            members.extend(archive)
-    except (tarfile.TarError, OSError, ValueError) as error:
-        return members, f"cannot be read as an uncompressed .tar ({short(error)})"
-    return members, ""
 
 
 class _Headers(io.FileIO):
@@ -302,12 +288,14 @@ def find_items(
       InputError: there is no such place, a table cannot be read, or nothing is found.
     """
     rule = CaptionRule(caption_column, every_caption)
-    if place.is_dir():
-        items = _of_folder(place, path_column, rule)
-    elif not place.is_file():
+    tables = [place / name for name in TABLE_NAMES if (place / name).is_file()]
+    if not place.is_dir() and not place.is_file():
         raise InputError(f"{place}: no such file or folder; give a folder, a table or a .tar file")
-    elif place.suffix.lower() in TABLES:
-        items = table_items(place, path_column, rule)
+    if tables or (place.is_file() and place.suffix.lower() in TABLES):
+        items = table_items(tables[0] if tables else place, path_column, rule)
+    elif place.is_dir():
+        tars = sorted(place.glob("*.tar"))
+        items = tar_items(tars, rule) if tars else folder_items(place, rule)
     elif place.suffix.lower() == ".tar":
         items = tar_items([place], rule)
     else:
@@ -326,12 +314,3 @@ def count_ignored(place: Path, items: Sequence[Item]) -> int:
     used = {item.source.path for item in items if item.source}
     there = (item.source for item in folder_items(place, CaptionRule()))
     return sum(source is not None and source.path not in used for source in there)
-
-
-def _of_folder(place: Path, path_column: str | None, rule: CaptionRule) -> list[Item]:
-    for name in TABLE_NAMES:
-        if (place / name).is_file():
-            return table_items(place / name, path_column, rule)
-    if tars := sorted(place.glob("*.tar")):
-        return tar_items(tars, rule)
-    return folder_items(place, rule)
