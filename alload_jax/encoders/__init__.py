@@ -4,9 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from alload_jax.encoders.image import ImageEncoder
+from alload_jax.encoders.conditions import ImageEncoder, TextModel
 from alload_jax.encoders.loading import find_folder, read_config
-from alload_jax.encoders.text import TextModel
 from alload_jax.encoders.vae import Vae
 from alload_jax.registry import Registry
 
@@ -23,16 +22,16 @@ VAES: Registry[type[Vae]] = Registry(
 TEXT_MODELS: Registry[Callable[[Path, int], TextModel]] = Registry(
     "model_type",
     {
-        "umt5": "alload_jax.encoders.text:Umt5Text",
-        "qwen2_5_vl_text": "alload_jax.encoders.text:HunyuanVideoText",
+        "umt5": "alload_jax.encoders.conditions:Umt5Text",
+        "qwen2_5_vl_text": "alload_jax.encoders.conditions:HunyuanVideoText",
     },
 )
 """Classes of `TextModel`s by the `model_type` of their config.json."""
 IMAGE_ENCODERS: Registry[type[ImageEncoder]] = Registry(
     "model_type",
     {
-        "clip_vision_model": "alload_jax.encoders.image:ClipImage",
-        "siglip_vision_model": "alload_jax.encoders.image:SiglipImage",
+        "clip_vision_model": "alload_jax.encoders.conditions:ClipImage",
+        "siglip_vision_model": "alload_jax.encoders.conditions:SiglipImage",
     },
 )
 """Image encoders by the `model_type` of their config.json."""

@@ -76,7 +76,6 @@ def release_memory() -> None:
 
 
 CONFIG_NAME = "config.json"
-_BLOCK = 2**24
 
 
 def find_folder(folder: Path, subfolder: str, wanted: str) -> Path:
@@ -191,11 +190,8 @@ def weights_digest(config: Mapping[str, object], files: Sequence[Path]) -> str:
 @cache
 def _file_digest(path: Path, size: int, changed: int) -> bytes:
     """SHA-256 of a file's bytes; size and time of change tell cached digests apart."""
-    found = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            found.update(block)
-    return found.digest()
+        return hashlib.file_digest(file, "sha256").digest()
 
 
 _LONGEST_REASON = 200

@@ -18,8 +18,7 @@ from alload_jax.models.common.safetensor_files import open_safetensors
 
 if TYPE_CHECKING:  # what functions import themselves: a run that draws without encoders needs none
     from alload_jax.data.prepare.encoders import ByteText
-    from alload_jax.encoders.image import ImageEncoder
-    from alload_jax.encoders.text import TextModel
+    from alload_jax.encoders.conditions import ImageEncoder, TextModel
     from alload_jax.encoders.vae import Vae
 
 
@@ -247,8 +246,14 @@ def read_picture(path: Path, height: int, width: int) -> np.ndarray:
     Raises:
       InputError: the file is missing or no image.
     """
-    from alload_jax.data.prepare.images import decode_image
-    from alload_jax.data.prepare.sources import Bucket, Fit, Source, UnusableError, covering
+    from alload_jax.data.prepare.sources import (
+        Bucket,
+        Fit,
+        Source,
+        UnusableError,
+        covering,
+        decode_image,
+    )
 
     bucket = Bucket(height, width)
     try:

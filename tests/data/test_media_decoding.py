@@ -306,7 +306,7 @@ def test_a_hostile_folder_harms_nothing_and_each_file_has_its_reason(media, tmp_
         (media / f"good {number}.json").write_text(caption)
     with open(os.fsencode(media) + b"/\xff.png", "wb") as file:  # a name that is not UTF-8
         good.save(file, "PNG")
-    monkeypatch.setattr("alload_jax.data.prepare.images.MOST_PIXELS", 64 * 64)
+    monkeypatch.setattr("alload_jax.data.prepare.sources.MOST_PIXELS", 64 * 64)
     before = contents_without_links(tmp_path)
     report = prepare(media, tmp_path / "out")
     after = contents_without_links(tmp_path)

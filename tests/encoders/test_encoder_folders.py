@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from alload_jax.encoders import VAES, open_image, open_text, open_vae
-from alload_jax.encoders.image import ClipImage, SiglipImage
-from alload_jax.encoders.text import HunyuanVideoText, glyph_prompt
+from alload_jax.encoders.conditions import ClipImage, HunyuanVideoText, SiglipImage, glyph_prompt
 from alload_jax.encoders.vae import HunyuanVideoVae, Vae, WanVae
 from alload_jax.errors import InputError
 

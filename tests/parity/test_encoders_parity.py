@@ -21,9 +21,10 @@ from safetensors.torch import save_file
 
 from alload_jax.encoders import loading
 from alload_jax.encoders import vae as vae_module
-from alload_jax.encoders.image import ClipImage, SiglipImage
-from alload_jax.encoders.text import (
+from alload_jax.encoders.conditions import (
+    ClipImage,
     HunyuanVideoText,
+    SiglipImage,
     Umt5Text,
     clean_prompt,
     glyph_prompt,

@@ -14,8 +14,7 @@ from PIL import Image
 from safetensors.numpy import load_file, save_file
 
 from alload_jax import cli
-from alload_jax.encoders.image import SiglipImage
-from alload_jax.encoders.text import HunyuanVideoText
+from alload_jax.encoders.conditions import HunyuanVideoText, SiglipImage
 from alload_jax.errors import InputError, run_command
 
 pytestmark = pytest.mark.parity

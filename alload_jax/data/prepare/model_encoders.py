@@ -18,9 +18,16 @@ from alload_jax.data.prepare.encoders import (
     require_text_length,
 )
 from alload_jax.data.prepare.sources import UnusableError
-from alload_jax.encoders.image import ClipImage, ImageEncoder, SiglipImage
+from alload_jax.encoders.conditions import (
+    TEXT,
+    ClipImage,
+    HunyuanVideoText,
+    ImageEncoder,
+    SiglipImage,
+    TextModel,
+    Umt5Text,
+)
 from alload_jax.encoders.loading import require_packages
-from alload_jax.encoders.text import TEXT, HunyuanVideoText, TextModel, Umt5Text
 from alload_jax.encoders.vae import HunyuanVideoVae, Vae, WanVae
 from alload_jax.errors import InputError
 from alload_jax.files import Json

@@ -22,9 +22,16 @@ from alload_jax.data.prepare.encoders import (
     TextEncoder,
     VaeEncoder,
 )
-from alload_jax.data.prepare.images import decode_image
 from alload_jax.data.prepare.settings import MediaSettings
-from alload_jax.data.prepare.sources import Bucket, Item, UnusableError, buckets_of, fit, short
+from alload_jax.data.prepare.sources import (
+    Bucket,
+    Item,
+    UnusableError,
+    buckets_of,
+    decode_image,
+    fit,
+    short,
+)
 from alload_jax.data.prepare.videos import video_clips
 from alload_jax.data.prepare.work_folder import Skipped, UnitReport, write_report
 from alload_jax.data.record import TEXT

@@ -15,8 +15,17 @@ from av.container import InputContainer
 from av.filter import Graph
 from av.video.reformatter import Interpolation
 
-from alload_jax.data.prepare.images import BACKGROUND, check_pixels, cut
-from alload_jax.data.prepare.sources import Fit, Source, UnusableError, covering, opened, short
+from alload_jax.data.prepare.sources import (
+    BACKGROUND,
+    Fit,
+    Source,
+    UnusableError,
+    check_pixels,
+    covering,
+    cut,
+    opened,
+    short,
+)
 from alload_jax.errors import InputError
 
 # Playlists and scripts that open other files or addresses must not pass for a video.
