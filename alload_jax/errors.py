@@ -123,6 +123,11 @@ def one_line(text: str) -> str:
     return _cut(text, _LONGEST_LINE)
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error of a library; its kind where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def without_secrets(text: str) -> str:
     """A text without the names, passwords and tokens of the addresses in it."""
     return _SECRETS.sub(lambda part: f"{part[1] or part[2] or part[3]}***", text)

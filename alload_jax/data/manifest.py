@@ -13,7 +13,7 @@ import pyarrow.compute
 import pyarrow.parquet
 
 from alload_jax.data.record import SampleForm
-from alload_jax.errors import InputError
+from alload_jax.errors import InputError, first_line
 from alload_jax.files import Json, parse_json, require_regular
 from alload_jax.planning.samples import Geometry, Samples, Triple, digest, samples_from_columns
 from alload_jax.processes import waits
@@ -235,9 +235,9 @@ def read_manifest(folder: str | Path) -> Manifest:
     notes = manifest_metadata(path)
     _check_format(path, table, notes)
     _check_notes(path, notes)
-    _check_rows(path, table, notes["shard_bytes"])
+    _check_rows(path, table)
+    _check_shards(path, table, notes["shard_bytes"])
     form = SampleForm.from_notes(notes)
-    _check_shards(path.parent, notes["shard_bytes"])
     column = {name: table[name].to_numpy() for name in SCHEMA.names}
     return Manifest(
         path=path,
@@ -333,9 +333,8 @@ def read_columns(path: Path, names: list[str]) -> pa.Table:
             raise OSError(f"{len(table)} rows of {rows}")
         return table
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        reason = str(error).splitlines()[0]
         raise InputError(
-            f"{path}: not a Parquet file ({reason}); prepare the data again"
+            f"{path}: not a Parquet file ({first_line(error)}); prepare the data again"
         ) from error
 
 
@@ -387,18 +386,8 @@ def _is_size(value: object) -> bool:
     return type(value) is int and 1 <= value <= _LARGEST_SIZE
 
 
-def _check_rows(path: Path, table: pa.Table, shard_bytes: dict[str, int]) -> None:
-    """Refuses shards that are no files of the folder itself, and sizes that no sample has."""
-    for name in (*shard_bytes, *table["shard"].unique().to_pylist()):
-        if name in ("", "..") or Path(name).name != name or "\0" in name:
-            raise InputError(
-                f"{path}: shard {name!r} is not the name of a file beside the manifest; "
-                "prepare the data again"
-            )
-        if name not in shard_bytes:
-            raise InputError(
-                f"{path}: its note shard_bytes lacks the shard {name!r}; prepare the data again"
-            )
+def _check_rows(path: Path, table: pa.Table) -> None:
+    """Refuses sizes that no sample has."""
     least = {"index": 0, "frames": 1, "height": 1, "width": 1, "channels": 1, "text_length": 0}
     for name, lowest in least.items():
         values = table[name].to_numpy()
@@ -411,16 +400,29 @@ def _check_rows(path: Path, table: pa.Table, shard_bytes: dict[str, int]) -> Non
             )
 
 
-def _check_shards(folder: Path, shard_bytes: dict[str, int]) -> None:
-    for name, size in shard_bytes.items():
-        path = folder / name
-        require_regular(path, "prepare the data again", or_folder=False)
-        if not path.is_file():
-            raise InputError(f"{path}: this shard is missing; restore it or prepare the data again")
-        if path.stat().st_size != size:
+def _check_shards(path: Path, table: pa.Table, shard_bytes: dict[str, int]) -> None:
+    """Refuses shards that are no files of the folder itself, or not as the notes say."""
+    for name in (*shard_bytes, *table["shard"].unique().to_pylist()):
+        if name in ("", "..") or Path(name).name != name or "\0" in name:
             raise InputError(
-                f"{path}: this shard has {path.stat().st_size} bytes where the manifest says "
-                f"{size}; restore it or prepare the data again"
+                f"{path}: shard {name!r} is not the name of a file beside the manifest; "
+                "prepare the data again"
+            )
+        if name not in shard_bytes:
+            raise InputError(
+                f"{path}: its note shard_bytes lacks the shard {name!r}; prepare the data again"
+            )
+    for name, size in shard_bytes.items():
+        shard = path.with_name(name)
+        require_regular(shard, "prepare the data again", or_folder=False)
+        if not shard.is_file():
+            raise InputError(
+                f"{shard}: this shard is missing; restore it or prepare the data again"
+            )
+        if (held := shard.stat().st_size) != size:
+            raise InputError(
+                f"{shard}: this shard has {held} bytes where the manifest says {size}; restore it "
+                "or prepare the data again"
             )
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from safetensors import SafetensorError
 
-from alload_jax.errors import InputError
+from alload_jax.errors import InputError, first_line
 from alload_jax.files import read_json
 
 if TYPE_CHECKING:
@@ -216,8 +216,7 @@ def load_tokenizer(folder: Path) -> Any:
 
 def _reason(error: Exception) -> str:
     """The first line of a library's error, cut between words where it is long."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return shorten(lines[0], _LONGEST_REASON, placeholder=" …")
+    return shorten(first_line(error), _LONGEST_REASON, placeholder=" …")
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from typing import BinaryIO, NamedTuple, cast
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from alload_jax.errors import InputError
+from alload_jax.errors import InputError, first_line
 from alload_jax.planning.workloads import ASPECT_RATIOS
 
 
@@ -27,8 +27,7 @@ def short(error: BaseException) -> str:
     """The first line of an error, for a reason; without the path, which the report gives."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    lines = str(error).splitlines() or [type(error).__name__]
-    return lines[0][:200]
+    return first_line(error)[:200]
 
 
 IMAGES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"})

@@ -34,7 +34,7 @@ from alload_jax.data.sources.arrays import (
     text_tokens,
 )
 from alload_jax.data.store import BadRecordError
-from alload_jax.errors import InputError
+from alload_jax.errors import InputError, first_line
 from alload_jax.files import Json
 from alload_jax.planning.samples import Triple
 from alload_jax.processes import waits
@@ -161,8 +161,7 @@ class ParquetSamples(FileSamples):
             text, mask = array_of(values, config.text), config.mask_in(values)
             return latents, text_tokens(text, array_of(values, mask) if mask else None), place
         except READ_ERRORS as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise BadRecordError(f"{place} cannot be read: {reason}") from error
+            raise BadRecordError(f"{place} cannot be read: {first_line(error)}") from error
 
     @override
     def _caption(self, sample: int) -> str | None:
@@ -190,8 +189,8 @@ class ParquetSamples(FileSamples):
             if isinstance(error, InputError):
                 raise
             raise InputError(
-                f"{path}: is not a readable Parquet file ({str(error).splitlines()[0]}); write it "
-                "again, or remove it"
+                f"{path}: is not a readable Parquet file ({first_line(error)}); write it again, "
+                "or remove it"
             ) from error
         samples = []
         for row, values in enumerate(table.to_pylist()):

@@ -14,17 +14,13 @@ from alload_jax.data import record as records
 from alload_jax.data.manifest import Manifest, read_captions
 from alload_jax.data.record import texts_of
 from alload_jax.data.sources import SampleReader, SampleSource
-from alload_jax.errors import InputError, one_line
+from alload_jax.errors import InputError, first_line, one_line
 from alload_jax.processes import waits
 
 _RESTORE = "restore it or prepare the data again"
 _THREADS = 16  # opening waits for the file system
 _SCALE_SAMPLES = 32
 """Samples by which the scale of latents is judged."""
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 class BadRecordError(ValueError):
@@ -60,7 +56,7 @@ class StoreReader(SampleSource):
             with self._lock:
                 (data,) = self._reader(shard).read([index])
         except (IndexError, RuntimeError, TypeError, ValueError) as error:
-            raise BadRecordError(f"{place} cannot be read ({_first_line(error)})") from error
+            raise BadRecordError(f"{place} cannot be read ({first_line(error)})") from error
         if records.checksum(data) != self.manifest.checksum[sample]:
             raise BadRecordError(
                 f"{place} has checksum {records.checksum(data)}; "
@@ -103,7 +99,7 @@ class StoreReader(SampleSource):
                 held = reader.num_records()
             except (RuntimeError, ValueError) as error:
                 raise InputError(
-                    f"{path}: cannot be opened ({_first_line(error)}); {_RESTORE}"
+                    f"{path}: cannot be opened ({first_line(error)}); {_RESTORE}"
                 ) from error
             # A damaged shard raises again on close.
             with contextlib.suppress(RuntimeError):

@@ -36,7 +36,7 @@ from alload_jax.data.store.files import (
     sidecar,
     write_sidecar,
 )
-from alload_jax.errors import InputError
+from alload_jax.errors import InputError, first_line
 from alload_jax.files import Json
 from alload_jax.planning.samples import Geometry, Triple
 
@@ -396,7 +396,6 @@ class ShardWriter(SampleWriter):
         try:
             self._writer.close()
         except RuntimeError as error:
-            reason = str(error).splitlines()[0]
             raise OSError(
-                f"{self._path}: cannot be written ({reason}); is the disk full?"
+                f"{self._path}: cannot be written ({first_line(error)}); is the disk full?"
             ) from None

@@ -101,10 +101,18 @@ class StoreWriter(SampleWriter):
         self.folder = Path(folder)
         self._limits = samples_per_shard, bytes_per_shard
         require_free(self.folder, mode)
-        self._kept = _without_gaps(self.folder, finished_shards(self.folder))
+        self._kept, stored = finished_shards(self.folder), stored_part(self.folder)
+        first = self._kept[0].number if stored and self._kept else 0
+        for expected, shard in enumerate(self._kept, first):
+            if shard.number != expected:  # the samples of the missing one cannot be counted
+                raise InputError(
+                    f"{partial_folder(self.folder)}: holds shard {shard.number}, but shard "
+                    f"{expected} is not finished; write it with ShardWriter, or remove the folder "
+                    "to begin again"
+                )
         super().__init__(vae_stride, origin)
         self._shard: ShardWriter | None = None
-        self._follow([*stored_part(self.folder), *self._kept])
+        self._follow([*stored, *self._kept])
         files = [shard_number(path.name) for path in self.folder.glob("*.arrayrecord")]
         numbers = [*stored_numbers(self.folder), *files, *(shard.number for shard in self._kept)]
         self._next_number = max((n for n in numbers if n is not None), default=-1) + 1
@@ -202,18 +210,6 @@ class StoreWriter(SampleWriter):
             )
 
 
-def _without_gaps(folder: Path, kept: list[Part]) -> list[Part]:
-    """Refuses shards of which one in the middle is missing: their samples cannot be counted."""
-    first = kept[0].number if (folder / MANIFEST_NAME).is_file() and kept else 0
-    for expected, shard in enumerate(kept, first):
-        if shard.number != expected:
-            raise InputError(
-                f"{partial_folder(folder)}: holds shard {shard.number}, but shard {expected} is "
-                "not finished; write it with ShardWriter, or remove the folder to begin again"
-            )
-    return kept
-
-
 def require_free(folder: Path, mode: WriterMode = "new") -> None:
     """Checks that a store can be written, and continued where the mode says so.
 
@@ -267,14 +263,25 @@ def merge_stores(
     """
     out = Path(out)
     manifests = [read_manifest(source) for source in sources]
-    _require_mergeable(manifests)
+    if len(manifests) < 2:
+        raise InputError(f"{len(manifests)} stores to merge; give at least two")
+    folders = [manifest.folder.resolve() for manifest in manifests]
+    for number, manifest in enumerate(manifests):
+        if folders[number] in folders[:number]:
+            raise InputError(f"{manifest.folder}: is given twice; leave one out")
+    forms = ((str(manifest.folder), _form(manifest)) for manifest in manifests)
+    require_alike(forms, "only stores that agree can be merged")
     require_free(out)
     remove_unfinished(out)
     partial = partial_folder(out)
     partial.mkdir(parents=True)
     notes = manifests[0].notes() | {"origin": _merged_origin(manifests), "record_bytes": None}
     try:
-        names = _names(manifests) if add_names else [None] * len(manifests)
+        # The folders' names, with as many of the folders above as tell them apart.
+        depth = 1
+        while len({folder.parts[-depth:] for folder in folders}) < len(folders):
+            depth += 1
+        names = ["/".join(folder.parts[-depth:]) if add_names else None for folder in folders]
         named = zip(manifests, names, strict=True)
         shards = (shard for manifest, name in named for shard in _shards(manifest, name))
         for number, (path, rows) in enumerate(shards):
@@ -321,23 +328,8 @@ def _words(value: object) -> str:
     return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 1]}…"
 
 
-def _require_mergeable(manifests: list[Manifest]) -> None:
-    if len(manifests) < 2:
-        raise InputError(f"{len(manifests)} stores to merge; give at least two")
-    seen = set()
-    for manifest in manifests:
-        folder = manifest.path.parent.resolve()
-        if folder in seen:
-            raise InputError(f"{manifest.path.parent}: is given twice; leave one out")
-        seen.add(folder)
-    require_alike(
-        ((str(manifest.path.parent), _form(manifest)) for manifest in manifests),
-        "only stores that agree can be merged",
-    )
-
-
 def _form(manifest: Manifest) -> Json:
-    form = form_of(read_rows(manifest.path.parent), manifest.notes())
+    form = form_of(read_rows(manifest.folder), manifest.notes())
     form |= {f"the origin's {name}": manifest.origin.get(name) for name in _ENCODERS}
     if _has_videos(manifest) and manifest.fps:
         form["fps of its videos"] = manifest.fps
@@ -360,36 +352,21 @@ def _merged_origin(manifests: list[Manifest]) -> Json:
     return shared | {"merged": origins}
 
 
-def _names(manifests: list[Manifest]) -> list[str]:
-    """The folders' names, with as many of the folders above as tell them apart."""
-    parts = [manifest.path.parent.resolve().parts for manifest in manifests]
-    for depth in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(each[-depth:]) for each in parts]
-        if len(set(names)) == len(names):
-            break
-    return names
-
-
 def _shards(manifest: Manifest, name: str | None) -> Iterator[tuple[Path, pa.Table]]:
     """Path and rows of each shard, in the manifest's order; samples' paths get the name."""
-    rows = read_rows(manifest.path.parent)
+    rows = read_rows(manifest.folder)
     if name is not None:
-        rows = _with_name(rows, name)
+        paths = [None] * len(rows)
+        if PATH in rows.column_names:
+            paths = rows[PATH].to_pylist()
+            rows = rows.drop_columns(PATH)
+        column = pa.array([f"{name}/{path}" if path else name for path in paths], pa.string())
+        rows = in_row_schema(rows.append_column(PATH, column))
     order = np.argsort(manifest.shard, kind="stable")
     names = manifest.shard[order]
-    for name in manifest.shard_bytes:
-        begin, end = np.searchsorted(names, name), np.searchsorted(names, name, side="right")
-        yield manifest.path.parent / name, rows.take(order[begin:end])
-
-
-def _with_name(rows: pa.Table, name: str) -> pa.Table:
-    """The rows with paths that begin with the name."""
-    paths = [None] * len(rows)
-    if PATH in rows.column_names:
-        paths = rows[PATH].to_pylist()
-        rows = rows.drop_columns(PATH)
-    column = pa.array([f"{name}/{path}" if path else name for path in paths], pa.string())
-    return in_row_schema(rows.append_column(PATH, column))
+    for shard in manifest.shard_bytes:
+        begin, end = np.searchsorted(names, shard), np.searchsorted(names, shard, side="right")
+        yield manifest.folder / shard, rows.take(order[begin:end])
 
 
 def _link(source: Path, path: Path) -> None:
