@@ -21,7 +21,7 @@ from alload_jax.data.collate import HostStep
 from alload_jax.data.sources import SampleReader, SampleSource
 from alload_jax.data.store import BadRecordError
 from alload_jax.distributed.cluster import Cluster, Consensus, PendingDecision
-from alload_jax.errors import InputError, require_positive
+from alload_jax.errors import require_fields, require_positive
 from alload_jax.planning.epoch import Step
 from alload_jax.planning.plan import Plan
 from alload_jax.processes import follow_parent, hush_resource_tracker, waits
@@ -81,11 +81,8 @@ class LoaderConfig:
 
     def __post_init__(self) -> None:
         require_positive("data.loader.", self, "threads", "read_ahead")
-        for name in ("processes", "max_bad_records"):
-            if getattr(self, name) < 0:
-                raise InputError(
-                    f"data.loader.{name} is {getattr(self, name)}; it must be 0 or more"
-                )
+        names = "processes max_bad_records"
+        require_fields("data.loader.", self, names, lambda value: value >= 0, "0 or more")
 
 
 def _start_worker(worker: int, workers: int) -> None:

@@ -12,7 +12,7 @@ from typing_extensions import override
 from alload_jax.data.pixel_latents import fold_frames
 from alload_jax.data.prepare.sources import UnusableError
 from alload_jax.data.record import unit_interval
-from alload_jax.errors import InputError
+from alload_jax.errors import InputError, require_positive_value
 from alload_jax.files import Json
 from alload_jax.planning.samples import PIXEL_PATCH, Triple
 from alload_jax.registry import Registry
@@ -237,17 +237,8 @@ class Pixels:
         return fold_frames(levels[frames], self.frames_per_latent)
 
 
-_LONGEST = 2**16
-
-
-def require_text_length(length: int) -> None:
-    """Checks the most tokens of a condition.
-
-    Raises:
-      InputError: there cannot be so few or so many.
-    """
-    if not 1 <= length <= _LONGEST:
-        raise InputError(f"--text-length is {length}; it must be from 1 to {_LONGEST}")
+LONGEST_TEXT = 2**16
+"""Most tokens of a condition that may be asked for."""
 
 
 @dataclass(frozen=True)
@@ -273,7 +264,7 @@ class ByteText(TextEncoder):
     @classmethod
     @override
     def make(cls, options: EncoderOptions) -> Self:
-        require_text_length(options.text_length)
+        require_positive_value("--text-length", options.text_length, LONGEST_TEXT)
         return cls(length=options.text_length)
 
     @override

@@ -9,13 +9,13 @@ import numpy as np
 from typing_extensions import override
 
 from alload_jax.data.prepare.encoders import (
+    LONGEST_TEXT,
     Encoded,
     EncoderOptions,
     Given,
     GivenEncoder,
     TextEncoder,
     as_float16,
-    require_text_length,
 )
 from alload_jax.data.prepare.sources import UnusableError
 from alload_jax.encoders.conditions import (
@@ -29,7 +29,7 @@ from alload_jax.encoders.conditions import (
 )
 from alload_jax.encoders.loading import require_packages
 from alload_jax.encoders.vae import HunyuanVideoVae, Vae, WanVae
-from alload_jax.errors import InputError
+from alload_jax.errors import InputError, require_positive_value
 from alload_jax.files import Json
 from alload_jax.planning.samples import Triple
 
@@ -203,7 +203,7 @@ class TextEmbeddings(TextEncoder):
     @override
     def make(cls, options: EncoderOptions) -> Self:
         assert options.folder is not None
-        require_text_length(options.text_length)
+        require_positive_value("--text-length", options.text_length, LONGEST_TEXT)
         model = cls.text_class(options.folder, options.text_length)
         if cls.needs_torch:
             require_packages(f"--text {cls.name}")

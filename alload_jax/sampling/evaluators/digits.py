@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from alload_jax.data.datasets.digits import DIGIT, load_digits, render_clip, require_scikit_learn
 from alload_jax.data.manifest import Manifest
-from alload_jax.errors import InputError
+from alload_jax.errors import InputError, require_positive
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.planning.samples import divisible
 from alload_jax.sampling.evaluators import Drawing, Evaluator
@@ -37,10 +37,7 @@ class DigitAccuracy(Evaluator):
     per_digit: int = 30
 
     def __post_init__(self) -> None:
-        if self.per_digit < 1:
-            raise InputError(
-                f"evaluators: digit_accuracy: per_digit is {self.per_digit}; it must be at least 1"
-            )
+        require_positive(f"evaluators: {self.name}: ", self, "per_digit")
 
     def check(self, model: ModelConfig, manifest: Manifest) -> None:
         """See `Evaluator.check`; the evaluator needs 8×8 stills of ten classes.
@@ -129,10 +126,7 @@ class DigitMotion(Evaluator):
     width: int = 16
 
     def __post_init__(self) -> None:
-        if self.clips < 1:
-            raise InputError(
-                f"evaluators: digit_motion: clips is {self.clips}; it must be at least 1"
-            )
+        require_positive(f"evaluators: {self.name}: ", self, "clips")
         if self.frames < 4:
             raise InputError(
                 f"evaluators: digit_motion: frames is {self.frames}; third differences need 4"
@@ -144,31 +138,23 @@ class DigitMotion(Evaluator):
         Raises:
           InputError: the data are not the digits, or the model cannot generate such clips.
         """
-        require_digits(self.name, self._size, model, manifest)
-
-    @property
-    def _size(self) -> tuple[int, int, int]:
-        return (self.frames, self.height, self.width)
+        require_digits(self.name, (self.frames, self.height, self.width), model, manifest)
 
     @override
     def evaluate(self, drawing: Drawing) -> dict[str, float]:
         images, digits = load_digits()
+        size = (self.frames, self.height, self.width)
         rng = np.random.default_rng(drawing.seed)
         chosen = rng.choice(len(images), self.clips, replace=self.clips > len(images))
         labels = np.full((self.clips, drawing.condition_tokens), digits.max() + 1, np.int32)
         labels[:, 0] = digits[chosen]
-        drawn = drawing.draw(drawing.values, jax.random.key(drawing.seed), labels, self._size)
+        drawn = drawing.draw(drawing.values, jax.random.key(drawing.seed), labels, size)
         motion = drawing.origin["digits"].get("motion", "drift")  # see Digits.origin
-        real = [render_clip(images[n : n + 1], *self._size, rng, motion) for n in chosen]
+        real = [render_clip(images[n : n + 1], *size, rng, motion) for n in chosen]
         return {
-            "jerk_over_travel": _mean_jerk_over_travel(drawn),
-            "jerk_over_travel_real": _mean_jerk_over_travel(np.stack(real)),
+            name: float(np.mean([jerk_over_travel(clip[..., 0]) for clip in clips]))
+            for name, clips in (("jerk_over_travel", drawn), ("jerk_over_travel_real", real))
         }
-
-
-def _mean_jerk_over_travel(clips: np.ndarray) -> float:
-    """clips: [N, frames, height, width, 1] in −1 to 1."""
-    return float(np.mean([jerk_over_travel(clip[..., 0]) for clip in clips]))
 
 
 def jerk_over_travel(clip: np.ndarray) -> float:
