@@ -211,7 +211,9 @@ def is_held_out(manifest: Manifest, share: float) -> np.ndarray:
     found = place < share
     count = len(found)
     if not found.any():
-        least = _rounded_up(float(place.min()))
+        least = float(place.min())
+        unit = 10.0 ** (math.floor(math.log10(max(least, 1e-12))) - _MOST_DIGITS + 2)
+        least = (math.floor(least / unit) + 1) * unit  # the least number of a few digits above it
         raise InputError(
             f"validation.share is {share}, which holds out none of the {count:,} samples of "
             f"{manifest.path}; give at least {least:g}, or validation.folder"
@@ -222,12 +224,6 @@ def is_held_out(manifest: Manifest, share: float) -> np.ndarray:
             f"{manifest.path} and leaves none to train on; lower it, or give validation.folder"
         )
     return found
-
-
-def _rounded_up(value: float) -> float:
-    """The least number of a few digits above a value."""
-    unit = 10.0 ** (math.floor(math.log10(max(value, 1e-12))) - _MOST_DIGITS + 2)
-    return (math.floor(value / unit) + 1) * unit
 
 
 _LONGEST_NUMBER = 20

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing.synchronize import Event
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO
 
 import pyarrow as pa
 import pyarrow.parquet
@@ -186,20 +186,12 @@ def _in_processes(
                 pool.shutdown(wait=True, cancel_futures=True)
 
 
-class _Worker(NamedTuple):
-    """What a worker process keeps between units; the mark is open as long as it lives."""
-
-    jobs: list[Job]
-    stop: Event
-    mark: IO[str]
-
-
-_workers: list[_Worker] = []
-"""That of this process, if it is a worker."""
+_workers: list[tuple[list[Job], Event, IO[str]]] = []
+"""Of a worker process: its jobs, what tells it to stop, and a mark, open as long as it lives."""
 
 
 def _start_worker(jobs: list[Job], stop: Event) -> None:
-    _workers.append(_Worker(jobs, stop, join_workers(jobs[0].out)))
+    _workers.append((jobs, stop, join_workers(jobs[0].out)))
     threading.Thread(target=_end_in_time, args=(stop,), daemon=True).start()
 
 

@@ -54,6 +54,9 @@ class RayEngine:
             (work_folder(job.out) / _TOKEN).write_text(token, encoding="ascii")
             shared = ray.put(job)
 
+            def most() -> int:
+                return self.workers or 2 * max(1, int(ray.cluster_resources().get("CPU", 1)))
+
             def submit(number: int) -> Future[str | None]:
                 paths = (item.source.path for item in units[number] if item.source)
                 seen = next((path for path in paths if path.exists()), None)
@@ -61,7 +64,7 @@ class RayEngine:
                 return cast(Future[str | None], task.future())
 
             try:
-                run_shards(job.out, units, todo, finished, submit, self._most, {})
+                run_shards(job.out, units, todo, finished, submit, most, {})
             except ray.exceptions.RayTaskError as error:
                 raise error.cause from None
             except ray.exceptions.RayError as error:
@@ -69,9 +72,6 @@ class RayEngine:
                     f"{job.out}: a worker of Ray was lost ({short(error)}); run the same command "
                     "again, which goes on from here"
                 ) from error
-
-    def _most(self) -> int:
-        return self.workers or 2 * max(1, int(ray.cluster_resources().get("CPU", 1)))
 
 
 @contextmanager

@@ -73,11 +73,6 @@ class Item:
     reason: str = ""
     alternatives: tuple[str, ...] = ()
 
-    @property
-    def is_image(self) -> bool:
-        """Whether the suffix is an image's."""
-        return suffix_of(self.name) in IMAGES
-
 
 def suffix_of(name: str) -> str:
     """The suffix of a file name in lower case, such as `.mp4`."""

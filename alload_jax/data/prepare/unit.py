@@ -24,6 +24,7 @@ from alload_jax.data.prepare.encoders import (
 )
 from alload_jax.data.prepare.settings import MediaSettings
 from alload_jax.data.prepare.sources import (
+    IMAGES,
     Bucket,
     Item,
     UnusableError,
@@ -31,6 +32,7 @@ from alload_jax.data.prepare.sources import (
     decode_image,
     fit,
     short,
+    suffix_of,
 )
 from alload_jax.data.prepare.videos import video_clips
 from alload_jax.data.prepare.work_folder import Skipped, UnitReport, write_report
@@ -284,7 +286,7 @@ def _clips(job: Job, item: Item) -> Iterator[np.ndarray]:
     if item.source is None:
         raise UnusableError(item.reason)
     choose = partial(fit, areas=job.areas(), max_enlarge=settings.max_enlarge)
-    if item.is_image:
+    if suffix_of(item.name) in IMAGES:
         yield decode_image(item.source, choose)
         return
     yield from video_clips(

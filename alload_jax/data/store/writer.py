@@ -5,7 +5,6 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Literal, Self
 
 import numpy as np
@@ -134,12 +133,7 @@ class StoreWriter(SampleWriter):
         if self._is_full(self._shard.written, self._shard.record_bytes):
             self._finish_shard()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        _: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         if error is not None:
             self._keep(error)
             return
@@ -301,7 +295,12 @@ def origin_differences(sources: Sequence[str | Path]) -> list[str]:
 
     It does not keep stores from being merged: `area (480p in a, 720p in b)`.
     """
-    origins = {str(source): _flat(read_manifest(source).origin) for source in sources}
+    origins: dict[str, Json] = {}
+    for source in sources:
+        flat = origins.setdefault(str(source), {})  # inner values as `media.area`
+        for name, value in read_manifest(source).origin.items():
+            is_inner = isinstance(value, dict)
+            flat |= {f"{name}.{k}": v for k, v in value.items()} if is_inner else {name: value}
     names = dict.fromkeys(name for origin in origins.values() for name in origin)
     found = []
     for name in names:
@@ -310,15 +309,6 @@ def origin_differences(sources: Sequence[str | Path]) -> list[str]:
             words = ", ".join(f"{_words(value)} in {place}" for value, place in (first, other))
             found.append(f"{name} ({words})")
     return found
-
-
-def _flat(origin: Json) -> Json:
-    """The origin with the values of inner objects, as `media.area`."""
-    flat: Json = {}
-    for name, value in origin.items():
-        inner = value if isinstance(value, dict) else None
-        flat |= {name: value} if inner is None else {f"{name}.{k}": v for k, v in inner.items()}
-    return flat
 
 
 def _words(value: object) -> str:
