@@ -137,32 +137,30 @@ def check_format(place: str, path: Path, size: tuple[int, int, int], channels: i
     suffix = path.suffix.lower()
     if suffix == LATENTS:
         return
+    reason = None
     if suffix not in PICTURES:
-        known = ", ".join((*PICTURES, LATENTS))
-        raise InputError(f"{place}: {path} has none of the suffixes {known}; give it one")
-    if channels not in (1, 3):
-        raise InputError(
-            f"{place}: {path} is a picture, but this model generates latents that need a decoder; "
-            f"give --vae, a local folder of its VAE, or the suffix {LATENTS}"
+        reason = f"has none of the suffixes {', '.join((*PICTURES, LATENTS))}; give it one"
+    elif channels not in (1, 3):
+        reason = (
+            "is a picture, but this model generates latents that need a decoder; give --vae, a "
+            f"local folder of its VAE, or the suffix {LATENTS}"
         )
-    if suffix == ".png" and frames > 1:
-        raise InputError(
-            f"{place}: {path} holds one frame, but the sample has {frames}; choose .gif or .mp4"
+    elif suffix == ".png" and frames > 1:
+        reason = f"holds one frame, but the sample has {frames}; choose .gif or .mp4"
+    elif suffix == ".gif" and max(height, width) > _GIF_SIDE:
+        reason = (
+            f"would have {height}×{width} pixels, but GIF supports sides up to {_GIF_SIDE}; choose "
+            ".mp4 or a smaller size"
         )
-    if suffix == ".gif" and max(height, width) > _GIF_SIDE:
-        raise InputError(
-            f"{place}: {path} would have {height}×{width} pixels, but GIF supports sides up to "
-            f"{_GIF_SIDE}; choose .mp4 or a smaller size"
+    elif suffix == ".mp4" and not has_mp4():
+        reason = "needs the package av; install alload-jax[media], or choose .gif"
+    elif suffix == ".mp4" and (height % 2 or width % 2):
+        reason = (
+            f"would have {height}×{width} pixels, but MP4 needs even sizes; choose .gif, or "
+            "--zoom 2"
         )
-    if suffix == ".mp4" and not has_mp4():
-        raise InputError(
-            f"{place}: {path} needs the package av; install alload-jax[media], or choose .gif"
-        )
-    if suffix == ".mp4" and (height % 2 or width % 2):
-        raise InputError(
-            f"{place}: {path} would have {height}×{width} pixels, but MP4 needs even sizes; "
-            "choose .gif, or --zoom 2"
-        )
+    if reason is not None:
+        raise InputError(f"{place}: {path} {reason}")
 
 
 def write_clip(

@@ -68,14 +68,12 @@ class CaptionRule:
         """Those of the names that hold captions."""
         names = [name for name in names if name]
         found = find_column(names, CAPTION_COLUMNS, self.column)
+        first = [] if found is None else [found]
         if not self.every:
-            return [] if found is None else [found]
-        known = CAPTION_COLUMNS if self.column is None else (self.column.strip().lower(),)
-        for base in known if found is None else (found.strip().lower(),):
-            numbered = _numbered(names, base)
-            if found is not None or numbered:
-                return [*([] if found is None else [found]), *numbered]
-        return []
+            return first
+        known = CAPTION_COLUMNS if self.column is None else (self.column,)
+        bases = [base.strip().lower() for base in first or known]
+        return first + next(filter(None, (_numbered(names, base) for base in bases)), [])
 
     def of_values(self, values: Iterable[object]) -> list[str]:
         """The captions in the values of a file's columns; empty if there are none."""

@@ -321,10 +321,23 @@ class FileSamples(SampleSource):
         """
         if not samples:
             raise InputError(f"{folder}: holds no samples; set data.folder to another folder")
-        _require_alike(folder, samples)
         latents = np.array([sample.latents for sample in samples], np.int64)
-        grids = latents[:, :3]
-        stride = stride or _recorded_stride(samples, grids) or _usual_stride(folder, samples)
+        grids, channels = latents[:, :3], latents[:, 3].tolist()
+        widths = [sample.text_dim for sample in samples]
+        for what, values in (("channels", channels), ("text of width", widths)):
+            wrong = next((n for n, value in enumerate(values) if value != values[0]), None)
+            if wrong is not None:
+                file, row = samples[wrong][:2]
+                raise InputError(
+                    f"{folder}: sample {wrong} ({file}, {row}) has {what} {values[wrong]}, "
+                    f"sample 0 has {values[0]}; keep samples of one kind in the folder"
+                )
+        stride = stride or _recorded_stride(samples, grids) or _USUAL_STRIDES.get(channels[0])
+        if stride is None:
+            raise InputError(
+                f"{folder}: the VAE's stride is not recorded, and latents of {channels[0]} "
+                "channels have no usual one; set data.source.vae_stride, such as [4, 8, 8]"
+            )
         seed = zlib.crc32(f"{reading.layout} {reading.normalize}".encode())
         marks = [zlib.crc32(sample.mark.to_bytes(4, "little"), seed) for sample in samples]
         self.reading = reading
@@ -333,18 +346,18 @@ class FileSamples(SampleSource):
             shard=np.array([sample.file for sample in samples], object),
             index=np.array([sample.row for sample in samples], np.int64),
             shape=(grids - [1, 0, 0]) * stride + [1, 0, 0],
-            channels=latents[:, 3].astype(np.int32),
+            channels=np.array(channels, np.int32),
             text_length=np.array([sample.text_length for sample in samples], np.int32),
             checksum=np.array(marks, np.uint32),
             vae_stride=stride,
-            form=SampleForm(samples[0].text_dim),
+            form=SampleForm(widths[0]),
             shard_bytes=file_bytes,
             origin=origin,
         )
-        held, statistics = samples[0].latents[3], _STATISTICS.get(str(reading.normalize))
-        if statistics and len(statistics[0]) != held:
+        statistics = _STATISTICS.get(str(reading.normalize))
+        if statistics and len(statistics[0]) != channels[0]:
             raise InputError(
-                f"{folder}: latents have {held} channels, but data.source.normalize is "
+                f"{folder}: latents have {channels[0]} channels, but data.source.normalize is "
                 f"{reading.normalize}, whose VAE has {len(statistics[0])}; set the VAE of the data"
             )
 
@@ -388,20 +401,6 @@ class FileSamples(SampleSource):
             )
 
 
-def _require_alike(folder: Path, samples: Sequence[ScannedSample]) -> None:
-    first = samples[0]
-    for number, sample in enumerate(samples):
-        for what, value, expected in (
-            ("channels", sample.latents[3], first.latents[3]),
-            ("text of width", sample.text_dim, first.text_dim),
-        ):
-            if value != expected:
-                raise InputError(
-                    f"{folder}: sample {number} ({sample.file}, {sample.row}) has {what} {value}, "
-                    f"sample 0 has {expected}; keep samples of one kind in the folder"
-                )
-
-
 def _recorded_stride(samples: Sequence[ScannedSample], grids: np.ndarray) -> Triple | None:
     """The one stride that turns all recorded sizes into the latents; None if there is none.
 
@@ -419,13 +418,3 @@ def _recorded_stride(samples: Sequence[ScannedSample], grids: np.ndarray) -> Tri
         return None
     stride = (int(ratios[0][0]), int(ratios[1][0]), int(ratios[2][0]))
     return stride if stride[0] > 1 and stride[1] == stride[2] else None
-
-
-def _usual_stride(folder: Path, samples: Sequence[ScannedSample]) -> Triple:
-    channels = samples[0].latents[3]
-    if channels not in _USUAL_STRIDES:
-        raise InputError(
-            f"{folder}: the VAE's stride is not recorded, and latents of {channels} channels have "
-            "no usual one; set data.source.vae_stride, such as [4, 8, 8]"
-        )
-    return _USUAL_STRIDES[channels]
