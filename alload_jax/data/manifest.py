@@ -321,14 +321,10 @@ def read_columns(path: Path, names: list[str]) -> pa.Table:
     """
     require_regular(path, "prepare the data again")
     try:
-        found = pyarrow.parquet.read_schema(path).names
-        table = pyarrow.parquet.read_table(
-            path,
-            columns=[name for name in names if name in found],
-            page_checksum_verification=True,
-        )
+        with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as file:
+            found = [name for name in names if name in file.schema_arrow.names]
+            table, rows = file.read(columns=found), file.metadata.num_rows
         table.validate(full=True)  # a flipped bit can make text that is no UTF-8
-        rows = pyarrow.parquet.read_metadata(path).num_rows
         if len(table) != rows:
             raise OSError(f"{len(table)} rows of {rows}")
         return table

@@ -119,15 +119,13 @@ class Encoders:
 
     def unload(self) -> None:
         """Frees the weights of text and image encoders, which are as large as the model's."""
-        if self.text is None and self.image is None:
-            return
-        from alload_jax.data.prepare.encoders import ByteText
-        from alload_jax.encoders.loading import release_memory
+        from alload_jax.encoders.loading import Encoder, release_memory
 
-        for encoder in (self.text, self.image):
-            if encoder is not None and not isinstance(encoder, ByteText):
-                encoder.unload()
-        release_memory()
+        loaded = [each for each in (self.text, self.image) if isinstance(each, Encoder)]
+        for encoder in loaded:
+            encoder.unload()
+        if loaded:
+            release_memory()
 
 
 def find_encoders(

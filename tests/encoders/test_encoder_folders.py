@@ -1,6 +1,7 @@
 """Folders of encoders, read without PyTorch: which encoder they hold, and what they lack."""
 
 import json
+import pickle
 
 import numpy as np
 import pytest
@@ -106,6 +107,15 @@ def test_missing_parts_of_a_pipeline_are_named(folder):
         HunyuanVideoText(folder / "text_encoder")
     with pytest.raises(ValueError, match="at least 1"):
         HunyuanVideoText(folder, 0)
+
+
+def test_an_encoder_is_sent_to_processes_without_what_it_has_loaded(folder):
+    for encoder in (HunyuanVideoText(folder), SiglipImage(folder), HunyuanVideoVae(folder)):
+        vars(encoder)["_model"] = vars(encoder)["_device"] = lambda: None  # cannot be pickled
+        sent, other = pickle.loads(pickle.dumps([encoder, encoder]))
+        assert sent is other
+        assert sent.origin() == encoder.origin()
+        assert not {"_model", "_device"} & vars(sent).keys()
 
 
 def test_byt5_is_told_what_stands_in_quotes():
