@@ -87,7 +87,19 @@ def source_numbers(weights: Sequence[SourceWeight], paths: np.ndarray | None) ->
         number[matched[entry]] = entry
     for entry, weight in enumerate(weights):
         if not (number == entry).any():
-            raise InputError(_unmatched(weight.path, bool(matched[entry].any()), paths))
+            if matched[entry].any():
+                raise InputError(
+                    f"data.weights: all samples of {weight.path!r} belong to earlier entries, of "
+                    "which the first that matches counts; put it before them, or leave it out"
+                )
+            folders = list(
+                dict.fromkeys(path.rpartition("/")[0] or path for path in paths.tolist())
+            )
+            more = f" and {len(folders) - _NAMED} more" if len(folders) > _NAMED else ""
+            raise InputError(
+                f"data.weights: {weight.path!r} matches no sample; there are "
+                f"{', '.join(folders[:_NAMED])}{more}"
+            )
     return number
 
 
@@ -150,19 +162,6 @@ def source_shares(
     columns = (weight, counts, counts * weight, tokens * weight, tokens * weight / whole)
     rows = zip(names, *(column.tolist() for column in columns), strict=True)
     return [SourceShare(*row) for row in rows if row[2]]
-
-
-def _unmatched(path: str, matches: bool, paths: np.ndarray) -> str:
-    if matches:
-        return (
-            f"data.weights: all samples of {path!r} belong to earlier entries, of which the first "
-            "that matches counts; put it before them, or leave it out"
-        )
-    folders = list(dict.fromkeys(name.rpartition("/")[0] or name for name in paths.tolist()))
-    more = f" and {len(folders) - _NAMED} more" if len(folders) > _NAMED else ""
-    return (
-        f"data.weights: {path!r} matches no sample; there are {', '.join(folders[:_NAMED])}{more}"
-    )
 
 
 _SPLIT, _ORDER = 0x5A11DA7E, 0x0DE2

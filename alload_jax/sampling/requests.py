@@ -143,28 +143,25 @@ def read_list(path: Path, defaults: Mapping[str, Any]) -> list[RawRequest]:
     except OSError as error:
         place = f"alload sample: --list: {path}"
         raise InputError(f"{place}: {error.strerror}; name a file of JSON lines") from error
-    found = [
-        _read_line(line, f"{path}: line {number}", path.parent, defaults)
-        for number, line in enumerate(lines, start=1)
-        if line.strip()
-    ]
+    found = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        place = f"{path}: line {number}"
+        fields = parse_json(line, place, "write an object")
+        if not isinstance(fields, dict):
+            raise InputError(f"{place}: holds {type(fields).__name__}; write an object")
+        in_line: dict[str, Any] = {}
+        for key, value in fields.items():
+            if key not in KEYS:
+                near = difflib.get_close_matches(key, KEYS, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(KEYS)}"
+                raise InputError(f"{place}: {key} is unknown; {hint}")
+            in_line[key] = _value(key, value, f"{place}: {key}", path.parent)
+        found.append(RawRequest({**defaults, **in_line}, place, frozenset(in_line)))
     if not found:
         raise InputError(f"{path}: holds no lines; write a JSON object for each sample")
     return found
-
-
-def _read_line(line: str, place: str, folder: Path, defaults: Mapping[str, Any]) -> RawRequest:
-    fields = parse_json(line, place, "write an object")
-    if not isinstance(fields, dict):
-        raise InputError(f"{place}: holds {type(fields).__name__}; write an object")
-    in_line: dict[str, Any] = {}
-    for key, value in fields.items():
-        if key not in KEYS:
-            near = difflib.get_close_matches(key, KEYS, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(KEYS)}"
-            raise InputError(f"{place}: {key} is unknown; {hint}")
-        in_line[key] = _value(key, value, f"{place}: {key}", folder)
-    return RawRequest({**defaults, **in_line}, place, frozenset(in_line))
 
 
 def _value(key: str, value: Any, place: str, folder: Path) -> Any:

@@ -63,7 +63,15 @@ def folder_items(folder: Path, rule: CaptionRule) -> list[Item]:
             raise UnusableError("link to a folder, which is not followed")
         _require_media(name)
         source = checked_source(root, name)
-        return source, _captions(root, texts.of(name), rule)
+        if (text := texts.of(name)) is None:
+            return source, []
+        if (root / text).is_file() and not (root / text).stat().st_size:
+            return source, [""]
+        try:
+            data = read_bytes(checked_source(root, text), LONGEST_FILE)
+        except UnusableError as error:
+            raise UnusableError(f"its caption {readable_name(text)}: {error}") from error
+        return source, rule.of_sidecar(data, suffix_of(text))
 
     return [
         _item(readable_name(name), partial(find, name))
@@ -85,19 +93,6 @@ def _item(name: str, find: Callable[[], tuple[Source, list[str]]]) -> Item:
 def _require_media(name: str) -> None:
     if (suffix := suffix_of(name)) not in MEDIA:
         raise UnusableError(f"suffix {suffix or 'missing'}: not an image or video")
-
-
-def _captions(root: Path, text: str | None, rule: CaptionRule) -> list[str]:
-    """The captions in the file of that name; none if there is no file."""
-    if text is None:
-        return []
-    if (root / text).is_file() and not (root / text).stat().st_size:
-        return [""]
-    try:
-        data = read_bytes(checked_source(root, text), LONGEST_FILE)
-    except UnusableError as error:
-        raise UnusableError(f"its caption {readable_name(text)}: {error}") from error
-    return rule.of_sidecar(data, suffix_of(text))
 
 
 TABLES = (".csv", ".jsonl", ".parquet")

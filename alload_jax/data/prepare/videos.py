@@ -215,31 +215,27 @@ def _passed(graph: Graph | None, frame: av.VideoFrame | None) -> Iterator[av.Vid
             return
 
 
-class Turn(NamedTuple):
-    """How a decoded frame is turned to be upright: transposed first, then mirrored."""
+def turn_of(frame: av.VideoFrame) -> tuple[bool, bool, bool]:
+    """How the frame's display matrix asks to turn it, to quarter turns, to be upright.
 
-    transpose: bool = False
-    flip_x: bool = False
-    flip_y: bool = False
-
-
-def turn_of(frame: av.VideoFrame) -> Turn:
-    """Reads the rotation that the frame's display matrix asks for, to quarter turns."""
+    Returns:
+      whether it is transposed first, and whether it is then mirrored in x and in y.
+    """
     matrix = frame.side_data.get("DISPLAYMATRIX")
     if matrix is None:
-        return Turn()
+        return False, False, False
     values = np.frombuffer(bytes(cast(bytes, matrix)), np.int32)
     a, b, _, c, d = (int(value) for value in values[:5])
     # FFmpeg's matrix takes a point (x, y) to (a·x + c·y, b·x + d·y).
-    if abs(b) > abs(a):
-        return Turn(True, flip_x=c < 0, flip_y=b < 0)
-    return Turn(False, flip_x=a < 0, flip_y=d < 0)
+    transpose = abs(b) > abs(a)
+    return (transpose, c < 0, b < 0) if transpose else (transpose, a < 0, d < 0)
 
 
 def shown_size(frame: av.VideoFrame, aspect: Fraction | None) -> tuple[float, float]:
     """(height, width) of a frame as shown: with square pixels and upright."""
     width = float(frame.width * (aspect or 1))
-    return (width, frame.height) if turn_of(frame).transpose else (frame.height, width)
+    transpose, _, _ = turn_of(frame)
+    return (width, frame.height) if transpose else (frame.height, width)
 
 
 def to_picture(frame: av.VideoFrame, aspect: Fraction | None, wanted: Fit) -> np.ndarray:
@@ -248,9 +244,9 @@ def to_picture(frame: av.VideoFrame, aspect: Fraction | None, wanted: Fit) -> np
     Raises:
       UnusableError: its pixel format cannot be converted.
     """
-    turn = turn_of(frame)
+    transpose, flip_x, flip_y = turn_of(frame)
     height, width = covering(wanted.bucket, *shown_size(frame, aspect))
-    height, width = (width, height) if turn.transpose else (height, width)
+    height, width = (width, height) if transpose else (height, width)
     with_alpha = any(part.is_alpha for part in frame.format.components)
     with_alpha = with_alpha or frame.format.has_palette
     with damage_named("pixel format that cannot be converted"):
@@ -264,9 +260,9 @@ def to_picture(frame: av.VideoFrame, aspect: Fraction | None, wanted: Fit) -> np
         alpha = picture[..., 3:].astype(np.uint16)
         mixed = picture[..., :3] * alpha + BACKGROUND * (255 - alpha)
         picture = ((mixed + 127) // 255).astype(np.uint8)
-    picture = picture.swapaxes(0, 1) if turn.transpose else picture
-    picture = picture[:, ::-1] if turn.flip_x else picture
-    picture = picture[::-1] if turn.flip_y else picture
+    picture = picture.swapaxes(0, 1) if transpose else picture
+    picture = picture[:, ::-1] if flip_x else picture
+    picture = picture[::-1] if flip_y else picture
     return cut(picture, wanted)
 
 

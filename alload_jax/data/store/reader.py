@@ -51,10 +51,13 @@ class StoreReader(SampleSource):
           BadRecordError: the record is missing, damaged, of another shape or not finite.
         """
         shard, index = self.manifest.shard[sample], int(self.manifest.index[sample])
-        place = f"{self.manifest.path.parent / shard}: record {index} (sample {sample})"
+        place = f"{self.manifest.folder / shard}: record {index} (sample {sample})"
         try:
             with self._lock:
-                (data,) = self._reader(shard).read([index])
+                if shard not in self._readers:
+                    path = str(self.manifest.folder / shard)
+                    self._readers[shard] = array_record_module.ArrayRecordReader(path)
+                (data,) = self._readers[shard].read([index])
         except (IndexError, RuntimeError, TypeError, ValueError) as error:
             raise BadRecordError(f"{place} cannot be read ({first_line(error)})") from error
         if records.checksum(data) != self.manifest.checksum[sample]:
@@ -71,7 +74,7 @@ class StoreReader(SampleSource):
 
     @override
     def captions(self, samples: Sequence[int]) -> list[str | None]:
-        captions = read_captions(self.manifest.path.parent)
+        captions = read_captions(self.manifest.folder)
         return [captions[sample] for sample in samples]
 
     def require_shards(self, spared: int = 0, excluded: Collection[int] = ()) -> None:
@@ -93,7 +96,7 @@ class StoreReader(SampleSource):
 
         def check(shard: tuple[str, np.ndarray]) -> None:
             name, named = shard
-            path = self.manifest.path.parent / name
+            path = self.manifest.folder / name
             try:
                 reader = array_record_module.ArrayRecordReader(str(path))
                 held = reader.num_records()
@@ -126,12 +129,6 @@ class StoreReader(SampleSource):
                 # A damaged shard raises again on close; `read` has reported it already.
                 with contextlib.suppress(RuntimeError):
                     reader.close()
-
-    def _reader(self, shard: str) -> array_record_module.ArrayRecordReader:
-        if shard not in self._readers:
-            path = str(self.manifest.path.parent / shard)
-            self._readers[shard] = array_record_module.ArrayRecordReader(path)
-        return self._readers[shard]
 
     def _check_arrays(self, arrays: dict[str, np.ndarray], sample: int, place: str) -> None:
         latents = self.manifest.latent_shape(tuple(self.manifest.shape[sample]))
