@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import ClassVar, NamedTuple, Protocol, Self
 
@@ -277,18 +277,12 @@ class ByteText(TextEncoder):
         data = (caption or "").encode("utf-8", "replace")[: self.length]
         data = data.decode("utf-8", "ignore").encode()  # without half a character at the end
         values = np.frombuffer(data, np.uint8)
-        rows = self._bytes[values] + self._places[: len(values)]
+        places = uniform_vectors(1, self.length, self.width)[: len(values)]
+        rows = uniform_vectors(0, 256, self.width)[values] + places
         return (rows / np.sqrt(2.0)).astype(np.float16)
 
-    @cached_property
-    def _bytes(self) -> np.ndarray:
-        return uniform_vectors(0, 256, self.width)
 
-    @cached_property
-    def _places(self) -> np.ndarray:
-        return uniform_vectors(1, self.length, self.width)
-
-
+@cache
 def uniform_vectors(seed: int, count: int, width: int) -> np.ndarray:
     """[count, width] float64 from −√3 to √3: the first outputs of SplitMix64 from a seed."""
     number = np.arange(1, count * width + 1, dtype=np.uint64)

@@ -262,8 +262,6 @@ def fit(height: float, width: float, areas: Sequence[Sequence[Bucket]], max_enla
         scale = max(bucket.height / height, bucket.width / width)
         if scale <= max_enlarge:
             return Fit(bucket, covering(bucket, height, width))
-    smallest = nearest[0]
-    scale = max(smallest.height / height, smallest.width / width)
     raise UnusableError(
         f"too small: {width:.0f} wide × {height:.0f} high would be enlarged {scale:.2f} times"
     )

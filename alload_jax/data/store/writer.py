@@ -119,8 +119,21 @@ class StoreWriter(SampleWriter):
     def __enter__(self) -> Self:
         remove_unfinished(self.folder)
         last = self._kept[-1] if self._kept else None
-        if last and not self._is_full(len(last.rows), last.notes["record_bytes"]):
-            self._reopen(last)
+        if last is None or self._is_full(len(last.rows), last.notes["record_bytes"]):
+            return self
+        # An exception ended this shard before it was full: its records are written again.
+        self._shard = self._open_shard(last.number)
+        reader = array_record_module.ArrayRecordReader(str(last.path))
+        for row in last.rows.to_pylist():
+            (data,) = reader.read([row["index"]])
+            if records.checksum(data) != row["checksum"]:
+                self._shard.discard()
+                raise InputError(
+                    f"{last.path}: record {row['index']} is damaged; remove this shard, to go on "
+                    "before it"
+                )
+            self._shard.add_record(data, row)
+        reader.close()
         return self
 
     @override
@@ -166,21 +179,6 @@ class StoreWriter(SampleWriter):
         shard = ShardWriter(self.folder, number, vae_stride=self._stride, origin=self._origin)
         shard.form = self.form
         return shard
-
-    def _reopen(self, shard: Part) -> None:
-        """Opens the last shard again, which an exception ended before it was full."""
-        self._shard = self._open_shard(shard.number)
-        reader = array_record_module.ArrayRecordReader(str(shard.path))
-        for row in shard.rows.to_pylist():
-            (data,) = reader.read([row["index"]])
-            if records.checksum(data) != row["checksum"]:
-                self._shard.discard()
-                raise InputError(
-                    f"{shard.path}: record {row['index']} is damaged; remove this shard, to go on "
-                    "before it"
-                )
-            self._shard.add_record(data, row)
-        reader.close()
 
     def _finish_shard(self) -> None:
         if self._shard is not None:
