@@ -317,10 +317,11 @@ class Encoder(ABC):
 
         weight_files(folder, self.stem)
         library, _, name = library_class.partition(".")
+        kind = getattr(import_module(library), name)
         usual = "bfloat16" if self._device.type == "cuda" else "float32"
         try:
             with _quiet():
-                model, info = getattr(import_module(library), name).from_pretrained(
+                model, info = kind.from_pretrained(
                     folder,
                     dtype=getattr(torch, self._asked[1] or usual),
                     local_files_only=True,

@@ -82,13 +82,8 @@ class Digits(Dataset):
             raise InputError("data.dataset.mix is empty; give at least one (frames, height, ...)")
         for row in self.mix:
             frames, height, width, count = row
-            if (
-                frames % 4 != 1
-                or min(height, width) < DIGIT
-                or height % 2
-                or width % 2
-                or count < 1
-            ):
+            is_even = height % 2 == 0 and width % 2 == 0
+            if frames % 4 != 1 or min(height, width) < DIGIT or not is_even or count < 1:
                 raise InputError(
                     f"data.dataset.mix has {row}; frames must be 4n + 1, height and width even and "
                     f"at least {DIGIT}, the count at least 1"
