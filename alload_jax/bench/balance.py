@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from alload_jax.bench.harness import provenance
-from alload_jax.bench.trace import traced
+from alload_jax.bench.trace import device_seconds, recorded
 from alload_jax.bench.workload_step import (
     RandomReader,
     draw_samples,
@@ -47,10 +47,12 @@ def run_steps(
     """Runs the chosen steps of a plan.
 
     Returns:
-      The fields of `Traced`, means over the repeats; `rounds`, the seconds of the steps in each
-      repeat; `programs`, the number of programs of the plan; `compiled`, the number of programs
-      that these steps need, and `compile_seconds`, the time to compile them, None with a
-      compilation cache, which may hold some; `peak_bytes` of each device.
+      Means over the repeats: `seconds` of each step from dispatch until its results are ready, and
+      `busy` and `exposed` as `device_seconds` has them, None if the profiler shows no GPU;
+      `rounds`, the seconds of the steps in each repeat; `programs`, the number of programs of the
+      plan; `compiled`, the number of programs that these steps need, and `compile_seconds`, the
+      time to compile them, None with a compilation cache, which may hold some; `peak_bytes` of each
+      device.
 
     Raises:
       FloatingPointError: the loss of a step is not finite.
@@ -72,21 +74,19 @@ def run_steps(
     compile_seconds = None if cached else time.perf_counter() - begin
     for step in _warmup_steps(steps):
         run(step)
-    found = traced([partial(run, step) for _ in range(repeats) for step in steps])._asdict()
-    by_round = {name: np.asarray(value) for name, value in found.items() if value is not None}
-    by_round = {n: v.reshape(repeats, len(steps), *v.shape[1:]) for n, v in by_round.items()}
-    means = {name: value.mean(axis=0).tolist() for name, value in by_round.items()}
-    return (
-        found
-        | means
-        | {
-            "rounds": by_round["seconds"].tolist(),
-            "programs": programs,
-            "compiled": len(shapes),
-            "compile_seconds": compile_seconds,
-            "peak_bytes": _peaks(),
-        }
-    )
+    seconds, profile = recorded([partial(run, step) for _ in range(repeats) for step in steps])
+    rounds = np.reshape(seconds, (repeats, len(steps)))
+    found = {"seconds": rounds.mean(axis=0).tolist(), "busy": None, "exposed": None}
+    for name, value in zip(("busy", "exposed"), device_seconds(profile) or (), strict=False):
+        by_round = np.reshape(value, (repeats, len(steps), -1))
+        found[name] = by_round.mean(axis=0).tolist()
+    return found | {
+        "rounds": rounds.tolist(),
+        "programs": programs,
+        "compiled": len(shapes),
+        "compile_seconds": compile_seconds,
+        "peak_bytes": _peaks(),
+    }
 
 
 def _placed_steps(

@@ -4,12 +4,12 @@ Kernels in CUDA graphs are not shown: XLA_FLAGS=--xla_gpu_enable_command_buffer=
 """
 
 import gzip
-import heapq
 import re
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -138,74 +138,65 @@ def divide(spans: Sequence[Span], begin: float, end: float) -> tuple[list[float]
     Returns:
       The ns of each span, and those in which there is none. They add up to end − begin.
     """
-    order = sorted(range(len(spans)), key=lambda number: spans[number].begin)
-    owned, idle, now = [0.0] * len(spans), 0.0, begin
-    active: list[tuple[float, int]] = []
-    waiting = iter([*order, None])
-    following = next(waiting)
-    while now < end:
-        while following is not None and spans[following].begin <= now:
-            heapq.heappush(active, (spans[following].end, following))
-            following = next(waiting)
-        while active and active[0][0] <= now:
-            heapq.heappop(active)
-        ends = [active[0][0]] if active else []
-        begins = [] if following is None else [spans[following].begin]
-        until = min([*ends, *begins, end])
-        if active:
-            running = [number for _, number in active]
-            # Those of kernels that compute, or else of collectives.
-            owners = [n for n in running if not is_collective(spans[n].operation)] or running
-            for number in owners:
-                owned[number] += (until - now) / len(owners)
-        else:
-            idle += until - now
-        now = until
+    beginning: dict[float, list[int]] = defaultdict(list)
+    for number, each in enumerate(spans):
+        beginning[max(each.begin, begin)].append(number)
+    times = {begin, end, *beginning, *(each.end for each in spans)}
+    owned, idle = [0.0] * len(spans), 0.0
+    running: list[int] = []
+    for now, until in pairwise(sorted(each for each in times if begin <= each <= end)):
+        running = [n for n in (*running, *beginning[now]) if spans[n].end > now]
+        # Those of kernels that compute, or else of collectives.
+        owners = [n for n in running if not is_collective(spans[n].operation)] or running
+        for number in owners:
+            owned[number] += (until - now) / len(owners)
+        idle += 0 if owners else until - now
     return owned, idle
 
 
-class Traced(NamedTuple):
-    """Seconds of steps.
-
-    Attributes:
-      seconds: [steps] wall-clock time from dispatch until the results are ready.
-      busy: [steps][devices] time in which a kernel other than a collective runs; None if the
-        profiler shows no GPU.
-      exposed: [steps][devices] time in which only collectives run: communication that does not
-        overlap computation, or waiting for other devices.
-    """
-
-    seconds: list[float]
-    busy: list[list[float]] | None
-    exposed: list[list[float]] | None
+Divided = list[tuple[list[tuple[Span, float]], float]]
+"""For each device its spans in a step, with the seconds that are theirs, and the seconds without
+any."""
 
 
-def traced(runs: Sequence[Callable[[], object]]) -> Traced:
-    """Runs steps under JAX's profiler.
-
-    Args:
-      runs: functions that run one step each and return when it has finished.
-    """
-    seconds, profile = recorded(runs)
-    return Traced(seconds, *(device_seconds(profile) or (None, None)))
+def divided_steps(
+    profile: ProfileData, containers: Mapping[str, Collection[str]] | None = None
+) -> list[Divided]:
+    """The time of each step of a profile of `recorded`, divided; see `spans_of_devices`."""
+    devices, found = spans_of_devices(profile, containers), []
+    for begin, end in step_windows(profile):
+        step: Divided = []
+        for spans in devices:
+            inside = [
+                each._replace(begin=max(each.begin, begin), end=min(each.end, end))
+                for each in spans
+                if each.begin < end and each.end > begin
+            ]
+            owned, idle = divide(inside, begin, end)
+            step.append(([(s, ns / 1e9) for s, ns in zip(inside, owned, strict=True)], idle / 1e9))
+        found.append(step)
+    return found
 
 
 def device_seconds(profile: ProfileData) -> tuple[list[list[float]], list[list[float]]] | None:
-    """(`busy`, `exposed`) of `Traced`; None if the profile has no GPU."""
+    """Seconds of each device in each step, [steps][devices]; None if the profile has no GPU.
+
+    Returns:
+      The time in which a kernel other than a collective runs; and that in which only collectives
+      run: communication that does not overlap computation, or waiting for other devices.
+    """
     if not any(plane.name.startswith(_DEVICE) for plane in profile.planes):
         return None
-    devices = spans_of_devices(profile)
-    busy, exposed = [], []
-    for begin, end in step_windows(profile):
-        times = []
-        for spans in devices:
-            inside = [each for each in spans if each.begin < end and each.end > begin]
-            times.append([0.0, 0.0])
-            for each, spent in zip(inside, divide(inside, begin, end)[0], strict=True):
-                times[-1][is_collective(each.operation)] += spent / 1e9
-        busy.append([computing for computing, _ in times])
-        exposed.append([communicating for _, communicating in times])
-    return busy, exposed
+    steps = divided_steps(profile)
+
+    def seconds(collective: bool) -> list[list[float]]:
+        return [
+            [sum(s for each, s in device if is_collective(each.operation) == collective)
+             for device, _ in step]
+            for step in steps
+        ]  # fmt: skip
+
+    return seconds(False), seconds(True)
 
 
 class Spent(NamedTuple):
@@ -222,62 +213,16 @@ class Spent(NamedTuple):
     running: float
 
 
-class Timeline(NamedTuple):
-    """Where a step's time goes, mean over steps and devices.
-
-    Attributes:
-      seconds: of a step, from dispatch until its results are ready.
-      spent: by operation; with `idle` it adds up to `seconds`.
-      idle: seconds in which no kernel runs.
-      steps: number of traced steps.
-      devices: number of devices.
-    """
-
-    seconds: float
-    spent: Mapping[Operation, Spent]
-    idle: float
-    steps: int
-    devices: int
-
-
-def timeline(
-    profile: ProfileData, containers: Mapping[str, Collection[str]] | None = None
-) -> Timeline:
-    """The timeline of a profile of `recorded`.
+def time_of_operations(steps: Sequence[Divided]) -> dict[Operation, Spent]:
+    """The time of each operation in `divided_steps`.
 
     Where kernels overlap, each has an equal part of the time; collectives have only time in which
     nothing else runs.
-
-    Args:
-      profile: of GPUs, or of XLA's operations on the CPU where there is no GPU.
-      containers: by program, names of instructions to leave out, since they contain others.
-
-    Raises:
-      ValueError: the profile has no steps.
     """
-    windows, devices = step_windows(profile), spans_of_devices(profile, containers)
-    if not windows or not devices:
-        raise ValueError("the profile has no steps; record it with `recorded`")
-    calls: dict[Operation, float] = defaultdict(float)
-    seconds: dict[Operation, float] = defaultdict(float)
-    running: dict[Operation, float] = defaultdict(float)
-    idle, count = 0.0, len(windows) * len(devices)
-    for spans in devices:
-        for begin, end in windows:
-            inside = [each for each in spans if each.begin < end and each.end > begin]
-            owned, free = divide(inside, begin, end)
-            idle += free
-            for each, spent in zip(inside, owned, strict=True):
-                calls[each.operation] += 1
-                seconds[each.operation] += spent / 1e9
-                running[each.operation] += (min(each.end, end) - max(each.begin, begin)) / 1e9
-    return Timeline(
-        sum(end - begin for begin, end in windows) / 1e9 / len(windows),
-        {
-            each: Spent(calls[each] / count, spent / count, running[each] / count)
-            for each, spent in seconds.items()
-        },
-        idle / 1e9 / count,
-        len(windows),
-        len(devices),
-    )
+    sums: dict[Operation, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    for device, _ in chain.from_iterable(steps):
+        for each, seconds in device:
+            for place, value in enumerate((1, seconds, (each.end - each.begin) / 1e9)):
+                sums[each.operation][place] += value
+    count = sum(map(len, steps))
+    return {each: Spent(*(value / count for value in total)) for each, total in sums.items()}

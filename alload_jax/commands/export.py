@@ -34,6 +34,7 @@ def run(options: argparse.Namespace) -> int:
         f"{options.dtype}; load it with {load}{length}"
     )
     if source.config.lora is not None:
+        assert source.run is not None
         stored = source.run.parameters.stored_dtype
         print("note: the adapters are merged into the weights as trained, which were rounded to "
               f"{stored}; `alload lora export` writes them alone, and `alload lora merge` adds "

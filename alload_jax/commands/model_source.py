@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet
@@ -41,12 +41,8 @@ from alload_jax.training.restore import (
 )
 from alload_jax.training.state import Weights
 
-
-class ScaledLora(NamedTuple):
-    """A file of adapters and the factor of what it adds."""
-
-    file: LoraFile
-    scale: float
+ScaledLora = tuple[LoraFile, float]
+"""A file of adapters and the factor of what it adds."""
 
 
 def read_loras(flag: str, names: Sequence[str], config: ModelConfig) -> tuple[ScaledLora, ...]:
@@ -60,7 +56,7 @@ def read_loras(flag: str, names: Sequence[str], config: ModelConfig) -> tuple[Sc
         place, scale = lora_name(name)
         if not Path(place).exists():
             raise InputError(f"{flag} {place}: no such file; name a LoRA file")
-        found.append(ScaledLora(read_lora(place, config), scale))
+        found.append((read_lora(place, config), scale))
     return tuple(found)
 
 
@@ -74,82 +70,88 @@ def lora_name(name: str) -> tuple[str, float]:
     return (place, factor) if place and math.isfinite(factor) else (name, 1.0)
 
 
-def with_loras(values: PyTree, loras: Sequence[ScaledLora]) -> PyTree:
-    """Returns a model's values with the adapters of files added."""
-    for lora in loras:
-        values = merge_file(values, lora.file, lora.scale)
-    return values
-
-
 DATA_NAME = "data.json"
 """File in a run folder in which train.py records facts about the data."""
 
 
 @dataclass(frozen=True)
-class RunSource:
-    """A run folder of train.py.
+class Source:
+    """A model with its weights: a run folder of train.py, or released weights.
 
     Attributes:
-      folder: the run folder.
-      run: config of the run.
-      step: step of the checkpoint.
-      weights: the weights to use, "ema" or "raw".
+      folder: the run folder; or a `transformer/` folder of diffusers, or of the model's own
+        repository.
+      config: the model's config.
+      run: config of the run; None for released weights.
+      step: step of the run's checkpoint.
+      weights: the weights of the run to use, "ema" or "raw".
       base: where frozen parameters are that the run's checkpoints leave out; None for where they
         were in training.
       loras: files of adapters to add.
     """
 
     folder: Path
-    run: Config
-    step: int
-    weights: WeightsKind
+    config: ModelConfig
+    run: Config | None = None
+    step: int = 0
+    weights: WeightsKind = "raw"
     base: str | None = None
     loras: tuple[ScaledLora, ...] = ()
 
     @property
-    def config(self) -> ModelConfig:
-        """The model's config."""
-        return self.run.model
+    def _defaults(self) -> SamplingDefaults:
+        return family_of(self.config).sampling_defaults(self.config)
 
     @property
     def sampler(self) -> Sampler:
-        """The sampler of the run's config."""
-        return self.run.sampling.sampler
+        """The sampler of the run's config, or the one that diffusers uses."""
+        return self.run.sampling.sampler if self.run else "unipc"
 
     @property
     def guidance(self) -> float:
-        """The guidance of the run's config."""
-        return self.run.sampling.guidance
+        """The guidance of the run's config, or the default of the model's family."""
+        return self.run.sampling.guidance if self.run else self._defaults.guidance
 
     def shift(self, seq_len: int) -> float:
-        """The shift of noise levels in training for sequences of `seq_len` tokens."""
+        """The shift of noise levels in training for sequences of `seq_len` tokens.
+
+        For released weights the default of the model's family, for all lengths.
+        """
+        if self.run is None:
+            return self._defaults.shift
         return shift_of(self.run.objective.timesteps, seq_len)
 
     def values(self, mesh: Mesh) -> PyTree:
-        """Reads the model's values onto the mesh.
+        """Reads the model's values onto the mesh, and adds the files of adapters.
 
         Raises:
-          InputError: the checkpoint is damaged or belongs to another model.
+          InputError: the checkpoint is damaged or belongs to another model; or files are missing or
+            damaged, or their tensors do not match config.json.
         """
-        folder = self.folder / CHECKPOINTS
-        weights = restore_weights(
-            folder, self.step, self.config, self.run.parameters, mesh, self.weights, self.base
-        )
-        return with_loras(weights.merged(), self.loras)
+        if self.run is None:
+            params = load_weights(self.folder, self.config, mesh)
+            weights = Weights(params, {}, initial_variables(self.config))
+        else:
+            given = (self.config, self.run.parameters, mesh, self.weights, self.base)
+            weights = restore_weights(self.folder / CHECKPOINTS, self.step, *given)
+        values = weights.merged()
+        for file, scale in self.loras:
+            values = merge_file(values, file, scale)
+        return values
 
     def trained(self, mesh: Mesh) -> PyTree:
-        """Reads the trained parameters alone onto the mesh.
+        """Reads the trained parameters of a run alone onto the mesh.
 
         Raises:
           InputError: the checkpoint is damaged or belongs to another model.
         """
-        folder = self.folder / CHECKPOINTS
-        return restore_trained(
-            folder, self.step, self.config, self.run.parameters, mesh, self.weights
-        )
+        assert self.run is not None
+        given = (self.config, self.run.parameters, mesh, self.weights)
+        return restore_trained(self.folder / CHECKPOINTS, self.step, *given)
 
     def base_name(self) -> str:
-        """What the trained parameters belong to, in words: weights, or those of this run."""
+        """What a run's trained parameters belong to, in words: weights, or those of this run."""
+        assert self.run is not None
         base = read_base(self.folder.absolute() / CHECKPOINTS / str(self.step))
         if base is not None:
             return base.weights
@@ -157,51 +159,74 @@ class RunSource:
         merged = f", which began from {begun}" if begun else ""
         return f"the frozen weights of {self.folder}{merged} (`alload export` writes them)"
 
-    @property
-    def manifest(self) -> Path:
-        """Path of the manifest of the training data; the file may no longer exist."""
-        return Path(self.run.data.folder) / MANIFEST_NAME
-
     def vae_stride(self) -> Triple | None:
-        """The VAE stride from data.json or the data's manifest; None if both are missing."""
-        recorded = self._recorded() or manifest_metadata(self.manifest)
-        found = recorded.get("vae_stride")
+        """The VAE stride from data.json or the data's manifest; None if both are missing.
+
+        For released weights that of the VAE with the model's number of channels.
+        """
+        if self.run is None:
+            return self._defaults.vae_stride
+        found = self._data().get("vae_stride")
         return tuple(found) if found else None
 
     def origin(self) -> dict[str, Any]:
         """Origin of the training data; empty if it is not known."""
-        recorded = self._recorded() or manifest_metadata(self.manifest)
-        found = recorded.get("origin")
+        found = self._data().get("origin")
         return found if isinstance(found, dict) else {}
 
     def trained_with_given_frames(self) -> bool:
-        """Whether the model has learnt to go on from given frames."""
+        """Whether the model has learnt to go on from given frames: of released weights granted."""
+        if self.run is None:
+            return True
         share = getattr(self.run.objective, "given_first_frame", 0.0)
         return self.config.given_channels > 0 or share > 0
 
     def fps(self) -> float | None:
         """Frames per second of the training data, else of the family; None if not known."""
+        if self.run is None:
+            return self._defaults.fps
         return fps_of(self.origin()) or family_fps(self.config, self.vae_stride())
 
     def trained_null(self) -> bool:
-        """Whether the model was trained with zeros for its condition, as guidance needs them."""
-        return getattr(self.run.objective, "condition_dropout", 0.0) > 0
+        """Whether the model was trained with zeros for its condition, as guidance needs them.
+
+        Released weights were trained with the embeddings of an empty text.
+        """
+        return self.run is not None and getattr(self.run.objective, "condition_dropout", 0.0) > 0
 
     def noise_levels(self) -> tuple[float, float]:
-        """The noise levels that the model was trained on."""
+        """The noise levels that the model was trained on: all, where they are not known."""
+        if self.run is None:
+            return 0.0, 1.0
         timesteps = self.run.objective.timesteps
         return timesteps.lowest, timesteps.highest
 
     def text_length(self) -> int | None:
-        """Condition tokens of a sample; None if data.json and the data's manifest are missing."""
+        """Condition tokens of a sample; None if data.json and the data's manifest are missing.
+
+        None for released weights too: texts are padded to the model's text length.
+        """
+        if self.run is None:
+            return None
         if recorded := self._recorded():
             return recorded["text_length"]
-        require_regular(self.manifest, "restore the data")
+        require_regular(manifest := self._manifest(), "restore the data")
         try:
-            table = pyarrow.parquet.read_table(self.manifest, columns=["text_length"])
+            table = pyarrow.parquet.read_table(manifest, columns=["text_length"])
         except (pa.ArrowException, OSError):
             return None
         return max(1, *table["text_length"].to_pylist())
+
+    def _manifest(self) -> Path:
+        """Path of the manifest of a run's training data; the file may no longer exist."""
+        assert self.run is not None
+        return Path(self.run.data.folder) / MANIFEST_NAME
+
+    def _data(self) -> dict[str, Any]:
+        """What data.json or the data's manifest says of the training data; empty without both."""
+        if self.run is None:
+            return {}
+        return self._recorded() or manifest_metadata(self._manifest())
 
     def _recorded(self) -> dict[str, Any]:
         """The content of data.json; empty for runs of older versions, which lack the file."""
@@ -221,80 +246,9 @@ class RunSource:
         return recorded
 
 
-@dataclass(frozen=True)
-class FolderSource:
-    """A `transformer/` folder of diffusers, or a folder of the model's own repository.
-
-    Attributes:
-      folder: the folder of the weights.
-      config: the model's config.
-      loras: files of adapters to add.
-    """
-
-    folder: Path
-    config: ModelConfig
-    loras: tuple[ScaledLora, ...] = ()
-
-    @property
-    def _defaults(self) -> SamplingDefaults:
-        return family_of(self.config).sampling_defaults(self.config)
-
-    @property
-    def sampler(self) -> Sampler:
-        """The sampler that diffusers uses."""
-        return "unipc"
-
-    @property
-    def guidance(self) -> float:
-        """The default guidance of the model's family."""
-        return self._defaults.guidance
-
-    def shift(self, seq_len: int) -> float:
-        """The default shift of the model's family, for all lengths."""
-        return self._defaults.shift
-
-    def values(self, mesh: Mesh) -> PyTree:
-        """Reads the model's values onto the mesh.
-
-        Raises:
-          InputError: files are missing or damaged, or their tensors do not match config.json.
-        """
-        params = load_weights(self.folder, self.config, mesh)
-        merged = Weights(params, {}, initial_variables(self.config)).merged()
-        return with_loras(merged, self.loras)
-
-    def vae_stride(self) -> Triple:
-        """The stride of the VAE with the model's number of channels."""
-        return self._defaults.vae_stride
-
-    def origin(self) -> dict[str, Any]:
-        """Empty: the training data of released weights are not known."""
-        return {}
-
-    def trained_with_given_frames(self) -> bool:
-        """True: it is not known, and taken for granted."""
-        return True
-
-    def fps(self) -> float | None:
-        """Frames per second of the model's family; None if they are not known."""
-        return self._defaults.fps
-
-    def trained_null(self) -> bool:
-        """False: Wan's models were trained with the embeddings of an empty text."""
-        return False
-
-    def noise_levels(self) -> tuple[float, float]:
-        """All: those of released weights are not known."""
-        return 0.0, 1.0
-
-    def text_length(self) -> None:
-        """None: texts are padded to the model's text length."""
-        return
-
-
 def find_source(
     place: str | Path, weights: WeightsKind | None = None, step: StepChoice = None
-) -> RunSource | FolderSource:
+) -> Source:
     """Finds the source at a path, without reading its parameters.
 
     Args:
@@ -322,12 +276,12 @@ def find_source(
                 f"{place}: is not a run folder of train.py, so {flag} {value} does not apply; "
                 "leave it out"
             )
-    return FolderSource(place, read_transformer(place))
+    return Source(place, read_transformer(place))
 
 
 def find_run(
     place: str | Path, weights: WeightsKind | None = None, step: StepChoice = None
-) -> RunSource:
+) -> Source:
     """Finds a run folder of train.py; arguments as `find_source`.
 
     Raises:
@@ -345,18 +299,16 @@ def find_run(
             "ema does not apply; leave it out"
         )
     kind: WeightsKind = weights or ("ema" if averaged else "raw")
-    return RunSource(place, config, find_step(place / CHECKPOINTS, step), kind)
+    return Source(place, config.model, config, find_step(place / CHECKPOINTS, step), kind)
 
 
-def completed(
-    source: RunSource | FolderSource, base: str | None, loras: tuple[ScaledLora, ...]
-) -> RunSource | FolderSource:
+def completed(source: Source, base: str | None, loras: tuple[ScaledLora, ...]) -> Source:
     """Returns a source with the place of its frozen parameters and with files of adapters.
 
     Raises:
       InputError: `base` is given for a folder that is not a run.
     """
-    if isinstance(source, RunSource):
+    if source.run is not None:
         return replace(source, base=base, loras=loras)
     if base is not None:
         raise InputError(
@@ -366,9 +318,7 @@ def completed(
     return replace(source, loras=loras, config=_padded_as(loras, source.config))
 
 
-def save_transformer(
-    source: RunSource | FolderSource, out: str, dtype: Literal["float32", "bfloat16"]
-) -> str:
+def save_transformer(source: Source, out: str, dtype: Literal["float32", "bfloat16"]) -> str:
     """Writes a model, with its adapters merged, as a transformer folder of diffusers.
 
     Args:
@@ -393,7 +343,7 @@ def save_transformer(
 
 def _padded_as(loras: Sequence[ScaledLora], config: ModelConfig) -> ModelConfig:
     """Pads texts as the training of the adapters did, where they agree."""
-    lengths = {length for lora in loras if (length := lora.file.text_length) is not None}
+    lengths = {length for file, _ in loras if (length := file.text_length) is not None}
     if config.text is None or len(lengths) != 1 or lengths == {config.text.length}:
         return config
     (length,) = lengths

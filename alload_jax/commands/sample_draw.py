@@ -1,113 +1,252 @@
 """Draws the samples of `alload sample` and writes them."""
 
+import argparse
 import dataclasses
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Literal, NamedTuple
+import math
+import os
+import sys
+from collections.abc import Hashable, Sequence
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
-from alload_jax.commands.model_source import FolderSource, RunSource
-from alload_jax.diffusion.schedules import Sampler
+from alload_jax.commands.model_source import Source, completed, find_source, read_loras
+from alload_jax.diffusion.schedules import noise_levels, rounded_timesteps
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ModelConfig
+from alload_jax.models.families import family_of
+from alload_jax.planning.samples import Triple
 from alload_jax.sampling import flow
 from alload_jax.sampling.conditions import RequestArrays, arrays_of, decoded, stacked
-from alload_jax.sampling.encoders import Encoders
+from alload_jax.sampling.encoders import Encoders, find_encoders
 from alload_jax.sampling.pictures import LATENTS, write_clip
-from alload_jax.sampling.requests import Request
-from alload_jax.training.device_memory import out_of_memory
+from alload_jax.sampling.requests import (
+    FILES,
+    RawRequest,
+    Request,
+    Target,
+    check_request,
+    read_list,
+)
+from alload_jax.training.device_memory import memory_named
 from alload_jax.training.restore import one_device_mesh
 
-Source = RunSource | FolderSource
+_LISTED = (
+    *("negative_prompt", "negative_embeds", "image_embeds", "image", "last_image"),
+    *("frames", "height", "width", "seed", "out"),
+)
+"""Flags that apply to every line of a list that does not override them."""
 
 
-class Group(NamedTuple):
-    """Requests that are drawn by one compiled program.
+def sample(options: argparse.Namespace) -> None:
+    """Checks all requests, reads the weights, draws and writes.
 
-    Attributes:
-      requests: requests of one shape.
-      shift: shift of the noise levels.
-      sigmas: [steps + 1] noise levels.
-      timesteps: [steps] rounded timesteps; None for those of the noise levels.
+    Args:
+      options: the flags. Those of which the model knows the default are filled in.
+
+    Raises:
+      InputError: a request or a file is not valid; or a sample is not finite, does not fit the
+        memory or cannot be written.
     """
+    source = find_source(options.checkpoint, options.weights, options.step)
+    source = completed(source, options.base, read_loras("--lora", options.lora, source.config))
+    low_noise = _low_noise_source(options, source)
+    if options.guidance is None:
+        options.guidance = source.guidance
+    options.sampler = options.sampler or source.sampler
+    options.fps = options.fps or source.fps()
+    text, vae, image = (
+        Path(folder) if folder else None
+        for folder in (options.text_encoder, options.vae, options.image_encoder)
+    )
+    encoders = find_encoders(source.config, source.origin(), text=text, vae=vae, image=image)
+    stride, length = _data(options, source, encoders)
+    raw = _raw_requests(options)
+    target = Target(
+        source.config,
+        stride,
+        length,
+        options.zoom,
+        encoders,
+        trained_null=source.trained_null(),
+        batch=options.batch,
+    )
+    requests = [check_request(one, target) for one in raw]
+    _check_outs(raw, options.force)
+    if options.round_timesteps and options.sampler != "unipc":
+        raise InputError(
+            f"alload sample: --round-timesteps is what diffusers does with unipc, and the sampler "
+            f"is {options.sampler}; give --sampler unipc, or leave it out"
+        )
+    _note_guidance(requests, raw, options.guidance, source)
+    _note_noise_levels(options, source, low_noise)
+    if any(request.first for request in requests) and not source.trained_with_given_frames():
+        _note(
+            "the run was not trained with a first frame (objective.given_first_frame is 0), so "
+            "that --image may be followed badly"
+        )
+    if options.dense_attention and source.config.sparse_attention is None:
+        _note("--dense-attention has no effect: the model is dense")
+    _draw(options, requests, source, low_noise, encoders)
 
-    requests: list[Request]
-    shift: float
-    sigmas: np.ndarray
-    timesteps: np.ndarray | None
+
+def _note(words: str) -> None:
+    print(f"note: {words}", file=sys.stderr)
 
 
-class Drawing(NamedTuple):
-    """How samples are drawn and written; the fields are flags of `alload sample`.
-
-    Attributes:
-      low_noise: the second of two experts; None for one model.
-      dtype: compute dtype; None for the config's.
-      dense: whether all layers have dense attention.
-      fps: frames per second; None for the default.
-    """
-
-    steps: int
-    sampler: Sampler
-    guidance: float
-    low_noise: flow.LowNoise | None
-    batch: int
-    dtype: Literal["auto", "float32", "bfloat16"] | None
-    dense: bool
-    zoom: int
-    fps: float | None
+def _low_noise_source(options: argparse.Namespace, source: Source) -> Source | None:
+    """The second of two experts, which has the first one's architecture."""
+    if not options.low_noise_checkpoint:
+        return None
+    found = find_source(options.low_noise_checkpoint, options.weights)
+    added = read_loras("--low-noise-lora", options.low_noise_lora, found.config)
+    found = completed(found, options.base, added)
+    if source.config.architecture() != found.config.architecture():
+        raise InputError(
+            f"--low-noise-checkpoint {options.low_noise_checkpoint}: holds another model than "
+            f"{options.checkpoint}; both experts must have one architecture"
+        )
+    return found
 
 
-def draw(
-    groups: Sequence[Group],
-    drawing: Drawing,
-    sources: tuple[Source, Source | None],
+def _data(
+    options: argparse.Namespace, source: Source, encoders: Encoders
+) -> tuple[Triple, int | None]:
+    """VAE stride and text length of the data; prints a note if they are guessed."""
+    length, guesses = source.text_length(), []
+    stride = encoders.vae.stride if encoders.vae else source.vae_stride()
+    given = options.vae_stride
+    if given and encoders.vae and given != encoders.vae.stride:
+        raise InputError(
+            f"alload sample: --vae-stride is {' '.join(map(str, given))}, but that of --vae "
+            f"{options.vae} is {' '.join(map(str, encoders.vae.stride))}; leave --vae-stride out"
+        )
+    if (stride := given or stride) is None:
+        stride = family_of(source.config).sampling_defaults(source.config).vae_stride
+        guesses = [f"a VAE stride of {' '.join(map(str, stride))} is guessed; --vae-stride sets it"]
+    if length is None and source.config.text is None:
+        guesses += ["classes are not padded, although training may have padded them"]
+    if guesses:
+        _note(f"the data's manifest is gone: {'; '.join(guesses)}")
+    return stride, length
+
+
+def _raw_requests(options: argparse.Namespace) -> list[RawRequest]:
+    """The requests of the flags, or those of the list with the flags as defaults."""
+    given = {name: getattr(options, name) for name in (*_LISTED, "prompt", "prompt_embeds")}
+    given |= {"class": options.classes and tuple(options.classes)}
+    values: dict[str, object] = {
+        name: Path(value) if name in FILES else value
+        for name, value in given.items()
+        if value is not None
+    }
+    return read_list(Path(options.list), values) if options.list else [RawRequest(values)]
+
+
+def _check_outs(raw: Sequence[RawRequest], force: bool) -> None:
+    """Raises InputError if an output cannot be written or would replace a file."""
+    seen: set[str] = set()
+    for one in raw:
+        out, place = one.get("out"), f"{one.place('out')}: {one.get('out')}"
+        real = os.path.realpath(out)
+        if real in seen:
+            raise InputError(f"{place}: is the output of two samples; name a file for each")
+        if os.path.isdir(real):
+            raise InputError(f"{place}: is a folder; name a file")
+        if os.path.lexists(out) and not force:
+            raise InputError(
+                f"{place}: exists already; give --force to replace it, or name another file"
+            )
+        folder = next(parent for parent in Path(real).parents if os.path.lexists(parent))
+        if not os.path.isdir(folder):
+            raise InputError(f"{place}: {folder} is not a folder; name another path")
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise InputError(f"{place}: {folder} is not writable; name another path")
+        seen.add(real)
+
+
+def _note_guidance(
+    requests: Sequence[Request], raw: Sequence[RawRequest], guidance: float, source: Source
+) -> None:
+    given = any("negative_prompt" in one.values or "negative_embeds" in one.values for one in raw)
+    if guidance == 1 and given:
+        _note("negative embeddings have no effect at --guidance 1")
+    zeros = source.config.text and any(request.negative is None for request in requests)
+    if guidance != 1 and zeros and not source.trained_null():
+        _note(
+            "guidance leads away from zeros, on which the model was not trained; give "
+            "--negative-embeds, or --text-encoder for an empty text"
+        )
+
+
+def _note_noise_levels(
+    options: argparse.Namespace, source: Source, low_noise: Source | None
+) -> None:
+    """Says where a model is used at noise levels on which it was not trained."""
+    boundary = 0.0 if options.boundary is None else options.boundary
+    used = [("--checkpoint", options.checkpoint, source, (boundary, 1.0))]
+    if low_noise is not None:
+        flag = "--low-noise-checkpoint"
+        used.append((flag, options.low_noise_checkpoint, low_noise, (0.0, boundary)))
+    for flag, place, model, (lowest, highest) in used:
+        trained = model.noise_levels()
+        if lowest < trained[0] or highest > trained[1]:
+            _note(
+                f"{flag} {place} was trained on noise levels {trained[0]:g} to {trained[1]:g}, and "
+                f"draws from {highest:g} to {lowest:g}"
+            )
+
+
+def _draw(
+    options: argparse.Namespace,
+    requests: Sequence[Request],
+    source: Source,
+    low_noise: Source | None,
     encoders: Encoders,
 ) -> None:
     """Encodes what requests name, reads the weights, then draws and writes each batch.
 
-    Args:
-      groups: the requests.
-      drawing: how they are drawn.
-      sources: the model, and the second of two experts.
-      encoders: the encoders that there are.
-
-    Raises:
-      InputError: a sample is not finite, does not fit the memory or cannot be written.
+    One program draws the requests of one shape, in the order in which shapes appear first.
     """
-    config = _config(sources[0].config, drawing)
-    arrays = {
-        request.out: arrays_of(request, config, encoders)
-        for group in groups
-        for request in group.requests
-    }
+    config = source.config
+    if options.dtype:
+        config = dataclasses.replace(config, dtype=options.dtype)
+    if options.dense_attention and config.sparse_attention is not None:
+        config = dataclasses.replace(config, sparse_attention=config.sparse_attention.as_dense())
+    arrays = {request.out: arrays_of(request, config, encoders) for request in requests}
     encoders.unload()  # only the VAE is used from here on
-    mesh = one_device_mesh()
-    values = [source.values(mesh) for source in sources if source is not None]
+    mesh, experts = one_device_mesh(), None
+    weights: PyTree = source.values(mesh)
+    if low_noise is not None:
+        weights = (weights, low_noise.values(mesh))
+        guidance = options.low_noise_guidance
+        guidance = options.guidance if guidance is None else guidance
+        experts = flow.LowNoise(options.boundary, guidance)
+    by_shape: dict[Hashable, list[Request]] = {}
+    for request in requests:
+        by_shape.setdefault(request.shape(), []).append(request)
     failed: list[str] = []
-    for group in groups:
+    for members in by_shape.values():
+        seq_len = math.prod(members[0].grid) // math.prod(config.patch_size)
+        shift = source.shift(seq_len) if options.shift is None else options.shift
+        sigmas = noise_levels(options.sampler, options.steps, shift)
+        rounded = rounded_timesteps(options.steps, shift) if options.round_timesteps else None
         program = jax.jit(
-            flow.make_flow(
-                config,
-                drawing.sampler,
-                group.sigmas,
-                drawing.guidance,
-                drawing.low_noise,
-                group.timesteps,
-            )
+            flow.make_flow(config, options.sampler, sigmas, options.guidance, experts, rounded)
         )
-        weights = values[0] if drawing.low_noise is None else tuple(values)
-        for part in _batches(group.requests, drawing.batch):
-            filled = part + part[-1:] * (drawing.batch - len(part))
-            with _memory_named(part[0]):
+        for begin in range(0, len(members), options.batch):
+            part = members[begin : begin + options.batch]
+            filled = part + part[-1:] * (options.batch - len(part))
+            what = f"{part[0].out}: drawing latents of {part[0].grid}"
+            with memory_named(what, "choose a smaller size or --batch"):
                 inputs = _inputs(filled, [arrays[each.out] for each in filled], config)
                 drawn = np.asarray(program(weights, *inputs))
             for request, clip in zip(part, drawn, strict=False):
                 if np.isfinite(clip).all():
-                    _write(request, clip, drawing, group.shift, encoders)
+                    _write(request, clip, options, shift, encoders)
                 else:
                     failed.append(str(request.out))
     if failed:
@@ -115,40 +254,6 @@ def draw(
             f"{', '.join(failed)}: the model's output is not finite; choose another checkpoint, or "
             "a guidance closer to 1"
         )
-
-
-def _config(config: ModelConfig, drawing: Drawing) -> ModelConfig:
-    config = dataclasses.replace(config, dtype=drawing.dtype or config.dtype)
-    if drawing.dense and config.sparse_attention is not None:
-        return dataclasses.replace(config, sparse_attention=config.sparse_attention.as_dense())
-    return config
-
-
-def _write(
-    request: Request, clip: np.ndarray, drawing: Drawing, shift: float, encoders: Encoders
-) -> None:
-    """Decodes a sample where it is to be a picture, and writes it."""
-    if request.out.suffix.lower() != LATENTS:
-        clip = decoded(clip, request, encoders.vae)
-    guidance = float(drawing.guidance)
-    notes = {"steps": drawing.steps, "sampler": drawing.sampler, "guidance": guidance}
-    notes |= {"seed": request.seed, "shift": float(shift)}
-    write_clip(request.out, clip, notes, drawing.zoom, drawing.fps)
-    print(request.out, flush=True)
-
-
-@contextmanager
-def _memory_named(request: Request) -> Iterator[None]:
-    """Turns JAX's out-of-memory error into an InputError of one line."""
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        if not out_of_memory(error):
-            raise
-        raise InputError(
-            f"{request.out}: latents of {request.grid} do not fit this device's memory; choose a "
-            "smaller size or --batch"
-        ) from error
 
 
 def _inputs(
@@ -160,6 +265,17 @@ def _inputs(
     return (noise, *stacked(arrays))
 
 
-def _batches(requests: list[Request], size: int) -> Iterator[list[Request]]:
-    for begin in range(0, len(requests), size):
-        yield requests[begin : begin + size]
+def _write(
+    request: Request,
+    clip: np.ndarray,
+    options: argparse.Namespace,
+    shift: float,
+    encoders: Encoders,
+) -> None:
+    """Decodes a sample where it is to be a picture, and writes it."""
+    if request.out.suffix.lower() != LATENTS:
+        clip = decoded(clip, request, encoders.vae)
+    notes = {"steps": options.steps, "sampler": options.sampler}
+    notes |= {"guidance": float(options.guidance), "seed": request.seed, "shift": float(shift)}
+    write_clip(request.out, clip, notes, options.zoom, options.fps)
+    print(request.out, flush=True)

@@ -18,7 +18,13 @@ from patience import PATIENCE, wait_until
 
 from alload_jax.bench import device as device_load
 from alload_jax.bench.device import load_of, sampling
-from alload_jax.bench.trace import device_seconds, timeline, traced
+from alload_jax.bench.trace import (
+    device_seconds,
+    divided_steps,
+    recorded,
+    step_windows,
+    time_of_operations,
+)
 
 values = st.integers(0, 5000)
 samples = st.tuples(values, values, values, values)
@@ -188,13 +194,13 @@ def test_a_profile_without_gpus_has_no_device_times():
 
 def test_every_step_runs_once_in_order():
     done = []
-    found = traced([lambda n=n: done.append(float(jnp.float32(n) + 1)) for n in range(3)])
+    seconds, found = recorded([lambda n=n: done.append(jnp.float32(n) + 1) for n in range(3)])
     assert done == [1.0, 2.0, 3.0]
-    assert len(found.seconds) == 3
+    assert len(seconds) == len(step_windows(found)) == 3
 
 
 def test_calls_of_a_kernel_are_added():
     calls = {"Stream #1(Compute)": [("gemm", 1, 5), ("sort", 6, 7), ("gemm", 8, 9)]}
-    found = timeline(profile(HOST, plane("/device:GPU:0", calls))).spent
+    found = time_of_operations(divided_steps(profile(HOST, plane("/device:GPU:0", calls))))
     seconds = {operation.kernel: 2 * spent.seconds for operation, spent in found.items()}
     assert seconds == {"gemm": pytest.approx(5e-3), "sort": pytest.approx(1e-3)}

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 from training_runs import WEIGHTS
 
 from alload_jax import cli
-from alload_jax.commands import sample as sample_command
+from alload_jax.commands import sample_draw
 from alload_jax.config import Config, DataConfig, RunConfig, write_config
 from alload_jax.data.manifest import read_manifest
 from alload_jax.diffusion.timesteps import TimestepConfig
@@ -274,7 +274,7 @@ def test_out_of_memory_is_reported_in_one_line(refused, class_run, monkeypatch):
 
     monkeypatch.setattr(flow, "make_flow", lambda *_: spent)
     command = ["sample", "--checkpoint", class_run, *STILL, "--class", 1, "--out", "x.png"]
-    assert "x.png: latents of (1, 8, 8) do not fit" in refused(*command)
+    assert "x.png: drawing latents of (1, 8, 8) does not fit" in refused(*command)
 
 
 @pytest.mark.parametrize(
@@ -534,7 +534,7 @@ def test_notes_say_where_a_model_is_used_as_it_was_not_trained(capsys):
 
     def notes_of(boundary, high, low):
         options = SimpleNamespace(checkpoint="a", low_noise_checkpoint="b", boundary=boundary)
-        sample_command._note_noise_levels(options, high, low)
+        sample_draw._note_noise_levels(options, high, low)
         return capsys.readouterr().err.splitlines()
 
     high, low = expert(0.875, 1), expert(0, 0.875)
@@ -547,8 +547,8 @@ def test_notes_say_where_a_model_is_used_as_it_was_not_trained(capsys):
     assert "--low-noise-checkpoint b was trained on noise levels 0 to 0.875" in moved
 
     request, raw = SimpleNamespace(negative=None), SimpleNamespace(values={})
-    sample_command._note_guidance([request], [raw], 5.0, low)
+    sample_draw._note_guidance([request], [raw], 5.0, low)
     assert "guidance leads away from zeros" in capsys.readouterr().err
-    sample_command._note_guidance([request], [raw], 1.0, low)
-    sample_command._note_guidance([SimpleNamespace(negative="")], [raw], 5.0, low)
+    sample_draw._note_guidance([request], [raw], 1.0, low)
+    sample_draw._note_guidance([SimpleNamespace(negative="")], [raw], 5.0, low)
     assert capsys.readouterr().err == ""

@@ -14,7 +14,10 @@ from functools import cached_property
 
 _MODULE = re.compile(r"HloModule ([\w.\-]+)")
 _COMPUTATION = re.compile(r"(?:ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .*)?\{")
-_INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
+_INSTRUCTION = re.compile(
+    r"\s+(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>.+?) (?P<opcode>[\w\-]+)"
+    r"\((?P<operands>[^)]*)\)?(?P<attributes>.*)"
+)
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
 _OPERAND = re.compile(r"%([\w.\-]+)")
 _CALLED = re.compile(r"\b(?:calls|to_apply|called_computations)=\{?%?([\w.\-]+)")
@@ -138,59 +141,34 @@ def read_program(text: str) -> Program:
     current: dict[str, Instruction] = {}
     for line in text.splitlines():
         if found := _INSTRUCTION.match(line):
-            each = _instruction(found[2], line[found.end() :], is_root=bool(found[1]))
-            current[each.name] = each
+            current[found["name"]] = _instruction(found)
         elif opened := _COMPUTATION.fullmatch(line):
             current = computations.setdefault(opened[1], {})
     return Program(module[1], computations)
 
 
-def _instruction(name: str, text: str, *, is_root: bool) -> Instruction:
-    """text: what stands behind the equals sign."""
-    kind, rest = _split_type(text)
-    opcode, _, rest = rest.partition("(")
-    end = _closing(rest)
-    attributes = rest[end + 1 :]
+def _instruction(found: re.Match[str]) -> Instruction:
+    attributes = found["attributes"]
 
     def first(pattern: re.Pattern[str]) -> str:
-        found = pattern.search(attributes)
-        return found[1] if found else ""
+        named = pattern.search(attributes)
+        return named[1] if named else ""
 
+    arrays = (
+        Array(dtype, tuple(int(size.lstrip("<=")) for size in shape.split(",") if size))
+        for dtype, shape in _ARRAY.findall(found["type"])
+    )
     return Instruction(
-        name=name,
-        opcode=opcode.strip(),
-        arrays=tuple(_arrays(kind)),
-        operands=tuple(_OPERAND.findall(rest[:end])),
+        name=found["name"],
+        opcode=found["opcode"],
+        arrays=tuple(arrays),
+        operands=tuple(_OPERAND.findall(found["operands"])),
         called=first(_CALLED),
         op_name=first(_OP_NAME),
         target=first(_TARGET),
         attributes=attributes,
-        is_root=is_root,
+        is_root=bool(found["root"]),
     )
-
-
-def _split_type(text: str) -> tuple[str, str]:
-    """The type that a text begins with, and what follows it."""
-    if text.startswith("("):
-        end = _closing(text[1:]) + 2
-        return text[:end], text[end:].lstrip()
-    kind, _, rest = text.partition(" ")
-    return kind, rest
-
-
-def _closing(text: str) -> int:
-    """Place of the parenthesis that closes one opened before the text."""
-    depth = 1
-    for place, character in enumerate(text):
-        depth += (character == "(") - (character == ")")
-        if not depth:
-            return place
-    return len(text)
-
-
-def _arrays(kind: str) -> Iterator[Array]:
-    for dtype, shape in _ARRAY.findall(kind):
-        yield Array(dtype, tuple(int(size.lstrip("<=")) for size in shape.split(",") if size))
 
 
 UPDATE, SLICE = "dynamic-update-slice", "dynamic-slice"

@@ -4,9 +4,10 @@ Kernels in CUDA graphs are not shown, so the process wants `NO_GRAPHS` in XLA_FL
 """
 
 import gzip
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import jax
@@ -23,7 +24,15 @@ from alload_jax.bench.step_profile.attribution import (
     unknown,
 )
 from alload_jax.bench.step_profile.hlo import read_program, wrapping_starts
-from alload_jax.bench.trace import Operation, Timeline, is_collective, recorded, timeline
+from alload_jax.bench.trace import (
+    Operation,
+    Spent,
+    divided_steps,
+    is_collective,
+    recorded,
+    step_windows,
+    time_of_operations,
+)
 from alload_jax.files import Json
 from alload_jax.training.device_memory import out_of_memory
 from alload_jax.training.trial_step import Step, training_spec
@@ -77,19 +86,25 @@ def attributed(profile: ProfileData, accumulate: str, update: str) -> Json:
     """
     programs = {each.name: each for each in map(read_program, (accumulate, update))}
     optimizer = [*programs][-1]
-    found = timeline(profile, {name: containers(each) for name, each in programs.items()})
+    steps = divided_steps(profile, {name: containers(each) for name, each in programs.items()})
+    if not steps or not steps[0]:
+        raise ValueError("the profile has no steps; record it with `recorded`")
+    spent = time_of_operations(steps)
     parts = {}
     for name, program in programs.items():
         known = attributions(program, OPTIMIZER if name == optimizer else "")
-        shown = (each.instruction for each in found.spent if each.program == name)
+        shown = (each.instruction for each in spent if each.program == name)
         starts = wrapping_starts(program, shown)
         parts[name] = known | {wrapped: known[start] for wrapped, start in starts.items()}
     return {
-        "traced_seconds": found.seconds,
-        "traced_steps": found.steps,
-        "devices": found.devices,
-        "idle_seconds": found.idle,
-        "operations": list(_operations(found, parts)),
+        "traced_seconds": fmean(end - begin for begin, end in step_windows(profile)) / 1e9,
+        "traced_steps": len(steps),
+        "devices": len(steps[0]),
+        "idle_seconds": fmean(idle for step in steps for _, idle in step),
+        "operations": [
+            _fields(operation, attribution_of(operation, parts), each)
+            for operation, each in spent.items()
+        ],
     }
 
 
@@ -107,17 +122,11 @@ def _optimizer_bytes(step: Step) -> int:
     return 2 * sum(leaf.nbytes for leaf in kept) + sum(g.nbytes for g in jax.tree.leaves(grads))
 
 
-def _operations(found: Timeline, parts: Mapping[str, Mapping[str, Attribution]]) -> Iterator[Json]:
-    """What is known of each operation; FLOPs and bytes are those of one run."""
-    for operation, spent in found.spent.items():
-        attribution = attribution_of(operation, parts)
-        call = attribution.attention
-        yield (
-            operation._asdict()
-            | attribution._asdict()
-            | spent._asdict()
-            | {"attention": call and call._asdict()}
-        )
+def _fields(operation: Operation, attribution: Attribution, spent: Spent) -> Json:
+    """What is known of an operation; FLOPs and bytes are those of one run."""
+    call = attribution.attention
+    fields = operation._asdict() | attribution._asdict() | spent._asdict()
+    return fields | {"attention": call and call._asdict()}
 
 
 def attribution_of(

@@ -93,11 +93,33 @@ def rows(profile: Json, roofs: Json | None) -> list[Row]:
       profile: what `measure.measure` returns.
       roofs: what `roofs.measure` returns; None if nothing is known of the device.
     """
-    groups: dict[tuple[str, str], list[Operation]] = defaultdict(list)
-    for each in profile["operations"]:
-        groups[each["part"], each["detail"]].append(each)
-    whole, runs = profile["traced_seconds"], executions(profile["operations"])
-    found = [_row(key, members, whole, runs, roofs) for key, members in groups.items()]
+    operations, whole = profile["operations"], profile["traced_seconds"]
+    runs = executions(operations)
+    kernels: dict[tuple[str, ...], list[Operation]] = defaultdict(list)
+    for each in operations:
+        names = ("part", "detail", "program", "instruction")
+        kernels[tuple(each[name] for name in names)].append(each)
+    groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
+    for (part, detail, *instruction), members in kernels.items():
+        times = runs[tuple(instruction)]
+        least, bound = _roof(members[-1], roofs)
+        roof = None if least is None else times * least
+        running = sum(each["running"] for each in members)
+        seconds = sum(each["seconds"] for each in members)
+        row = Row(
+            part,
+            detail,
+            sum(each["calls"] for each in members),
+            seconds,
+            seconds / whole,
+            times * members[-1]["flops"],
+            times * members[-1]["bytes"],
+            roof,
+            None if roof is None or not running else roof / running,
+            bound,
+        )
+        groups[part, detail].append(row)
+    found = [_added(*key, members) for key, members in groups.items()]
     idle = profile["idle_seconds"]
     found.append(Row(IDLE, "", 0, idle, idle / whole, 0.0, 0.0, None, None, ""))
     return sorted(found, key=_place)
@@ -113,88 +135,57 @@ def totals(found: Sequence[Row]) -> list[Row]:
     groups: dict[str, list[Row]] = defaultdict(list)
     for row in found:
         groups[row.part].append(row)
-    added = [_added(part, members) for part, members in groups.items()]
+    added = [_added(part, "", members) for part, members in groups.items()]
     return sorted(added, key=lambda row: (row.part == IDLE, -row.seconds))
 
 
-def _added(part: str, members: Sequence[Row]) -> Row:
+def _added(part: str, detail: str, members: Sequence[Row]) -> Row:
+    bounds = {"flops": 0.0, "bytes": 0.0}
+    running, timed = 0.0, 0.0
     known = [row for row in members if row.roof_seconds is not None]
-    roof = sum(row.roof_seconds or 0.0 for row in known)
-    timed = [row for row in known if row.of_roof]
-    spent = sum((row.roof_seconds or 0.0) / (row.of_roof or 1.0) for row in timed)
-    longest = max(known, key=lambda row: row.roof_seconds or 0.0, default=None)
+    for row in known:
+        roof = row.roof_seconds or 0.0
+        bounds[row.bound] += roof
+        if row.of_roof:
+            timed += roof
+            running += roof / row.of_roof
     return Row(
         part,
-        "",
+        detail,
         sum(row.calls for row in members),
         sum(row.seconds for row in members),
         sum(row.share for row in members),
         sum(row.flops for row in members),
         sum(row.bytes for row in members),
-        roof if known else None,
-        sum(row.roof_seconds or 0.0 for row in timed) / spent if spent else None,
-        longest.bound if longest else "",
+        roof_seconds=sum(bounds.values()) if known else None,
+        of_roof=timed / running if running else None,
+        bound=max(bounds, key=lambda bound: bounds[bound]) if known else "",
     )
 
 
-Runs = Mapping[tuple[str, str], float]
-"""How often each instruction runs in a step, by program and name."""
+def executions(operations: Sequence[Operation]) -> dict[tuple[str, ...], float]:
+    """How often each instruction runs in a step, by program and name.
 
-
-def executions(operations: Sequence[Operation]) -> Runs:
-    """How often each instruction runs: some launch several kernels, of which one runs least."""
-    calls: dict[tuple[str, str], list[float]] = defaultdict(list)
+    Some launch several kernels, of which one runs least.
+    """
+    calls: dict[tuple[str, ...], list[float]] = defaultdict(list)
     for each in operations:
         calls[each["program"], each["instruction"]].append(each["calls"])
     return {key: min(counts) for key, counts in calls.items()}
 
 
-def _row(
-    key: tuple[str, str],
-    members: Sequence[Operation],
-    whole: float,
-    runs: Runs,
-    roofs: Json | None,
-) -> Row:
-    seconds = sum(each["seconds"] for each in members)
-    instructions = {(each["program"], each["instruction"]): each for each in members}
-    flops, moved = 0.0, 0.0
-    bounds = {"flops": 0.0, "bytes": 0.0}
-    known = set()
-    for place, each in instructions.items():
-        flops += runs[place] * each["flops"]
-        moved += runs[place] * each["bytes"]
-        least = _roof(each, roofs)
-        if least is not None:
-            known.add(place)
-            bounds[least[1]] += runs[place] * least[0]
-    roof = sum(bounds.values())
-    running = sum(e["running"] for e in members if (e["program"], e["instruction"]) in known)
-    return Row(
-        *key,
-        sum(each["calls"] for each in members),
-        seconds,
-        seconds / whole,
-        flops,
-        moved,
-        roof if known else None,
-        roof / running if running else None,
-        max(bounds, key=lambda bound: bounds[bound]) if known else "",
-    )
-
-
-def _roof(operation: Operation, roofs: Json | None) -> tuple[float, str] | None:
+def _roof(operation: Operation, roofs: Json | None) -> tuple[float | None, str]:
     """The least seconds of one run, and whether "flops" or "bytes" take them.
 
-    None if its work or the device's rates are unknown.
+    None and "" if its work or the device's rates are unknown.
     """
     if roofs is None or operation["part"] in (COMMUNICATION, ELSE):
-        return None
+        return None, ""
     if operation["attention"]:
         found = _alone(operation["attention"], roofs)
-        return (found[operation["attention"]["backward"]], "flops") if found else None
+        return (found[operation["attention"]["backward"]], "flops") if found else (None, "")
     if not operation["flops"] and not operation["bytes"]:
-        return None
+        return None, ""
     return max(
         (operation["flops"] / roofs["matmul_flops_per_second"], "flops"),
         (operation["bytes"] / roofs["copy_bytes_per_second"], "bytes"),
