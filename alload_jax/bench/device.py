@@ -9,7 +9,6 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import IO, Any, Literal, NamedTuple
 
 import jax
@@ -43,34 +42,30 @@ class DeviceLoad(NamedTuple):
     samples: int
 
 
-class Sampled:
-    """Holds the `DeviceLoad` after the `with`; None where nvidia-smi said nothing."""
-
-    load: DeviceLoad | None = None
-
-
 @contextlib.contextmanager
-def sampling() -> Iterator[Sampled]:
+def sampling() -> Iterator[list[str]]:
     """Samples the first GPU that JAX uses, from some 0.1 s after the start on.
 
     GPUs are numbered as nvidia-smi does it, which on a machine with GPUs of several kinds may
     differ from CUDA's order.
+
+    Yields:
+      A list that holds what nvidia-smi printed after the `with`, for `load_of`.
     """
-    found, lines = Sampled(), list[str]()
+    lines: list[str] = []
     process = _started()
     if process is None:
-        yield found
+        yield lines
         return
     assert process.stdout is not None
     # Through a pipe, so that nvidia-smi ends where this process is killed.
     reader = threading.Thread(target=_read, args=(process.stdout, lines), daemon=True)
     reader.start()
     try:
-        yield found
+        yield lines
     finally:
         _end(process)
         reader.join(_PATIENCE)
-        found.load = load_of(lines)
 
 
 def load_of(lines: Iterable[str]) -> DeviceLoad | None:
@@ -130,20 +125,19 @@ _CALLS = 20
 _ATTEMPTS = 3
 
 
-@dataclass(frozen=True)
-class DeviceTime:
+class DeviceTime(NamedTuple):
     """Device time of one call, in µs, the sum of its kernels.
 
     Attributes:
-      median: over iterations, each the mean of its calls.
-      low: 10th percentile.
-      high: 90th percentile.
-      kernels: (name, µs a call) of each kernel.
+      us: median over iterations, each the mean of its calls.
+      us_low: 10th percentile.
+      us_high: 90th percentile.
+      kernels: (name, µs a call) of each kernel, where known.
     """
 
-    median: float
-    low: float
-    high: float
+    us: float
+    us_low: float
+    us_high: float
     kernels: tuple[tuple[str, float], ...]
 
 

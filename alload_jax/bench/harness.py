@@ -15,7 +15,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,31 @@ class Record:
         """Adds results to a list of the content, and writes it."""
         self.content.setdefault(to, []).extend(results)
         self.write()
+
+    def measure(
+        self,
+        cases: Iterable[Json],
+        name: str,
+        outcome: Callable[[Json], str],
+        table: Callable[[Json], Table],
+    ) -> int:
+        """Adds cases as they are measured, and prints their outcomes and then a table of all.
+
+        Args:
+          cases: the results; what failed has an `error`.
+          name: the field of a case that names it.
+          outcome: a case in words.
+          table: of the content.
+
+        Returns:
+          The command's exit status: 1 if no case was measured.
+        """
+        for case in cases:
+            self.add(case)
+            console().print(f"{case[name]}: {case.get('error') or outcome(case)}")
+        console().print(table(self.content))
+        print(f"written: {self.path}")
+        return 0 if any("seconds" in case for case in self.content["cases"]) else 1
 
 
 def typed() -> str:
@@ -127,6 +152,18 @@ def markdown_table(title: str, columns: Sequence[str]) -> Table:
     table = Table(title=title, box=rich.box.MARKDOWN)
     for place, name in enumerate(columns):
         table.add_column(name, justify="right" if place else "left")
+    return table
+
+
+def case_table(
+    title: str, columns: Mapping[str, Callable[[Json], str]], cases: Iterable[Json]
+) -> Table:
+    """A table of a row for each case, whose cells are read from it; behind its name, an error."""
+    table = markdown_table(title, tuple(columns))
+    name, *others = columns.values()
+    for case in cases:
+        cells = [case["error"]] if "error" in case else [read(case) for read in others]
+        table.add_row(name(case), *cells)
     return table
 
 

@@ -1,9 +1,10 @@
 """Times the LayerNorm-Modulate kernels against XLA's fusion."""
 
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -56,11 +57,8 @@ class Entry(NamedTuple):
       function: what was run.
       direction: forward or backward.
       implementation: triton, mosaic, xla, or the name that a rival gives itself.
-      us: median device time in µs.
-      us_low: 10th percentile.
-      us_high: 90th percentile.
       bytes_moved: that the pass must read and write at least.
-      kernels: (name, µs) of each kernel, where known.
+      us, us_low, us_high, kernels: as in `DeviceTime`.
     """
 
     workload: str
@@ -68,10 +66,10 @@ class Entry(NamedTuple):
     function: Function
     direction: Pass
     implementation: str
+    bytes_moved: int
     us: float
     us_low: float
     us_high: float
-    bytes_moved: int
     kernels: tuple[tuple[str, float], ...]
 
 
@@ -95,18 +93,21 @@ def measure(
     workloads: dict[str, Workload], functions: Sequence[Function], rivals: Sequence[Rival] = ()
 ) -> Iterator[Entry]:
     """Measures all workloads, functions and passes, of rivals too."""
+    passes: tuple[Pass, ...] = get_args(Pass)
     for name, workload in workloads.items():
-        sets = make_arguments(workload)
-        for function in functions:
-            for direction in ("forward", "backward"):
-                key: tuple[Function, Pass] = (function, direction)
-                moved = TENSORS[key] * math.prod(workload.shape) * sets[0].x.dtype.itemsize
-                for implementation in ("triton", "xla"):
-                    time = _time(function, direction, implementation, sets)
-                    yield _entry(name, workload, key, implementation, time, moved)
-                for rival in rivals:
-                    for implementation, time in rival(function, direction, sets):
-                        yield _entry(name, workload, key, implementation, time, moved)
+        sets, shape = make_arguments(workload), workload.shape
+        for function, direction in itertools.product(functions, passes):
+            moved = TENSORS[function, direction] * math.prod(shape) * sets[0].x.dtype.itemsize
+            for implementations in (_ours, *rivals):
+                for found, time in implementations(function, direction, sets):
+                    yield Entry(name, shape, function, direction, found, moved, *time)
+
+
+def _ours(
+    function: Function, direction: Pass, sets: Sequence[Arguments]
+) -> Iterator[tuple[str, DeviceTime]]:
+    for implementation in ("triton", "xla"):
+        yield implementation, _time(function, direction, implementation, sets)
 
 
 def mosaic(
@@ -200,18 +201,6 @@ _FUNCTIONS: dict[Function, Callable[[Any], tuple[Callable, Callable, Callable]]]
     "segment_layernorm_modulate": _segment,
     "token_layernorm_modulate": _token,
 }
-
-
-def _entry(
-    name: str,
-    workload: Workload,
-    key: tuple[Function, Pass],
-    implementation: str,
-    time: DeviceTime,
-    moved: int,
-) -> Entry:
-    times = (time.median, time.low, time.high)
-    return Entry(name, workload.shape, *key, implementation, *times, moved, time.kernels)
 
 
 def ratios(entries: Sequence[Entry], against: str) -> dict[tuple[str, str, str], float]:

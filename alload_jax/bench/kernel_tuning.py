@@ -201,7 +201,7 @@ def _timed(given: _Calls, divisions: Sequence[Division]) -> list[Timed]:
     with _measuring:
         sets = given.sets()
         for division, program in zip(divisions, programs, strict=True):
-            us = device_time(program, sets, iterations=5).median
+            us = device_time(program, sets, iterations=5).us
             found.append(Timed(given.kernel, given.dim, division, us, moved / us * 1e6))
         del sets  # before another process takes memory for its own
     return found

@@ -58,10 +58,7 @@ class Entry(NamedTuple):
       popularity: random lists, or lists in which some keys are popular (Zipf's law).
       sparsity: share of pairs of blocks that no list names; 0 for dense attention.
       part: forward, backward, or selection: pooling, scores, the best of each, inverting.
-      us: median device time in µs.
-      us_low: 10th percentile.
-      us_high: 90th percentile.
-      kernels: (name, µs) of each kernel.
+      us, us_low, us_high, kernels: as in `DeviceTime`.
     """
 
     shape: Shape
@@ -107,20 +104,20 @@ def measure(
         exact_sparsities = dict.fromkeys(_exact(shape, sparsity) for sparsity in sparsities)
         dense = partial(jax.nn.dot_product_attention, implementation="cudnn")
         for part, time in _passes(dense, sets):
-            yield _entry(shape, "cudnn", "random", 0.0, part, time)
+            yield Entry(shape, "cudnn", "random", 0.0, part, *time)
         for popularity in popularities:
             for exact in exact_sparsities:
                 lists = make_lists(shape, exact, popularity)
                 for name in kernels:
                     sparse = partial(block_sparse_attention, implementation=name)
                     for part, time in _passes(sparse, sets, lists):
-                        yield _entry(shape, name, popularity, exact, part, time)
+                        yield Entry(shape, name, popularity, exact, part, *time)
                 for rival in rivals:
                     for name, part, time in rival(shape, sets, lists):
-                        yield _entry(shape, name, popularity, exact, part, time)
+                        yield Entry(shape, name, popularity, exact, part, *time)
         for exact in exact_sparsities:
             time = _selection(shape, sets, exact)
-            yield _entry(shape, "xla", "random", exact, "selection", time)
+            yield Entry(shape, "xla", "random", exact, "selection", *time)
 
 
 def make_arguments(shape: Shape) -> list[Arguments]:
@@ -223,13 +220,6 @@ def _listed(shape: Shape, sparsity: float) -> int:
 def _exact(shape: Shape, sparsity: float) -> float:
     """The sparsity of such lists."""
     return 1 - _listed(shape, sparsity) / _blocks(shape)
-
-
-def _entry(
-    shape: Shape, name: str, popularity: Popularity, sparsity: float, part: Part, time: DeviceTime
-) -> Entry:
-    times = (time.median, time.low, time.high)
-    return Entry(shape, name, popularity, sparsity, part, *times, time.kernels)
 
 
 class Speed(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from alload_jax.bench.device import sampling
+from alload_jax.bench.device import load_of, sampling
 from alload_jax.bench.harness import provenance
 from alload_jax.errors import InputError
 from alload_jax.files import Json
@@ -108,7 +108,7 @@ def measure(**fields: Any) -> Json:
         batch = step.batch(latents)
         for _ in range(settings.warmup):
             step.run(gradient, batch)
-        with sampling() as sampled:
+        with sampling() as lines:
             seconds = [step.run(gradient, batch) for _ in range(settings.steps)]
     except jax.errors.JaxRuntimeError as error:
         if not out_of_memory(error):
@@ -121,6 +121,7 @@ def measure(**fields: Any) -> Json:
         peak = found.temp_size_in_bytes + sum(
             leaf.nbytes for leaf in jax.tree.leaves((step.state, step.accumulator, batch))
         )
+    load = load_of(lines)
     return recorded | {
         "seconds": statistics.median(seconds),
         "seconds_least": min(seconds),
@@ -128,5 +129,5 @@ def measure(**fields: Any) -> Json:
         "compile_seconds": compiled - begin,
         "peak_bytes": peak,
         "temporary_bytes": found.temp_size_in_bytes,
-        "load": sampled.load and sampled.load._asdict(),
+        "load": load and load._asdict(),
     }

@@ -2,8 +2,8 @@
 
 import argparse
 import statistics
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from rich.table import Table
@@ -12,9 +12,8 @@ from alload_jax.bench.harness import (
     MODELS,
     NAMES,
     Record,
-    console,
+    case_table,
     gigabytes,
-    markdown_table,
     measured,
     model_fields,
     training_fields,
@@ -30,40 +29,25 @@ from alload_jax.planning.workloads import names
 HELP = "Measure training steps on all devices of this host under each policy: time and idle share."
 
 _COMMAND = "alload bench balance"
-_DEVICE_COLUMNS = ("imbalance", "CV", "idle", "exposed")
-COLUMNS = (
-    *("tokens/s", "spread", "epoch, s", *_DEVICE_COLUMNS, "memory", "memory range"),
-    *("programs", "to compile", "predicted off by"),
-)
+_DEVICE_FIGURES = ("imbalance", "CV", "idle", "exposed")
 _SHARED = ("date", "device", "devices", "driver", "versions", "samples", "tokens")
 
 
-class Case(NamedTuple):
-    """One way to plan and run the samples.
-
-    Attributes:
-      planning: fields of `PlanningConfig`.
-      split: whether the devices form context groups that split samples.
-    """
-
-    planning: Json
-    split: bool = False
-
-
 _DUAL = {"policy": "dual_constraint", "m_comp": "auto"}
-CASES = {
-    "equal_tokens-independent": Case({"policy": "equal_tokens", "ranks_mode": "independent"}),
-    "sorted-independent": Case({"policy": "sorted", "ranks_mode": "independent"}),
-    "dual_constraint-independent": Case(_DUAL | {"ranks_mode": "independent"}),
-    "dual_constraint": Case(_DUAL),
-    "first_fit": Case({"policy": "first_fit"}),
-    "balanced": Case({"policy": "balanced"}),
-    "balanced-split": Case({"policy": "balanced"}, split=True),
-    "everything-split": Case({"policy": "balanced", "split_above": 0.0}, split=True),
+CASES: dict[str, Json] = {
+    "equal_tokens-independent": {"policy": "equal_tokens", "ranks_mode": "independent"},
+    "sorted-independent": {"policy": "sorted", "ranks_mode": "independent"},
+    "dual_constraint-independent": _DUAL | {"ranks_mode": "independent"},
+    "dual_constraint": _DUAL,
+    "first_fit": {"policy": "first_fit"},
+    "balanced": {"policy": "balanced"},
+    "balanced-split": {"policy": "balanced"},
+    "everything-split": {"policy": "balanced", "split_above": 0.0},
 }
-"""AdaptiveLoad's baseline; the same sorted by cost; its method; its method with one bucket per
-step; first-fit packing, as in other data loaders; `balanced`; `balanced` with long samples split;
-Ulysses over all ranks."""
+"""Fields of `PlanningConfig` for AdaptiveLoad's baseline; the same sorted by cost; its method; its
+method with one bucket per step; first-fit packing, as in other data loaders; `balanced`; `balanced`
+with long samples split; Ulysses over all ranks. In those that end in "split", the devices form
+context groups that split samples."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,28 +82,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measures each case in a separate process, prints a table and writes JSON."""
-    costs = _checked(options)
     model = training_fields(model_fields(options.model, options.layers))
+    costs, settings = _checked(options, model)
     a_layer = {name: value for name, value in model.items() if name != "num_layers"}
     if unlike := costs.unlike(a_layer):
         print(f"{options.cost_model}: was made for {unlike}; plans and predictions are inaccurate")
     record = Record(options.out, model=model, workload=options.workload, m_mem=options.m_mem)
-    content, cases = record.content, _kept(record, options.cases)
-    content["cases"] = cases
-    for name in options.cases:
-        settings = _settings(options, model, name)
-        digests = {c["digest"]: c["case"] for c in cases if "digest" in c}
-        found = measured("alload_jax.bench.balance", settings | {"measured": digests})
-        content |= {key: found.pop(key) for key in _SHARED if key in found}
-        cases.append({"case": name} | found)
-        summarise(content)
-        console().print(f"{name}: {_outcome(cases[-1])}")
-        record.write()
-    console().print(_table(content))
-    print(f"written: {record.path}")
+    content = record.content
+    content["cases"] = kept = _kept(record, options.cases)
+
+    def cases() -> Iterator[Json]:
+        for name, given in settings.items():
+            digests = {each["digest"]: each["case"] for each in kept if "digest" in each}
+            found = measured("alload_jax.bench.balance", given | {"measured": digests})
+            content.update((key, found.pop(key)) for key in _SHARED if key in found)
+            case = {"case": name} | found
+            with_case = content | {"cases": [*kept, case]}
+            summarise(with_case)
+            content["factor"] = with_case["factor"]
+            yield case
+
+    status = record.measure(cases(), "case", _outcome, _table)
     if options.picture:
         _draw(Path(options.picture), content)
-    return 0 if any("seconds" in case for case in cases) else 1
+    return status
 
 
 def _kept(record: Record, measured_anew: list[str]) -> list[Json]:
@@ -148,40 +134,41 @@ def _draw(picture: Path, content: Json) -> None:
     print(f"written: {picture}")
 
 
-def _checked(options: argparse.Namespace) -> CostFile:
-    """Checks the flags and reads the cost model; raises InputError if one is invalid."""
+def _checked(options: argparse.Namespace, model: Json) -> tuple[CostFile, dict[str, Json]]:
+    """Checks the flags and reads the cost model.
+
+    Returns:
+      The cost model, and what `bench.balance` measures by the name of the case.
+
+    Raises:
+      InputError: a flag is invalid.
+    """
     require_place(_COMMAND, "--out", Path(options.out))
     if options.picture is not None:
         require_place(_COMMAND, "--picture", Path(options.picture))
     counts = ("m_mem", "samples", "steps", "repeats", "fsdp", "layers", "longest", "context")
     require_flags(_COMMAND, **{name: getattr(options, name) for name in counts})
-    for name in options.cases:
-        _case(name, options.m_mem)
+    same = ("workload", "samples", "one_aspect", "steps", "repeats", "longest", "context", "fsdp")
+    shared = {name: getattr(options, name) for name in same} | {"model": model}
+    settings: dict[str, Json] = {}
+    for word in options.cases:  # NAME[:M_MEM]
+        name, _, tokens = word.partition(":")
+        if name not in CASES:
+            raise InputError(f"{_COMMAND}: --cases {word}: unknown; use one of {', '.join(CASES)}")
+        if tokens and (not tokens.isdecimal() or int(tokens) < 1):
+            raise InputError(
+                f"{_COMMAND}: --cases {word}: M_mem {tokens} is no number of tokens >= 1"
+            )
+        m_mem = int(tokens) if tokens else options.m_mem
+        planning = CASES[name] | {"m_mem": m_mem, "cost_model": options.cost_model}
+        settings[word] = shared | {"planning": planning, "split": name.endswith("split")}
     try:
-        return read_cost_file(options.cost_model)
+        costs = read_cost_file(options.cost_model)
     except InputError as error:
         raise InputError(f"{_COMMAND}: --cost-model {error}") from error
-
-
-def _case(name: str, m_mem: int) -> tuple[Case, int]:
-    """The case and the M_mem of `NAME[:M_MEM]`."""
-    case, _, tokens = name.partition(":")
-    if case not in CASES:
-        raise InputError(f"{_COMMAND}: --cases {name}: unknown; use one of {', '.join(CASES)}")
-    if not tokens:
-        return CASES[case], m_mem
-    if not tokens.isdecimal() or int(tokens) < 1:
-        raise InputError(f"{_COMMAND}: --cases {name}: M_mem {tokens} is no number of tokens >= 1")
-    return CASES[case], int(tokens)
-
-
-def _settings(options: argparse.Namespace, model: Json, name: str) -> Json:
-    case, m_mem = _case(name, options.m_mem)
-    planning = case.planning | {"m_mem": m_mem, "cost_model": options.cost_model}
-    PlanningConfig(**planning)
-    same = ("workload", "samples", "one_aspect", "steps", "repeats", "longest", "context", "fsdp")
-    given = {name: getattr(options, name) for name in same}
-    return given | {"model": model, "planning": planning, "split": case.split}
+    for given in settings.values():
+        PlanningConfig(**given["planning"])
+    return costs, settings
 
 
 def summarise(content: Json) -> None:
@@ -210,72 +197,53 @@ def summarise(content: Json) -> None:
             "prediction_error": float(np.abs(predicted * factor / seconds - 1).mean()),
         }
         if case["busy"]:
-            case["figures"] |= _device_figures(
-                seconds, np.asarray(case["busy"]), np.asarray(case["exposed"])
-            )
-
-
-def _device_figures(seconds: np.ndarray, busy: np.ndarray, exposed: np.ndarray) -> dict[str, float]:
-    """Shares of time from seconds [steps], and from busy and exposed seconds [steps, devices]."""
-    return {
-        "imbalance": float(imbalance(busy).mean()),
-        "CV": float(coefficient_of_variation(busy).mean()),
-        "idle": float(1 - busy.mean(axis=1).sum() / seconds.sum()),
-        "exposed": float(exposed.mean(axis=1).sum() / seconds.sum()),
-    }
+            busy, exposed = np.asarray(case["busy"]), np.asarray(case["exposed"])
+            case["figures"] |= {
+                "imbalance": float(imbalance(busy).mean()),
+                "CV": float(coefficient_of_variation(busy).mean()),
+                "idle": float(1 - busy.mean(axis=1).sum() / seconds.sum()),
+                "exposed": float(exposed.mean(axis=1).sum() / seconds.sum()),
+            }
 
 
 def _outcome(case: Json) -> str:
     if "figures" in case:
         return f"{case['figures']['tokens_per_second']:,.0f} tokens/s"
-    return case["error"] if "error" in case else f"the same steps as {case['same_as']}"
-
-
-def cells(case: Json) -> dict[str, str]:
-    """A measured case's figures as text, by the names in `COLUMNS`."""
-    figures = case["figures"]
-    devices = (f"{figures[key]:.1%}" if key in figures else "-" for key in _DEVICE_COLUMNS)
-    texts = (
-        f"{figures['tokens_per_second']:,.0f}",
-        f"{figures['spread']:.1%}" if "spread" in figures else "-",
-        f"{figures['epoch_seconds']:,.1f}",
-        *devices,
-        *_mean_and_spread(case["peak_bytes"]),
-        f"{case['programs']}",
-        _compilation(case),
-        f"{figures['prediction_error']:.1%}",
-    )
-    return dict(zip(COLUMNS, texts, strict=True))
-
-
-def _compilation(case: Json) -> str:
-    """Seconds and number of programs; a run that read programs from a cache has no seconds."""
-    seconds = case["compile_seconds"]
-    return f"{case['compiled']}" if seconds is None else f"{seconds:.0f} s ({case['compiled']})"
-
-
-def _mean_and_spread(peak_bytes: list[int] | None) -> tuple[str, str]:
-    """Mean and range of the devices' peak memory, as text."""
-    if peak_bytes is None:
-        return gigabytes(None), "-"
-    mean = round(statistics.fmean(peak_bytes))
-    return gigabytes(mean), gigabytes(max(peak_bytes) - min(peak_bytes))
+    return f"the same steps as {case['same_as']}"
 
 
 def _table(content: Json) -> Table:
-    layers = content["model"]["num_layers"]
-    title = (
-        f"{content['workload']} on {content.get('devices', 0)} devices, {layers} layers, "
-        f"{content['m_mem']:,} tokens per rank"
+    def share(name: str) -> Callable[[Json], str]:
+        return lambda case: f"{case['figures'][name]:.1%}" if name in case["figures"] else "-"
+
+    def memory(case: Json, figure: Callable[[list[int]], float]) -> str:
+        return gigabytes(case["peak_bytes"] and round(figure(case["peak_bytes"])))
+
+    def compilation(case: Json) -> str:
+        """A run that read programs from a cache has no seconds."""
+        seconds, programs = case["compile_seconds"], case["compiled"]
+        return f"{programs}" if seconds is None else f"{seconds:.0f} s ({programs})"
+
+    measured = {case["case"]: case for case in content["cases"]}
+    return case_table(
+        f"{content['workload']} on {content.get('devices', 0)} devices, "
+        f"{content['model']['num_layers']} layers, {content['m_mem']:,} tokens per rank",
+        {
+            "case": lambda case: case["case"],
+            "tokens/s": lambda case: f"{case['figures']['tokens_per_second']:,.0f}",
+            "spread": share("spread"),
+            "epoch, s": lambda case: f"{case['figures']['epoch_seconds']:,.1f}",
+            **{name: share(name) for name in _DEVICE_FIGURES},
+            "memory": lambda case: memory(case, statistics.fmean),
+            "memory range": lambda case: memory(case, np.ptp) if case["peak_bytes"] else "-",
+            "programs": lambda case: f"{case['programs']}",
+            "to compile": compilation,
+            "predicted off by": share("prediction_error"),
+        },
+        [
+            measured[case["same_as"]] | {"case": f"{case['case']} = {case['same_as']}"}
+            if "same_as" in case
+            else case
+            for case in content["cases"]
+        ],
     )
-    table = markdown_table(title, ("case", *COLUMNS))
-    for case in content["cases"]:
-        name = case["case"]
-        if "error" in case:
-            table.add_row(f"{name}: {case['error']}")
-            continue
-        if "same_as" in case:
-            name += f" = {case['same_as']}"
-            case = next(c for c in content["cases"] if c["case"] == case["same_as"])
-        table.add_row(name, *cells(case).values())
-    return table

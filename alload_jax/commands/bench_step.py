@@ -15,6 +15,7 @@ from alload_jax.bench.harness import (
     MODELS,
     NAMES,
     Record,
+    case_table,
     console,
     gigabytes,
     markdown_table,
@@ -168,14 +169,8 @@ def require_usable(command: str, options: argparse.Namespace) -> None:
 
 def measure(options: argparse.Namespace, cases: Iterable[Case]) -> int:
     """Measures each case in a process of its own, prints a table, writes JSON."""
-    record = record_of(options)
-    for name, program, settings in cases:
-        result = measured(program, settings)
-        console().print(f"{name}: {_outcome(result)}")
-        record.add({"name": name, **result})
-    console().print(_table(record.content))
-    print(f"written: {record.path}")
-    return 0 if any("seconds" in case for case in record.content["cases"]) else 1
+    results = ({"name": name} | measured(program, given) for name, program, given in cases)
+    return record_of(options).measure(results, "name", _outcome, _table)
 
 
 def record_of(options: argparse.Namespace) -> Record:
@@ -203,8 +198,6 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
 
 
 def _outcome(result: Json) -> str:
-    if "error" in result:
-        return result["error"]
     kept = ""
     if "policies" in result and result["settings"]["model"].get("remat") == AUTO_REMAT:
         kept = f"; auto keeps {in_words(result['policies'])}"
@@ -212,28 +205,27 @@ def _outcome(result: Json) -> str:
 
 
 def _table(content: Json) -> Table:
-    latents = "×".join(map(str, content["latents"]))
-    title = f"one training step, {content['batch']}×{latents} latents"
-    table = markdown_table(
-        title, ("", "s", "tokens/s", "model TFLOP/s", "most memory", "to compile, s")
-    )
     architecture, batch = from_fields(content["model"]), content["batch"]
-    for case in content["cases"]:
-        if "error" in case:
-            table.add_row(case["name"], case["error"])
-            continue
-        seconds = case["seconds"]
+    latents = "×".join(map(str, content["latents"]))
+
+    def flops_per_second(case: Json) -> float:
         tokens = case["tokens"] // batch + case["tokens_beside"]
-        flops = architecture.step_flops(np.full(batch, tokens))
-        table.add_row(
-            case["name"],
-            f"{seconds:.3f}",
-            f"{case['tokens'] / seconds:,.0f}",
-            f"{flops / seconds / 1e12:.0f}",
-            gigabytes(case.get("peak_bytes")),
-            f"{case.get('compile_seconds', case.get('warmup_seconds', 0)):.0f}",
-        )
-    return table
+        return architecture.step_flops(np.full(batch, tokens)) / case["seconds"]
+
+    return case_table(
+        f"one training step, {batch}×{latents} latents",
+        {
+            "": lambda case: case["name"],
+            "s": lambda case: f"{case['seconds']:.3f}",
+            "tokens/s": lambda case: f"{case['tokens'] / case['seconds']:,.0f}",
+            "model TFLOP/s": lambda case: f"{flops_per_second(case) / 1e12:.0f}",
+            "most memory": lambda case: gigabytes(case.get("peak_bytes")),
+            "to compile, s": lambda case: (
+                f"{case.get('compile_seconds', case.get('warmup_seconds', 0)):.0f}"
+            ),
+        },
+        content["cases"],
+    )
 
 
 # ---------------------------------------------------------------- policies
@@ -245,36 +237,30 @@ def measure_policies(options: argparse.Namespace, model: Json) -> int:
         raise InputError("alload bench step: --workload and --same are both given; give one")
     workload = options.workload or f"all samples {'x'.join(map(str, options.same))}"
     record = Record(options.out, model=model, workload=workload, m_mem=options.m_mem, cases=[])
-    for settings in _settings_by_policy(options, model):
-        found = measured("alload_jax.bench.workload_step", settings)
-        record.content |= {key: found[key] for key in _SHARED if key in found}
-        for case in _policy_cases(found, settings):
-            if "seconds" in case:
-                case["mfu"] = _utilisation(found, case)
-            console().print(f"{case['policy']}: {_policy_outcome(case)}")
-            record.add(case)
-    console().print(_policy_table(record.content))
-    print(f"written: {record.path}")
-    return 0 if any("seconds" in case for case in record.content["cases"]) else 1
-
-
-def _settings_by_policy(options: argparse.Namespace, model: Json) -> list[Json]:
-    """Settings of each process: one per packed policy, and one for all bucketed policies.
-
-    Bucketed policies share programs, so they share a process.
-    """
-    shared = {
-        "model": model,
-        "workload": options.workload,
-        "shape": options.same,
-        "samples": options.samples,
-        "one_aspect": options.one_aspect,
-        "steps": options.steps,
-    }
+    shared = {name: getattr(options, name) for name in ("workload", "samples", "one_aspect")}
+    shared |= {"model": model, "shape": options.same, "steps": options.steps}
     plannings = [_planning(options, policy) for policy in options.policies]
+    # Bucketed policies share programs, so they share a process.
     groups = [[each] for each in plannings if find_policy(each["policy"]).packed]
     groups.append([each for each in plannings if not find_policy(each["policy"]).packed])
-    return [shared | {"plannings": group} for group in groups if group]
+
+    def cases() -> Iterator[Json]:
+        for group in filter(None, groups):
+            found = measured("alload_jax.bench.workload_step", shared | {"plannings": group})
+            record.content |= {key: found[key] for key in _SHARED if key in found}
+            if "error" in found:
+                yield from ({"policy": each["policy"], "error": found["error"]} for each in group)
+                continue
+            peaks = [each.peak_flops for each in DEVICES.values() if each.name == found["device"]]
+            for case in found["cases"]:
+                # Model FLOPs utilisation; None if the device's peak is unknown.
+                mfu = case["flops"] / case["seconds"] / peaks[0] if peaks else None
+                yield case | {"peak_bytes": found["peak_bytes"], "mfu": mfu}
+
+    def outcome(case: Json) -> str:
+        return f"{case['tokens_per_second']:,.0f} tokens/s"
+
+    return record.measure(cases(), "policy", outcome, _policy_table)
 
 
 def _planning(options: argparse.Namespace, policy: str) -> Json:
@@ -287,49 +273,22 @@ def _planning(options: argparse.Namespace, policy: str) -> Json:
     return fields
 
 
-def _policy_cases(found: Json, settings: Json) -> list[Json]:
-    """The figures of each policy of a process, with the peak memory of the process."""
-    if "error" in found:
-        names = [planning["policy"] for planning in settings["plannings"]]
-        return [{"policy": name, "error": found["error"]} for name in names]
-    return [case | {"peak_bytes": found["peak_bytes"]} for case in found["cases"]]
-
-
-def _utilisation(found: Json, case: Json) -> float | None:
-    """Model FLOPs utilisation (MFU) of a case; None if the device's peak is unknown."""
-    peaks = [device.peak_flops for device in DEVICES.values() if device.name == found["device"]]
-    if not peaks:
-        return None
-    return case["flops"] / case["seconds"] / peaks[0]
-
-
-def _policy_outcome(case: Json) -> str:
-    if "error" in case:
-        return case["error"]
-    return f"{case['tokens_per_second']:,.0f} tokens/s"
-
-
 def _policy_table(content: Json) -> Table:
-    title = f"{content['workload']}, {content['m_mem']:,} tokens per micro-batch"
-    columns = ("policy", "tokens/s", "samples/s", "MFU", "peak memory", "padding", "steps")
-    table = markdown_table(title, (*columns, "programs", "compilation, s"))
-    for case in content["cases"]:
-        if "error" in case:
-            table.add_row(case["policy"], case["error"])
-            continue
-        mfu = case["mfu"]
-        table.add_row(
-            case["policy"],
-            f"{case['tokens_per_second']:,.0f}",
-            f"{case['samples_per_second']:.3f}",
-            "not known" if mfu is None else f"{mfu:.3f}",
-            gigabytes(case["peak_bytes"]),
-            f"{case['padding']:.2%}",
-            f"{case['steps']:,}",
-            f"{case['programs']}",
-            f"{case['compile_seconds']:.0f}",
-        )
-    return table
+    return case_table(
+        f"{content['workload']}, {content['m_mem']:,} tokens per micro-batch",
+        {
+            "policy": lambda case: case["policy"],
+            "tokens/s": lambda case: f"{case['tokens_per_second']:,.0f}",
+            "samples/s": lambda case: f"{case['samples_per_second']:.3f}",
+            "MFU": lambda case: "not known" if case["mfu"] is None else f"{case['mfu']:.3f}",
+            "peak memory": lambda case: gigabytes(case["peak_bytes"]),
+            "padding": lambda case: f"{case['padding']:.2%}",
+            "steps": lambda case: f"{case['steps']:,}",
+            "programs": lambda case: f"{case['programs']}",
+            "compilation, s": lambda case: f"{case['compile_seconds']:.0f}",
+        },
+        content["cases"],
+    )
 
 
 # ---------------------------------------------------------------- profiles

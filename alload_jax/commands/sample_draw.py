@@ -76,11 +76,7 @@ def sample(options: argparse.Namespace) -> None:
     )
     requests = [check_request(one, target) for one in raw]
     _check_outs(raw, options.force)
-    if options.round_timesteps and options.sampler != "unipc":
-        raise InputError(
-            f"alload sample: --round-timesteps is what diffusers does with unipc, and the sampler "
-            f"is {options.sampler}; give --sampler unipc, or leave it out"
-        )
+    groups = _groups(options, requests, source)
     _note_guidance(requests, raw, options.guidance, source)
     _note_noise_levels(options, source, low_noise)
     if any(request.first for request in requests) and not source.trained_with_given_frames():
@@ -90,7 +86,7 @@ def sample(options: argparse.Namespace) -> None:
         )
     if options.dense_attention and source.config.sparse_attention is None:
         _note("--dense-attention has no effect: the model is dense")
-    _draw(options, requests, source, low_noise, encoders)
+    _draw(options, groups, source, low_noise, encoders)
 
 
 def _note(words: str) -> None:
@@ -200,23 +196,51 @@ def _note_noise_levels(
             )
 
 
+Group = tuple[list[Request], float, np.ndarray, np.ndarray | None]
+"""Requests of one shape, which one program draws; the shift of their noise levels; these, [steps +
+1]; and [steps] rounded timesteps, None for those of the noise levels."""
+
+
+def _groups(
+    options: argparse.Namespace, requests: Sequence[Request], source: Source
+) -> list[Group]:
+    """Groups the requests by shape, in order of first appearance."""
+    if options.round_timesteps and options.sampler != "unipc":
+        raise InputError(
+            f"alload sample: --round-timesteps is what diffusers does with unipc, and the sampler "
+            f"is {options.sampler}; give --sampler unipc, or leave it out"
+        )
+    by_shape: dict[Hashable, list[Request]] = {}
+    for request in requests:
+        by_shape.setdefault(request.shape(), []).append(request)
+    groups: list[Group] = []
+    for members in by_shape.values():
+        seq_len = math.prod(members[0].grid) // math.prod(source.config.patch_size)
+        shift = source.shift(seq_len) if options.shift is None else options.shift
+        sigmas = noise_levels(options.sampler, options.steps, shift)
+        rounded = rounded_timesteps(options.steps, shift) if options.round_timesteps else None
+        groups.append((members, shift, sigmas, rounded))
+    return groups
+
+
 def _draw(
     options: argparse.Namespace,
-    requests: Sequence[Request],
+    groups: Sequence[Group],
     source: Source,
     low_noise: Source | None,
     encoders: Encoders,
 ) -> None:
-    """Encodes what requests name, reads the weights, then draws and writes each batch.
-
-    One program draws the requests of one shape, in the order in which shapes appear first.
-    """
+    """Encodes what requests name, reads the weights, then draws and writes each batch."""
     config = source.config
     if options.dtype:
         config = dataclasses.replace(config, dtype=options.dtype)
     if options.dense_attention and config.sparse_attention is not None:
         config = dataclasses.replace(config, sparse_attention=config.sparse_attention.as_dense())
-    arrays = {request.out: arrays_of(request, config, encoders) for request in requests}
+    arrays = {
+        request.out: arrays_of(request, config, encoders)
+        for members, *_ in groups
+        for request in members
+    }
     encoders.unload()  # only the VAE is used from here on
     mesh, experts = one_device_mesh(), None
     weights: PyTree = source.values(mesh)
@@ -225,15 +249,8 @@ def _draw(
         guidance = options.low_noise_guidance
         guidance = options.guidance if guidance is None else guidance
         experts = flow.LowNoise(options.boundary, guidance)
-    by_shape: dict[Hashable, list[Request]] = {}
-    for request in requests:
-        by_shape.setdefault(request.shape(), []).append(request)
     failed: list[str] = []
-    for members in by_shape.values():
-        seq_len = math.prod(members[0].grid) // math.prod(config.patch_size)
-        shift = source.shift(seq_len) if options.shift is None else options.shift
-        sigmas = noise_levels(options.sampler, options.steps, shift)
-        rounded = rounded_timesteps(options.steps, shift) if options.round_timesteps else None
+    for members, shift, sigmas, rounded in groups:
         program = jax.jit(
             flow.make_flow(config, options.sampler, sigmas, options.guidance, experts, rounded)
         )

@@ -37,7 +37,7 @@ def test_ratios_shares_of_copy_and_their_picture(tmp_path):
     def entry(workload, implementation, us):
         moved = 2 * kernel.TENSORS["layernorm_modulate", "forward"] * 1000
         case = (workload, (1, 10, 100), "layernorm_modulate", "forward", implementation)
-        return kernel.Entry(*case, us, us, us, moved, ())
+        return kernel.Entry(*case, moved, us, us, us, ())
 
     entries = [entry("a", "triton", 2.0), entry("a", "xla", 8.0), entry("b", "triton", 3.0)]
     entries += [entry("b", "xla", 6.0), entry("b", "torch", 30.0)]

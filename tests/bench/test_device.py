@@ -69,9 +69,9 @@ def test_samples_what_the_program_says_until_the_end(program, tmp_path):
     program(
         f"echo '1600, 1980, 690.5, 700'; printf '\\377\\n17'; : > {tmp_path}/told; exec sleep 60"
     )
-    with sampling() as sampled:
+    with sampling() as lines:
         wait_until((tmp_path / "told").exists)
-    assert sampled.load == (1600, 1980, 690.5, 700, 1)
+    assert load_of(lines) == (1600, 1980, 690.5, 700, 1)
 
 
 @pytest.mark.parametrize(
@@ -90,9 +90,9 @@ def test_asks_for_the_first_visible_device(program, tmp_path, monkeypatch, visib
 def test_a_program_that_does_not_end_is_killed(program, tmp_path, monkeypatch):
     monkeypatch.setattr(device_load, "_PATIENCE", 0.2)
     program(f'trap "" TERM; echo $$ > {tmp_path}/pid; : > {tmp_path}/told; while :; do :; done')
-    with sampling() as sampled:
+    with sampling() as lines:
         wait_until((tmp_path / "told").exists)
-    assert sampled.load is None
+    assert load_of(lines) is None
     wait_until(lambda: not runs((tmp_path / "pid").read_text().strip()))
 
 
@@ -128,10 +128,10 @@ def test_nothing_is_started_without_a_gpu_or_the_program(program, monkeypatch, t
         return started[-1]
 
     monkeypatch.setattr(subprocess, "Popen", noted)
-    with pytest.raises(ValueError, match="within") as raised, sampling() as sampled:
+    with pytest.raises(ValueError, match="within") as raised, sampling() as lines:
         raise ValueError("within")
     assert raised.value.__context__ is None
-    assert sampled.load is None
+    assert load_of(lines) is None
     assert not started
 
 

@@ -247,7 +247,7 @@ def on_a_pretended_gpu(monkeypatch):
         ),
         "_measuring": contextlib.nullcontext(),
         "_in_processes": lambda work, groups, *_: map(work, groups),
-        "device_time": lambda each, *_, **__: SimpleNamespace(median=microseconds(each)),
+        "device_time": lambda each, *_, **__: SimpleNamespace(us=microseconds(each)),
         "measure": lambda workloads, _: [
             SimpleNamespace(workload=dim, direction=each[0], implementation=each[1], us=us[each])
             for dim, each in itertools.product(workloads, us)
