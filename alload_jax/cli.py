@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
         if each == name:
             command = _command(name)
             command.add_arguments(sub)
-            sub.set_defaults(run=command.run, parser=sub)
+            sub.set_defaults(run=getattr(command, "run", None), parser=sub, argv=list(argv))
     parsed = parser.parse_args(list(argv))
     return parsed.run(parsed)
 

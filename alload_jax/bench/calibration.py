@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 from jax.stages import Compiled
@@ -133,6 +133,7 @@ class Outcome:
       repeats: number of timed steps.
       bytes: peak bytes of the step according to its compiled programs; None if not compiled.
       note: why the case was not measured.
+      density: of the attention of all layers; 1 for dense layers.
     """
 
     case: Case
@@ -142,6 +143,12 @@ class Outcome:
     repeats: int = 0
     bytes: int | None = None
     note: str | None = None
+    density: float = 1.0
+
+    def fields(self) -> Json:
+        """What was to be measured, as JSON has it."""
+        density = {} if self.density == 1 else {"density": self.density}
+        return density | {"rows": self.case.rows, "seq_len": self.case.seq_len}
 
     def point(self) -> Point:
         """The measurement as a point for fits."""
@@ -247,13 +254,10 @@ class Calibration:
                 self._points.append(outcome.point())
             yield outcome
 
-    def measure_sparse(self, m_mem: int) -> Iterator[tuple[float, Outcome]]:
+    def measure_sparse(self, m_mem: int) -> Iterator[Outcome]:
         """Times steps whose layers all have sparse attention, for each of `DENSITIES`.
 
         They take half as much time as the grid at most.
-
-        Yields:
-          The density of the layers, and the outcome of a case.
         """
         sparse = self.step.model.sparse_attention
         if sparse is None:
@@ -265,7 +269,7 @@ class Calibration:
             self.step.use(self.step.spec._replace(model=model))
             self._prepare()
             for outcome in self._measure(waiting, self.bounds.seconds / 2 / len(DENSITIES)):
-                yield density, outcome
+                yield replace(outcome, density=density)
 
     def _longest(self, m_mem: int) -> int:
         """Most tokens of latents in a row."""
@@ -275,17 +279,17 @@ class Calibration:
     def _measure(self, waiting: list[Case], seconds: float) -> Iterator[Outcome]:
         """Times cases, as many as the time allows, by what the grid has taken so far."""
         deadline = time.perf_counter() + seconds
-        while waiting:
-            # A few at a time because XLA compiles one program on several cores already.
-            now, waiting = waiting[: self._workers], waiting[self._workers :]
+        # A few at a time because XLA compiles one program on several cores already.
+        for begin in range(0, len(waiting), self._workers):
             left = deadline - time.perf_counter() - self._compile_seconds
             chosen = []
-            for case in now:
-                left -= (needed := _seconds_needed(self._points, case))
-                chosen += [case] * (left >= 0)
-                left += needed * (left < 0)
-            for case in (c for c in now if c not in chosen):
-                yield Outcome(case, note="skipped: no time left")
+            for case in waiting[begin : begin + self._workers]:
+                step = _expected(self._points, case)
+                if (needed := step * (1 + _repeats(step)) if step else 0.0) <= left:
+                    left -= needed
+                    chosen.append(case)
+                else:
+                    yield Outcome(case, note="skipped: no time left")
             self._compile(chosen)
             yield from map(self._time, chosen)
 
@@ -298,10 +302,8 @@ class Calibration:
         if missing:
             rounds, seconds = -(-len(missing) // self._workers), time.perf_counter() - begin
             self._compile_seconds = seconds / rounds
-            self._compiled, self._all_seconds = (
-                self._compiled + len(missing),
-                self._all_seconds + seconds,
-            )
+            self._compiled += len(missing)
+            self._all_seconds += seconds
 
     @property
     def program_seconds(self) -> float | None:
@@ -357,14 +359,6 @@ class Calibration:
         return Outcome(case, median, min(seconds), max(seconds), repeats, bytes_)
 
 
-def _seconds_needed(points: Sequence[Point], case: Case) -> float:
-    """Expected seconds to measure a case, from the points so far; 0 if there are none."""
-    if not points:
-        return 0.0
-    step = _expected(points, case)
-    return step * (1 + _repeats(step))
-
-
 def _repeats(first: float) -> int:
     """Number of timed steps after a first step that took `first` seconds."""
     if first > _TIMED_SECONDS:
@@ -373,7 +367,9 @@ def _repeats(first: float) -> int:
 
 
 def _expected(points: Sequence[Point], case: Case) -> float:
-    """Expected seconds of a step that is not measured yet; rather an overestimate."""
+    """Expected seconds of a step, rather an overestimate; 0 without points so far."""
+    if not points:
+        return 0.0
     if len(points) >= 6:
         model = fit_quadratic(points).model
         return float(bucketed_cost(model, case.rows, case.seq_len))  # type: ignore[arg-type]
@@ -403,39 +399,31 @@ def check_memory(costs: CostFile) -> Json:
     """
     if not (costs.details and costs.memory and costs.m_mem and costs.model):
         raise InputError("memory check: the cost model was not measured; run alload calibrate")
-    memory = costs.details["memory"]
+    memory, fields = costs.details["memory"], dict(costs.model)
     seq_len, beside = memory["shortest"], memory.get("beside", 0)
-    beyond = BEYOND * costs.m_mem / (1 - costs.details["margin"])
-    return {
-        "within": _step(costs, Case(max(1, costs.m_mem // seq_len), seq_len, beside)),
-        "beyond": _step(costs, Case(-(-int(beyond) // seq_len), seq_len, beside)),
-    }
-
-
-def _step(costs: CostFile, case: Case) -> Json:
-    assert costs.memory
-    assert costs.model
-    fields = dict(costs.model)
-    settings = {
-        "condition_tokens": fields.pop("condition_tokens", 1),
-        "model": fields,
-        "batch": case.rows,
-        "latents": case.latents(tuple(fields["patch_size"]))[1:],
-        "warmup": 0,
-        "steps": 1,
-    }
+    shared = {"condition_tokens": fields.pop("condition_tokens", 1), "model": fields}
     # As training has it: the calibration counts with the memory that JAX takes then.
-    memory = {_MEMORY: os.environ.get(_MEMORY, _DEFAULT_MEMORY)}
-    found = measured("alload_jax.bench.step_process", settings, memory)
-    predicted, peak = costs.memory.bytes_of(case.tokens, case.rows), found.get("peak_bytes")
-    return {
-        "rows": case.rows,
-        "seq_len": case.seq_len,
-        "tokens": case.tokens,
-        "ran": "error" not in found,
-        "error": found.get("error"),
-        "seconds_with_first_run": found.get("seconds"),
-        "predicted_bytes": predicted,
-        "peak_bytes": peak,
-        "relative_error": predicted / peak - 1 if peak else None,
-    }
+    share = {_MEMORY: os.environ.get(_MEMORY, _DEFAULT_MEMORY)}
+    beyond = BEYOND * costs.m_mem / (1 - costs.details["margin"])
+    found = {}
+    for name, rows in (
+        ("within", max(1, costs.m_mem // seq_len)),
+        ("beyond", -(-int(beyond) // seq_len)),
+    ):
+        case = Case(rows, seq_len, beside)
+        latents = case.latents(tuple(fields["patch_size"]))[1:]
+        settings = shared | {"batch": rows, "latents": latents, "warmup": 0, "steps": 1}
+        ran = measured("alload_jax.bench.step_process", settings, share)
+        predicted, peak = costs.memory.bytes_of(case.tokens, rows), ran.get("peak_bytes")
+        found[name] = {
+            "rows": rows,
+            "seq_len": seq_len,
+            "tokens": case.tokens,
+            "ran": "error" not in ran,
+            "error": ran.get("error"),
+            "seconds_with_first_run": ran.get("seconds"),
+            "predicted_bytes": predicted,
+            "peak_bytes": peak,
+            "relative_error": predicted / peak - 1 if peak else None,
+        }
+    return found

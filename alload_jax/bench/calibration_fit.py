@@ -62,21 +62,22 @@ class Fits:
 
     def summary(self) -> Json:
         """Coefficients, R² and MAPE of each form, over fitted and held-out points."""
-        fits = ((name, getattr(self, name)) for name in FORMS)
-        return {name: self._form(fit) for name, fit in fits if fit}
-
-    def _form(self, fit: Fit[Any]) -> Json:
         held = [p for p, out in zip(self.points, self.held_out, strict=True) if out]
-        return {
-            "coefficients": asdict(fit.model),
-            "r2": fit.goodness.r2,
-            "mape": fit.goodness.mape,
-            "held_out_mape": evaluate(fit.model, held).mape if held else None,
+        forms: dict[str, Fit[Any] | None] = {
+            "quadratic": self.quadratic,
+            "three_term": self.three_term,
+            "power": self.power,
         }
-
-
-FORMS = ("quadratic", "three_term", "power")
-"""Names of the fitted cost models, which are attributes of `Fits`."""
+        return {
+            name: {
+                "coefficients": asdict(fit.model),
+                "r2": fit.goodness.r2,
+                "mape": fit.goodness.mape,
+                "held_out_mape": evaluate(fit.model, held).mape if held else None,
+            }
+            for name, fit in forms.items()
+            if fit
+        }
 
 
 def fit_points(points: Sequence[Point]) -> Fits:
@@ -95,22 +96,19 @@ def fit_points(points: Sequence[Point]) -> Fits:
         for number, point in enumerate(points)
     ]
     fitted = [point for point, out in zip(points, held, strict=True) if not out]
+    fullest = {p.seq_len: p for p in sorted(fitted, key=lambda p: p.rows)}
+    try:
+        model = fit_power(list(fullest.values())).model
+        power = Fit(model, evaluate(model, fitted))
+    except InputError:  # the fixed cost of a tiny model dominates; the other forms are still valid
+        power = None
     return Fits(
         points=list(points),
         held_out=held,
         quadratic=fit_quadratic(fitted),
         three_term=fit_quadratic(fitted, per_sequence=False),
-        power=_fit_fullest(fitted),
+        power=power,
     )
-
-
-def _fit_fullest(points: Sequence[Point]) -> Fit[PowerCost] | None:
-    fullest = {p.seq_len: p for p in sorted(points, key=lambda p: p.rows)}
-    try:
-        power = fit_power(list(fullest.values())).model
-    except InputError:  # the fixed cost of a tiny model dominates; the other forms are still valid
-        return None
-    return Fit(power, evaluate(power, points))
 
 
 def point_rows(fits: Fits, outcomes: Sequence[Outcome]) -> list[Json]:
@@ -119,8 +117,7 @@ def point_rows(fits: Fits, outcomes: Sequence[Outcome]) -> list[Json]:
     seconds = predicted(fits.quadratic.model, fits.points).tolist()
     return [
         {
-            "rows": o.case.rows,
-            "seq_len": o.case.seq_len,
+            **o.fields(),
             "seconds": o.seconds,
             "seconds_least": o.least,
             "seconds_most": o.most,
@@ -171,9 +168,7 @@ def allocator_details(
 
 
 def fit_sparse_outcomes(
-    outcomes: Sequence[tuple[float, Outcome]],
-    quadratic: QuadraticCost,
-    config: SparseAttentionConfig,
+    outcomes: Sequence[Outcome], quadratic: QuadraticCost, config: SparseAttentionConfig
 ) -> tuple[SparseTerms | None, Json]:
     """Terms of sparse layers, None if there are too few points, and the data to judge them.
 
@@ -182,30 +177,32 @@ def fit_sparse_outcomes(
       quadratic: the cost of the model with dense attention.
       config: of the model's sparse attention.
     """
-    measured = [(density, each) for density, each in outcomes if each.seconds is not None]
-    skipped = [
-        {"density": density, "rows": o.case.rows, "seq_len": o.case.seq_len, "note": o.note}
-        for density, o in outcomes
-        if o.seconds is None
-    ]
+    measured = [each for each in outcomes if each.seconds is not None]
+    skipped = [o.fields() | {"note": o.note} for o in outcomes if o.seconds is None]
     points = [
-        SparsePoint(each.point(), sparse_layers(config, 1.0, density)) for density, each in measured
+        SparsePoint(each.point(), sparse_layers(config, 1.0, each.density)) for each in measured
     ]
     if len(points) < LEAST_SPARSE_POINTS:
         return None, {"points": [], "skipped": skipped}
     fit = fit_sparse(points, quadratic)
     terms = without_layers(fit.model)[1]
-    seconds = predicted_sparse(fit.model, points).tolist()
     rows = [
-        {"density": density, "rows": o.case.rows, "seq_len": o.case.seq_len, "seconds": o.seconds}
-        | {"predicted_seconds": found, "residual": residual}
-        for (density, o), found, residual in zip(
-            measured, seconds, fit.goodness.residuals, strict=True
+        o.fields() | {"seconds": o.seconds, "predicted_seconds": found, "residual": residual}
+        for o, found, residual in zip(
+            measured,
+            predicted_sparse(fit.model, points).tolist(),
+            fit.goodness.residuals,
+            strict=True,
         )
     ]
-    coefficients = asdict(terms) if terms else {}
-    form = {"coefficients": coefficients, "r2": fit.goodness.r2, "mape": fit.goodness.mape}
-    return terms, form | {"held_out_mape": None, "points": rows, "skipped": skipped}
+    return terms, {
+        "coefficients": asdict(terms) if terms else {},
+        "r2": fit.goodness.r2,
+        "mape": fit.goodness.mape,
+        "held_out_mape": None,
+        "points": rows,
+        "skipped": skipped,
+    }
 
 
 def calibrated(
@@ -214,7 +211,7 @@ def calibrated(
     outcomes: Sequence[Outcome],
     command: str,
     peak: int | None = None,
-    sparse: Sequence[tuple[float, Outcome]] = (),
+    sparse: Sequence[Outcome] = (),
     program_seconds: float | None = None,
 ) -> CostFile:
     """The cost-model file of a calibration.
@@ -230,9 +227,11 @@ def calibrated(
     Raises:
       InputError: too few points for a fit.
     """
-    model = _model_fields(step)
+    # What determines the cost: model, trained parameters, condition tokens.
+    model = step.model.step_fields() | {"parameters": step.spec.parameters.identity()}
+    if not step.model.text:
+        model["condition_tokens"] = step.condition_tokens
     fits = fit_points([o.point() for o in outcomes if o.seconds is not None])
-    skipped = [o for o in outcomes if o.seconds is None]
     details = {
         "command": command,
         **provenance(["jax", "jaxlib", "flax", "numpy", "scipy"]),
@@ -241,9 +240,7 @@ def calibrated(
         "memory": memory_details(finding, outcomes),
         "allocator": allocator_details(finding, outcomes, peak),
         "points": point_rows(fits, outcomes),
-        "skipped": [
-            {"rows": o.case.rows, "seq_len": o.case.seq_len, "note": o.note} for o in skipped
-        ],
+        "skipped": [o.fields() | {"note": o.note} for o in outcomes if o.seconds is None],
     }
     terms = None
     if config := step.model.sparse_attention:
@@ -264,9 +261,3 @@ def calibrated(
         origin="measured",
         details=details,
     )
-
-
-def _model_fields(step: Step) -> Json:
-    """Fields that determine the cost: model, trained parameters, condition tokens."""
-    fields = step.model.step_fields() | {"parameters": step.spec.parameters.identity()}
-    return fields if step.model.text else fields | {"condition_tokens": step.condition_tokens}

@@ -1,8 +1,11 @@
 """`alload bench`: measures kernels and whole training steps on this device."""
 
 import argparse
+from collections.abc import Callable
+from functools import partial
 
 from alload_jax.commands import (
+    add_command,
     bench_balance,
     bench_kernel,
     bench_sparse_attention,
@@ -22,12 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("sparse-attention", bench_sparse_attention),
         ("tune", bench_tune),
     ):
-        sub = choices.add_parser(name, help=measured.HELP, description=measured.HELP)
+        sub = add_command(choices, name, measured.HELP, partial(_run, measured.run))
         measured.add_arguments(sub)
-        sub.set_defaults(measure=measured.run, parser=sub)
 
 
-def run(options: argparse.Namespace) -> int:
-    """Runs the chosen benchmark, with the flags of XLA that training has."""
+def _run(measure: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
+    """Runs a benchmark with the flags of XLA that training has."""
     set_xla_flags()
-    return options.measure(options)
+    return measure(options)

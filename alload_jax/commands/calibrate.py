@@ -5,11 +5,11 @@ import dataclasses
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from alload_jax.bench.harness import console, markdown_table
+from alload_jax.bench.harness import case_table, console
 from alload_jax.commands.flags import require_flags, require_place
 from alload_jax.errors import InputError
 from alload_jax.files import Json, parse_yaml, read_json, read_text
@@ -32,9 +32,6 @@ if TYPE_CHECKING:
     from alload_jax.training.trial_step import Step
 
 
-T = TypeVar("T")
-
-
 def print_report(costs: CostFile) -> None:
     """Prints the points, the fits and the allocator's peak; the file has `details`."""
     assert costs.details
@@ -49,17 +46,19 @@ def print_report(costs: CostFile) -> None:
                 "sparse attention: too few steps of model.sparse_attention.min_tokens or more were "
                 "measured, so that plans assume its costs; give more --seconds or --longest"
             )
-    forms = markdown_table("fits", ("form", "R²", "mean error", "held out", "coefficients"))
-    for name, form in fits.items():
-        held = form["held_out_mape"]
-        forms.add_row(
-            name.replace("_", " "),
-            "–" if form["r2"] is None else f"{form['r2']:.5f}",
-            f"{form['mape']:.2%}",
-            "–" if held is None else f"{held:.2%}",
-            ", ".join(f"{k} {v:.4g}" for k, v in form["coefficients"].items()),
-        )
-    console().print(forms)
+    forms = {
+        "form": lambda form: form["form"].replace("_", " "),
+        "R²": lambda form: "–" if form["r2"] is None else f"{form['r2']:.5f}",
+        "mean error": lambda form: f"{form['mape']:.2%}",
+        "held out": lambda form: (
+            "–" if form["held_out_mape"] is None else f"{form['held_out_mape']:.2%}"
+        ),
+        "coefficients": lambda form: ", ".join(
+            f"{name} {value:.4g}" for name, value in form["coefficients"].items()
+        ),
+    }
+    rows = [{"form": name} | form for name, form in fits.items()]
+    console().print(case_table("fits", forms, rows))
     if allocator := costs.details["allocator"]:
         print(
             f"peak of the allocator {allocator['peak_bytes'] / 1e9:.2f} GB, "
@@ -69,19 +68,18 @@ def print_report(costs: CostFile) -> None:
 
 def _print_points(points: list[Json], title: str) -> None:
     """A table of measured steps; the last column says the density, or what was held out."""
-    last = "density" if "density" in points[0] else "held out"
-    columns = ("rows", "tokens per row", "measured, s", "predicted, s", "error", last)
-    table = markdown_table(title, columns)
-    for row in points:
-        table.add_row(
-            f"{row['rows']:,}",
-            f"{row['seq_len']:,}",
-            f"{row['seconds']:.4f}",
-            f"{row['predicted_seconds']:.4f}",
-            f"{row['residual']:+.1%}",
-            str(row["density"]) if last == "density" else "yes" if row["held_out"] else "",
-        )
-    console().print(table)
+    columns: dict[str, Callable[[Json], str]] = {
+        "rows": lambda row: f"{row['rows']:,}",
+        "tokens per row": lambda row: f"{row['seq_len']:,}",
+        "measured, s": lambda row: f"{row['seconds']:.4f}",
+        "predicted, s": lambda row: f"{row['predicted_seconds']:.4f}",
+        "error": lambda row: f"{row['residual']:+.1%}",
+    }
+    if "density" in points[0]:
+        columns["density"] = lambda row: str(row["density"])
+    else:
+        columns["held out"] = lambda row: "yes" if row["held_out"] else ""
+    console().print(case_table(title, columns, points))
 
 
 def calibrate_from_run(folder: Path, out: Path) -> int:
@@ -116,7 +114,12 @@ def calibrate_from_run(folder: Path, out: Path) -> int:
         "versions": starts[-1].get("versions"),
     }
     quadratic, sparse = without_layers(found.model)
-    times: Json = _start_times(read_json(folder / "summary.json") or {})
+    summary = read_json(folder / "summary.json") or {}
+    compiled, programs = summary.get("compile_seconds"), summary.get("programs")
+    times: Json = {}
+    if compiled and programs and (first_step := summary.get("first_step_seconds")):
+        times["program_seconds"] = compiled / programs
+        times["start_seconds"] = max(0.0, first_step - compiled)
     costs = dataclasses.replace(
         planned_by,
         **times,
@@ -132,18 +135,6 @@ def calibrate_from_run(folder: Path, out: Path) -> int:
     _print_fit(found, before)
     print(f"written: {out}")
     return 0
-
-
-def _start_times(summary: Json) -> dict[str, float]:
-    """Fields of `CostFile` on the start of a run, as far as its summary knows them."""
-    compiled, programs = summary.get("compile_seconds"), summary.get("programs")
-    first_step = summary.get("first_step_seconds")
-    if not compiled or not programs or not first_step:
-        return {}
-    return {
-        "program_seconds": compiled / programs,
-        "start_seconds": max(0.0, first_step - compiled),
-    }
 
 
 def _run_config(folder: Path) -> Json:
@@ -188,12 +179,6 @@ def _print_fit(found: RunFit, before: QuadraticCost | None) -> None:
 
 
 _COMMAND = "alload calibrate"
-
-_REPEATED = (
-    *("config", "out", "picture", "seconds", "shortest", "longest", "margin", "memory_gb"),
-    "layers",
-)
-"""Flags that are passed on to the process of the measurements."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -264,8 +249,7 @@ def run(options: argparse.Namespace) -> int:
         f"{finding.model.per_sequence / 1e6:.2f} MB per sequence: "
         f"{finding.m_mem:,} tokens in {finding.limit / 1e9:.1f} GB, {options.margin:.0%} left free"
     )
-    dense = ((None, outcome) for outcome in calibration.measure(finding.m_mem))
-    outcomes = [outcome for _, outcome in _until_interrupted(dense, LEAST_POINTS)]
+    outcomes = _until_interrupted(calibration.measure(finding.m_mem), LEAST_POINTS)
     peak = peak_memory()
     sparse = _until_interrupted(calibration.measure_sparse(finding.m_mem), 0)
     costs = calibrated(
@@ -377,23 +361,17 @@ def _condition_tokens(config: "Config") -> int:
     return open_source(config.data.folder, config.data.source).manifest.longest_text()
 
 
-def _until_interrupted(
-    outcomes: "Iterable[tuple[T, Outcome]]", least: int
-) -> "list[tuple[T, Outcome]]":
-    """All outcomes, each with the density of its layers if they are sparse.
-
-    After Ctrl-C those so far, if at least so many were measured.
-    """
-    found: list[tuple[T, Outcome]] = []
+def _until_interrupted(outcomes: "Iterable[Outcome]", least: int) -> "list[Outcome]":
+    """All outcomes; after Ctrl-C those so far, if at least so many were measured."""
+    found: list[Outcome] = []
     try:
-        for density, outcome in outcomes:
-            found.append((density, outcome))
-            case = outcome.case
-            words = f"{case.rows} × {case.seq_len:,} tokens"
-            words += "" if density is None else f", density {density}"
-            print(f"{words}: {f'{outcome.seconds:.4f} s' if outcome.seconds else outcome.note}")
+        for each in outcomes:
+            found.append(each)
+            words = f"{each.case.rows} × {each.case.seq_len:,} tokens"
+            words += "" if each.density == 1 else f", density {each.density}"
+            print(f"{words}: {f'{each.seconds:.4f} s' if each.seconds else each.note}")
     except KeyboardInterrupt:
-        if sum(outcome.seconds is not None for _, outcome in found) < least:
+        if sum(each.seconds is not None for each in found) < least:
             raise
         print("interrupted: fitting the steps measured so far")
     return found
@@ -403,7 +381,8 @@ def _run_with_memory_check(options: argparse.Namespace) -> int:
     """Calibrates in a separate process, so that the device is free for the steps of the check."""
     from alload_jax.bench.calibration import check_memory
 
-    command = [sys.executable, "-m", "alload_jax.cli", "calibrate", *_flags(options)]
+    words = [word for word in options.argv if word != "--memory-check"]
+    command = [sys.executable, "-m", "alload_jax.cli", *words]
     interrupted = False
     with subprocess.Popen(command) as child:
         while True:
@@ -427,12 +406,3 @@ def _run_with_memory_check(options: argparse.Namespace) -> int:
         peak = "" if error is None else f", peak predicted {error:+.1%}"
         print(f"{name} M_mem: {case['rows']} × {case['seq_len']:,} tokens: {outcome}{peak}")
     return 0
-
-
-def _flags(options: argparse.Namespace) -> list[str]:
-    """The flags of the command line, without --memory-check."""
-    flags = [part for pair in options.set for part in ("--set", *pair)]
-    for name in _REPEATED:
-        if (value := getattr(options, name)) is not None:
-            flags += [f"--{name.replace('_', '-')}", str(value)]
-    return flags

@@ -2,10 +2,10 @@
 
 import argparse
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from alload_jax.commands import add_command
 from alload_jax.commands.flags import AddFlag, add_run_flags
 
 if TYPE_CHECKING:  # these modules import JAX, which takes a second
@@ -19,20 +19,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the commands below this one and their flags."""
     actions = parser.add_subparsers(required=True, metavar="ACTION")
 
-    def added(name: str, words: str, action: Callable[[argparse.Namespace], int]) -> AddFlag:
-        sub = actions.add_parser(name, help=words, description=words)
-        sub.set_defaults(parser=sub, action=action)
-        return sub.add_argument
-
-    add = added("export", "Write the adapters of a run as a safetensors file.", _export)
+    words = "Write the adapters of a run as a safetensors file."
+    add = add_command(actions, "export", words, _export).add_argument
     add("--checkpoint", required=True, help="run folder of a model with adapters (model.lora)")
     add_run_flags(add, base=False)
     _add_output(add)
-    add = added("convert", "Write a file of adapters with other keys.", _convert)
+    words = "Write a file of adapters with other keys."
+    add = add_command(actions, "convert", words, _convert).add_argument
     add("file", help="file of adapters of diffusers, PEFT, ComfyUI or musubi-tuner")
     add("--model", required=True, help="transformer folder of the model; config.json is enough")
     _add_output(add)
-    add = added("merge", "Add files of adapters to weights, for diffusers.", _merge)
+    words = "Add files of adapters to weights, for diffusers."
+    add = add_command(actions, "merge", words, _merge).add_argument
     add("--model", required=True, help="transformer folder of diffusers, or run folder")
     add("--lora", required=True, metavar="FILE[:SCALE]", nargs="+", help="files, with factors; "
         "default 1")  # fmt: skip
@@ -48,11 +46,6 @@ def _add_output(add: AddFlag) -> None:
         "or of the original repository and ComfyUI")  # fmt: skip
     add("--dtype", choices=["float32", "bfloat16"], default="float32", help="default float32")
     add("--force", action="store_true", help="replace a file that exists")
-
-
-def run(options: argparse.Namespace) -> int:
-    """Runs the action that was chosen."""
-    return options.action(options)
 
 
 def _export(options: argparse.Namespace) -> int:

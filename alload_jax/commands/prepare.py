@@ -10,7 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from alload_jax.commands.flags import require_place
+from alload_jax.commands import add_command
+from alload_jax.commands.flags import add_settings, require_place
 from alload_jax.data.datasets import DATASETS
 from alload_jax.data.manifest import MANIFEST_NAME
 from alload_jax.errors import InputError, one_line
@@ -25,20 +26,19 @@ if TYPE_CHECKING:
 
 
 _HELP = {"digits": "Images and videos of handwritten digits."}
+_MEDIA_HELP = "Images and videos with captions: a folder, a table or WebDataset shards."
 
 
-def add_kinds(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Declares a subcommand for each registered data set.
-
-    Args:
-      kinds: what `add_subparsers` returned.
-    """
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares a command with its own flags for media and for each registered data set."""
+    kinds = parser.add_subparsers(required=True, metavar="KIND")
+    _add_media_arguments(add_command(kinds, "media", _MEDIA_HELP, run_media))
     for name in DATASETS.names():
-        help_text = _HELP.get(name, f"The data set {name}.")
-        parser = kinds.add_parser(name, help=help_text, description=help_text)
-        parser.add_argument("--out", required=True, help="data folder to write; must not exist")
-        parser.add_argument("--seed", type=int, default=0, help="seed of positions and motion")
-        parser.set_defaults(prepare=run_dataset, parser=parser, kind=name)
+        words = _HELP.get(name, f"The data set {name}.")
+        kind = add_command(kinds, name, words, run_dataset)
+        kind.add_argument("--out", required=True, help="data folder to write; must not exist")
+        kind.add_argument("--seed", type=int, default=0, help="seed of positions and motion")
+        kind.set_defaults(kind=name)
 
 
 def run_dataset(options: argparse.Namespace) -> int:
@@ -48,8 +48,6 @@ def run_dataset(options: argparse.Namespace) -> int:
     return 0
 
 
-MEDIA_HELP = "Images and videos with captions: a folder, a table or WebDataset shards."
-
 _REASONS = 8
 """Most reasons for skipped files that the summary lists."""
 _PARQUET = b"PAR1"
@@ -57,45 +55,21 @@ _PARQUET = b"PAR1"
 _MOST_WORKERS = 10_000
 
 
-def add_media_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_media_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's flags."""
+    from alload_jax.data.prepare.settings import MediaSettings
+
     add = parser.add_argument
     add("input", help="folder of media with captions in .txt or .json beside them, a table (.csv, "
         ".jsonl, .parquet), or WebDataset .tar shards")  # fmt: skip
     add("--out", required=True, help="data folder to write; must not exist")
     add("--path-column", help="column of paths in a table; default: found by its name")
     add("--caption-column", help="column or JSON key of captions; default: found by its name")
-    add("--captions", choices=["one", "all"], default="one", help="captions of a file to store: "
-        "one, or all: each line of a .txt file, each entry of a list, the columns caption, "
-        "caption_1, caption_2 and so on; an epoch takes one of them; default one")  # fmt: skip
-    add("--vae", default="none", help="encoder of frames: none stores pixels, wan latents of Wan's "
-        "VAE, hunyuan_video those of HunyuanVideo 1.5's; default none")  # fmt: skip
-    add("--vae-folder", help="local folder of the VAE's weights, as diffusers saves them")
-    add("--frames-per-latent", type=int, default=1, help="frames that a latent of pixels holds in "
-        "its channels, which makes clips shorter in tokens: 1, 2 or 4; default 1")  # fmt: skip
-    add("--text", default="bytes", help="encoder of captions: bytes, class where captions are "
-        "classes, umt5 for Wan's, hunyuan_video for HunyuanVideo 1.5's; default bytes")  # fmt: skip
-    add("--text-folder", help="local folder of the text encoder's weights and tokenizer")
-    add("--text-length", type=int, help="most tokens of a caption; default: 256 bytes for bytes, "
-        "512 tokens for umt5, 1000 for hunyuan_video")  # fmt: skip
-    add("--image-to-video", help="store what image-to-video models are given: first, or first-last "
-        "for first and last frame, which Wan's models take; default: nothing")  # fmt: skip
-    add("--image-folder", help="local folder of their image encoder: CLIP for wan, SigLIP for "
-        "hunyuan_video; default: none")  # fmt: skip
-    add("--area", nargs="+", default=["480p"], help="area classes of the buckets: 192p, 256p, "
-        "480p, 512p, 720p, 1080p, or HEIGHTxWIDTH; default 480p")  # fmt: skip
-    add("--max-enlarge", type=float, default=1.25, help="smaller pictures than this needs are "
-        "skipped; default 1.25")  # fmt: skip
-    add("--fps", default="16", help="frames per second of clips; default 16")
-    add("--frames", type=int, default=81, help="frames of a clip, 4n + 1; default 81")
-    add("--min-frames", type=int, default=1, help="shorter videos are skipped; default 1")
-    add("--stride-seconds", type=float, help="from the start of a clip to the next; default: "
-        "the clip's length")  # fmt: skip
-    add("--max-clips", type=int, help="most clips of a video; default: all")
-    add("--scenes", action="store_true", help="cut videos at scene changes, by PySceneDetect")
-    add("--scene-threshold", type=float, help="how many times as much as around it a picture must "
-        "change at a scene change; default 3")  # fmt: skip
-    add("--files-per-shard", type=int, default=32, help="input files in a shard; default 32")
+    add_settings(
+        parser,
+        MediaSettings,
+        special={"captions": {"choices": ["one", "all"]}, "area": {"nargs": "+"}},
+    )
     add("--workers", type=int, help="processes that decode; encoders with weights run "
         "in one for each GPU; default 1, with --engine ray one for each CPU of it")  # fmt: skip
     add("--engine", choices=["local", "ray"], default="local", help="what runs the processes: this "
@@ -110,13 +84,17 @@ def run_media(options: argparse.Namespace) -> int:
     _require("av", "prepare", "alload prepare media")
     from alload_jax.data.prepare.inputs import count_ignored, find_items
     from alload_jax.data.prepare.pipeline import prepare_media
+    from alload_jax.data.prepare.settings import MediaSettings
     from alload_jax.training.progress import ProgressBar
 
     engine = _engine(options)
     _check_places(options)
-    settings = _settings(options)
+    names = MediaSettings.__dataclass_fields__
+    given = {name: value for name, value in vars(options).items() if name in names}
+    given["area"] = tuple(given.get("area", MediaSettings.area))
+    settings = MediaSettings(**given)
     columns = (options.path_column, options.caption_column)
-    items = find_items(Path(options.input), *columns, options.captions == "all")
+    items = find_items(Path(options.input), *columns, settings.captions == "all")
     vae, _ = settings.encoders(items)
     out = Path(options.out).absolute()
     with ProgressBar("prepare: file", total=len(items)) as bar, _interruptible():
@@ -189,14 +167,6 @@ def _engine(options: argparse.Namespace) -> "Engine | None":
     return RayEngine(options.ray_address, options.workers)
 
 
-def _settings(options: argparse.Namespace) -> "MediaSettings":
-    from alload_jax.data.prepare.settings import MediaSettings
-
-    names = MediaSettings.__dataclass_fields__
-    values = {name: getattr(options, name) for name in names}
-    return MediaSettings(**values | {"area": tuple(options.area)})
-
-
 class _Speed:
     """Shows files and bytes per second on a bar."""
 
@@ -253,17 +223,3 @@ def _print_summary(
         soft_wrap=True,
     )
     print(out / MANIFEST_NAME)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares a subcommand with its own flags for each kind of data."""
-    kinds = parser.add_subparsers(required=True, metavar="KIND")
-    media = kinds.add_parser("media", help=MEDIA_HELP, description=MEDIA_HELP)
-    add_media_arguments(media)
-    media.set_defaults(prepare=run_media, parser=media)
-    add_kinds(kinds)
-
-
-def run(options: argparse.Namespace) -> int:
-    """Writes the folder."""
-    return options.prepare(options)

@@ -3,29 +3,31 @@
 import argparse
 from pathlib import Path
 
+from alload_jax.commands import add_command
 from alload_jax.commands.flags import require_place
 from alload_jax.errors import InputError
-
-_SPARSITY = "Draw the sparsity of each layer's attention over training."
-_VALIDATION = "Draw the validation loss of each size and noise level over training."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the reports, each a subcommand."""
     reports = parser.add_subparsers(required=True, metavar="REPORT")
     for name, words, report, example in (
-        ("sparsity", _SPARSITY, _report_sparsity, "runs/digits_sparse"),
-        ("validation", _VALIDATION, _report_validation, "runs/digits"),
+        (
+            "sparsity",
+            "Draw the sparsity of each layer's attention over training.",
+            _report_sparsity,
+            "runs/digits_sparse",
+        ),
+        (
+            "validation",
+            "Draw the validation loss of each size and noise level over training.",
+            _report_validation,
+            "runs/digits",
+        ),
     ):
-        each = reports.add_parser(name, help=words, description=words)
-        each.add_argument("run_folder", metavar="RUN", help=f"folder of a run, as {example}")
-        each.add_argument("--out", help=f"the PNG to write (default RUN/{name}.png)")
-        each.set_defaults(report=report, parser=each)
-
-
-def run(options: argparse.Namespace) -> int:
-    """Draws the chosen report."""
-    return options.report(options)
+        add = add_command(reports, name, words, report).add_argument
+        add("run_folder", metavar="RUN", help=f"folder of a run, as {example}")
+        add("--out", help=f"the PNG to write (default RUN/{name}.png)")
 
 
 def _report_sparsity(options: argparse.Namespace) -> int:

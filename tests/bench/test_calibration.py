@@ -1,8 +1,10 @@
 """`alload calibrate`: a run of a tiny model on this host, and refusals."""
 
+import contextlib
 import dataclasses
 import itertools
 import math
+import sys
 import time
 from types import SimpleNamespace
 
@@ -122,12 +124,12 @@ def test_outcomes_of_sparse_attention_become_terms():
         model = with_layers(costs, SparseLayers(1.0, density, 4_000)).quadratic
         for case in sparse_cases(256, 32_768, 4_000):
             [seconds] = bucketed_cost(model, np.array([case.rows]), np.array([case.seq_len]))
-            outcomes.append((density, calibration.Outcome(case, float(seconds))))
+            outcomes.append(calibration.Outcome(case, float(seconds), density=density))
     found, details = fit_sparse_outcomes(outcomes, quadratic, config)
     np.testing.assert_allclose(list(vars(found).values()), list(vars(terms).values()), rtol=1e-6)
     assert details["mape"] < 1e-9
     assert len(details["points"]) == 6
-    few = [*outcomes[:2], (0.3, calibration.Outcome(Case(1, 9), note="skipped"))]
+    few = [*outcomes[:2], calibration.Outcome(Case(1, 9), note="skipped", density=0.3)]
     assert fit_sparse_outcomes(few, quadratic, config)[0] is None
 
 
@@ -298,16 +300,17 @@ def test_the_memory_check_runs_steps_at_m_mem_and_beyond(monkeypatch):
     assert check_memory(costs)["within"]["seq_len"] == 256
 
 
-def test_every_flag_is_passed_to_the_measuring_process():
-    parser = calibrate.argparse.ArgumentParser()
-    calibrate.add_arguments(parser)
-    named = {action.dest for action in parser._actions} - {
-        *("help", "set", "memory_check", "from_run")
-    }
-    assert set(calibrate._REPEATED) == named
-    flags = ["--config", "a", "--out", "b", "--set", "k", "v", "--memory-gb", "3.0"]
-    again = parser.parse_args(calibrate._flags(parser.parse_args([*flags, "--memory-check"])))
-    assert vars(again) == vars(parser.parse_args(flags))
+def test_every_flag_is_passed_to_the_measuring_process(config, monkeypatch):
+    commands = []
+
+    def started(command):
+        commands.append(command)
+        return contextlib.nullcontext(SimpleNamespace(wait=lambda: 1))
+
+    monkeypatch.setattr(calibrate.subprocess, "Popen", started)
+    flags = ["calibrate", "--config", "tiny.yaml", "--out", "b", "--set", "k", "v"]
+    assert main([*flags, "--memory-check", "--memory-gb", "3.0"]) == 1
+    assert commands == [[sys.executable, "-m", "alload_jax.cli", *flags, "--memory-gb", "3.0"]]
 
 
 @pytest.mark.parametrize(

@@ -31,27 +31,35 @@ class MediaSettings:
     """Settings of `alload prepare media`; each is the flag of that name.
 
     Attributes:
-      vae: name of the encoder of frames.
-      vae_folder: local folder of its weights.
-      frames_per_latent: frames that a latent of pixels holds in its channels: 1, 2 or 4.
-      text: name of the encoder of captions.
-      text_folder: local folder of its weights.
-      text_length: most tokens of a caption; None for the encoder's default.
-      captions: which captions of a file are stored: `one`, or `all`.
-      image_to_video: frames that image-to-video models are given, `first` or `first-last`; None
-        stores nothing for them.
-      image_folder: local folder of their image encoder; None for models that take none.
-      area: area classes of the buckets.
-      max_enlarge: most by which a picture may be enlarged.
-      fps: frames per second of the clips, as a number or a fraction.
-      frames: frames of a clip, 4n + 1.
-      min_frames: videos in which no clip of this length fits are skipped.
-      stride_seconds: time from the start of a clip to the next; None for no gap or overlap.
-      max_clips: most clips of a video; None for all.
-      scenes: videos are cut at scene changes, and no clip goes across one.
-      scene_threshold: how many times as much as around it a picture must change at a scene
-        change; None for the default.
-      files_per_shard: input files in a shard.
+      vae: encoder of frames: none stores pixels, wan latents of Wan's VAE, hunyuan_video those of
+        HunyuanVideo 1.5's; default none.
+      vae_folder: local folder of the VAE's weights, as diffusers saves them.
+      frames_per_latent: frames that a latent of pixels holds in its channels, which makes clips
+        shorter in tokens: 1, 2 or 4; default 1.
+      text: encoder of captions: bytes, class where captions are classes, umt5 for Wan's,
+        hunyuan_video for HunyuanVideo 1.5's; default bytes.
+      text_folder: local folder of the text encoder's weights and tokenizer.
+      text_length: most tokens of a caption; default: 256 bytes for bytes, 512 tokens for umt5, 1000
+        for hunyuan_video.
+      captions: captions of a file to store: one, or all: each line of a .txt file, each entry of a
+        list, the columns caption, caption_1, caption_2 and so on; an epoch takes one of them;
+        default one.
+      image_to_video: store what image-to-video models are given: first, or first-last for first and
+        last frame, which Wan's models take; default: nothing.
+      image_folder: local folder of their image encoder: CLIP for wan, SigLIP for hunyuan_video;
+        default: none.
+      area: area classes of the buckets: 192p, 256p, 480p, 512p, 720p, 1080p, or HEIGHTxWIDTH;
+        default 480p.
+      max_enlarge: smaller pictures than this needs are skipped; default 1.25.
+      fps: frames per second of clips, a number or a fraction; default 16.
+      frames: frames of a clip, 4n + 1; default 81.
+      min_frames: shorter videos are skipped; default 1.
+      stride_seconds: from the start of a clip to the next; default: the clip's length.
+      max_clips: most clips of a video; default: all.
+      scenes: cut videos at scene changes, by PySceneDetect; no clip goes across one.
+      scene_threshold: how many times as much as around it a picture must change at a scene change;
+        default 3.
+      files_per_shard: input files in a shard; default 32.
     """
 
     vae: str = "none"
