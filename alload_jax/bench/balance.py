@@ -5,7 +5,7 @@ each device computes. Latents and texts are random.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -52,7 +52,7 @@ def run_steps(
       `rounds`, the seconds of the steps in each repeat; `programs`, the number of programs of the
       plan; `compiled`, the number of programs that these steps need, and `compile_seconds`, the
       time to compile them, None with a compilation cache, which may hold some; `peak_bytes` of each
-      device.
+      device, None where devices do not report it.
 
     Raises:
       FloatingPointError: the loss of a step is not finite.
@@ -72,20 +72,26 @@ def run_steps(
     list(trainer.compile(list(shapes.values())))
     cached = jax.config.values["jax_compilation_cache_dir"]
     compile_seconds = None if cached else time.perf_counter() - begin
-    for step in _warmup_steps(steps):
-        run(step)
+    warm: set[object] = set()
+    for step in steps:  # those that run a program that no earlier step has run
+        groups_of = step.groups or (0,) * len(step.batches)
+        programs_of = {*zip(groups_of, map(signature, step.batches), strict=True)}
+        if programs_of - warm:
+            warm |= programs_of
+            run(step)
     seconds, profile = recorded([partial(run, step) for _ in range(repeats) for step in steps])
     rounds = np.reshape(seconds, (repeats, len(steps)))
     found = {"seconds": rounds.mean(axis=0).tolist(), "busy": None, "exposed": None}
     for name, value in zip(("busy", "exposed"), device_seconds(profile) or (), strict=False):
         by_round = np.reshape(value, (repeats, len(steps), -1))
         found[name] = by_round.mean(axis=0).tolist()
+    stats = [device.memory_stats() for device in jax.local_devices()]
     return found | {
         "rounds": rounds.tolist(),
         "programs": programs,
         "compiled": len(shapes),
         "compile_seconds": compile_seconds,
-        "peak_bytes": _peaks(),
+        "peak_bytes": [each["peak_bytes_in_use"] for each in stats if each] or None,
     }
 
 
@@ -102,17 +108,6 @@ def _placed_steps(
     return jax.block_until_ready(list(placed)), len(collation.shapes(plan))
 
 
-def _warmup_steps(steps: Sequence[PlacedStep]) -> Iterator[PlacedStep]:
-    """The steps that run every program once: each runs one that no earlier step has run."""
-    seen: set[object] = set()
-    for step in steps:
-        groups = step.groups or (0,) * len(step.batches)
-        runs = {*zip(groups, map(signature, step.batches), strict=True)}
-        if runs - seen:
-            seen |= runs
-            yield step
-
-
 def _digest(plan: Plan, mesh: Mesh) -> str:
     """A digest that is equal if the first epochs run the same programs on the same samples."""
     epoch, packing = plan.epoch(0), plan.epoch(0).packing
@@ -121,12 +116,6 @@ def _digest(plan: Plan, mesh: Mesh) -> str:
         columns += [packing.offset, packing.tokens, packing.split_tokens]
         columns += [np.asarray([packing.segments, *packing.split_sizes])]
     return digest(np.asarray([*mesh.shape.values(), plan.group_ranks]), *columns)
-
-
-def _peaks() -> list[int] | None:
-    """Peak bytes in use on each device; None where devices do not report it."""
-    stats = [device.memory_stats() for device in jax.local_devices()]
-    return [found["peak_bytes_in_use"] for found in stats if found] or None
 
 
 def measure(

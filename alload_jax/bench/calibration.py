@@ -295,10 +295,19 @@ class Calibration:
 
     def _compile(self, cases: Sequence[Case]) -> None:
         """Compiles missing programs in parallel; a case that runs out of memory gets None."""
+
+        def compiled(case: Case) -> Compiled | None:
+            try:
+                return self.step.compile(case.latents(self.step.model.patch_size))
+            except jax.errors.JaxRuntimeError as error:
+                if not out_of_memory(error):
+                    raise
+                return None
+
         missing = [case for case in cases if case not in self._programs]
         begin = time.perf_counter()
         with ThreadPoolExecutor(self._workers) as pool:
-            self._programs.update(zip(missing, pool.map(self._compile_one, missing), strict=True))
+            self._programs.update(zip(missing, pool.map(compiled, missing), strict=True))
         if missing:
             rounds, seconds = -(-len(missing) // self._workers), time.perf_counter() - begin
             self._compile_seconds = seconds / rounds
@@ -309,14 +318,6 @@ class Calibration:
     def program_seconds(self) -> float | None:
         """Seconds for each program, where several are compiled at once; None before any."""
         return self._all_seconds / self._compiled if self._compiled else None
-
-    def _compile_one(self, case: Case) -> Compiled | None:
-        try:
-            return self.step.compile(case.latents(self.step.model.patch_size))
-        except jax.errors.JaxRuntimeError as error:
-            if not out_of_memory(error):
-                raise
-            return None
 
     def _bytes(self, case: Case) -> int:
         """Peak bytes in use during a step, according to its compiled programs."""

@@ -9,7 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import IO, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,9 +57,15 @@ def sampling() -> Iterator[list[str]]:
     if process is None:
         yield lines
         return
-    assert process.stdout is not None
+    output = process.stdout
+    assert output is not None
+
+    def read() -> None:
+        with output:
+            lines.extend(output)
+
     # Through a pipe, so that nvidia-smi ends where this process is killed.
-    reader = threading.Thread(target=_read, args=(process.stdout, lines), daemon=True)
+    reader = threading.Thread(target=read, daemon=True)
     reader.start()
     try:
         yield lines
@@ -70,7 +76,16 @@ def sampling() -> Iterator[list[str]]:
 
 def load_of(lines: Iterable[str]) -> DeviceLoad | None:
     """Of what nvidia-smi printed; None if no line is whole and has all values."""
-    samples = [values for line in lines if (values := _values(line)) is not None]
+    samples = []
+    for line in lines:
+        try:
+            values = tuple(map(float, line.split(",")))
+        except ValueError:
+            continue  # "[N/A]"
+        # The last line ends anywhere where nvidia-smi was ended within it.
+        whole = line.endswith("\n") and len(values) == len(_FIELDS)
+        if whole and all(map(math.isfinite, values)):
+            samples.append(values)
     if not samples:
         return None
     clock, most, watts, limit = map(statistics.median, zip(*samples, strict=True))
@@ -96,11 +111,6 @@ def _started() -> subprocess.Popen[str] | None:
         return None  # no nvidia-smi here
 
 
-def _read(output: IO[str], lines: list[str]) -> None:
-    with output:
-        lines.extend(output)
-
-
 def _end(process: subprocess.Popen[str]) -> None:
     """Ends it; one that hangs in the driver is left alone, as its measurement is done."""
     for end in (process.terminate, process.kill):
@@ -108,16 +118,6 @@ def _end(process: subprocess.Popen[str]) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_PATIENCE)
             return
-
-
-def _values(line: str) -> tuple[float, ...] | None:
-    """None for a line with "[N/A]", and for the last one where nvidia-smi was ended within it."""
-    try:
-        values = tuple(map(float, line.split(",")))
-    except ValueError:
-        return None
-    whole = line.endswith("\n") and len(values) == len(_FIELDS)
-    return values if whole and all(map(math.isfinite, values)) else None
 
 
 _COPIED_BYTES = 1 << 32

@@ -101,7 +101,9 @@ def measure(
     """Measures dense attention, then our kernels at each sparsity, and rivals with them."""
     for shape in dict.fromkeys(shapes):
         sets = make_arguments(shape)
-        exact_sparsities = dict.fromkeys(_exact(shape, sparsity) for sparsity in sparsities)
+        exact_sparsities = dict.fromkeys(
+            1 - _listed(shape, sparsity) / _blocks(shape) for sparsity in sparsities
+        )
         dense = partial(jax.nn.dot_product_attention, implementation="cudnn")
         for part, time in _passes(dense, sets):
             yield Entry(shape, "cudnn", "random", 0.0, part, *time)
@@ -215,11 +217,6 @@ def _blocks(shape: Shape) -> int:
 def _listed(shape: Shape, sparsity: float) -> int:
     """Length of lists of about this sparsity."""
     return max(1, round(_blocks(shape) * (1 - sparsity)))
-
-
-def _exact(shape: Shape, sparsity: float) -> float:
-    """The sparsity of such lists."""
-    return 1 - _listed(shape, sparsity) / _blocks(shape)
 
 
 class Speed(NamedTuple):

@@ -122,6 +122,10 @@ _MIN_RELATIVE_RANGE = 0.01
 def manifest_of(samples: Samples, model: ModelConfig) -> Manifest:
     """A manifest of the samples, without files on disk."""
     count, none = len(samples), np.zeros(len(samples), np.int64)
+    form = form_for(model)
+    # All tokens of each further kind of condition, for each sample.
+    lengths = {part.name: part.length for part in model.condition_parts()}
+    further = np.asarray([lengths[name] for name, _ in form.parts], np.int32)
     return Manifest(
         path=Path("random"),
         shard=np.full(count, "random", object),
@@ -131,26 +135,11 @@ def manifest_of(samples: Samples, model: ModelConfig) -> Manifest:
         text_length=np.full(count, model.text.length if model.text else LABEL_TOKENS),
         checksum=none,
         vae_stride=Geometry().vae_stride,
-        form=form_for(model),
+        form=form,
         shard_bytes={},
         origin={},
-        part_lengths=_part_lengths(count, model),
+        part_lengths=np.tile(further, (count, 1)) if form.parts else None,
     )
-
-
-def _with_conditions(samples: Samples, model: ModelConfig) -> Samples:
-    """The samples with the lengths that they have in the model's rows."""
-    if not model.joint_attention:
-        return samples
-    conditions = conditions_for(model, manifest_of(samples, model))
-    return dataclasses.replace(samples, seq_len=samples.seq_len + conditions.length)
-
-
-def _part_lengths(count: int, model: ModelConfig) -> np.ndarray | None:
-    """All tokens of each further kind for each sample; None without further kinds."""
-    lengths = {part.name: part.length for part in model.condition_parts()}
-    further = [lengths[name] for name, _ in form_for(model).parts]
-    return np.tile(np.asarray(further, np.int32), (count, 1)) if further else None
 
 
 def programs_of(plan: Plan) -> list[list[int]]:
@@ -182,7 +171,10 @@ def measure(
     """
     settings = dict(locals())
     config = config_from_fields(model)
-    drawn = _with_conditions(draw_samples(workload, shape, samples, one_aspect), config)
+    drawn = draw_samples(workload, shape, samples, one_aspect)
+    if config.joint_attention:  # the lengths that samples have in the model's rows
+        conditions = conditions_for(config, manifest_of(drawn, config))
+        drawn = dataclasses.replace(drawn, seq_len=drawn.seq_len + conditions.length)
     recorded = provenance(["jax", "jaxlib", "flax"]) | {
         "settings": settings,
         "samples": len(drawn),
@@ -227,7 +219,10 @@ class _Runner:
         reader: Any = RandomReader(self._manifest, conditions)
         collate = Collator(reader, frozenset({0}), collation)
         counted = []
-        squares = _squares(plan, self._samples)
+        # Of the tokens of each step's samples, on which attention's cost depends: [steps].
+        epoch = plan.epoch(0)
+        tokens = epoch.part_tokens(self._samples.seq_len).astype(np.float64)
+        squares = np.bincount(epoch.step[epoch.micro_batch_of_part()], tokens**2, epoch.steps)
         programs = programs_of(plan)
         for steps in programs:
             first = _placed(collate, plan, steps[0])
@@ -275,13 +270,6 @@ def representative(steps: Sequence[int], cost: np.ndarray, most: int) -> list[in
     order = np.asarray(steps)[np.argsort(cost[list(steps)], kind="stable")]
     middles = (np.arange(most) + 0.5) * len(steps) / most
     return order[middles.astype(int)].tolist()
-
-
-def _squares(plan: Plan, samples: Samples) -> np.ndarray:
-    """[steps] sum over each step's samples of squared tokens, on which attention's cost depends."""
-    epoch = plan.epoch(0)
-    tokens = epoch.part_tokens(samples.seq_len).astype(np.float64)
-    return np.bincount(epoch.step[epoch.micro_batch_of_part()], tokens**2, epoch.steps)
 
 
 def summary(

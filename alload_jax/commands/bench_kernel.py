@@ -2,12 +2,13 @@
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
 from alload_jax.bench.harness import Record, console, markdown_table
-from alload_jax.commands.flags import require_outputs
+from alload_jax.commands.flags import require_outputs, triple
 from alload_jax.errors import InputError
 from alload_jax.files import Json
 
@@ -29,7 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--workloads", nargs="+", metavar="NAME", help="named shapes; default: all")
     add(
-        "--shape", action="append", type=_shape, help="a shape of your own, as 1,32760,1536 (B,S,D)"
+        "--shape",
+        action="append",
+        type=partial(triple, example="1,4096,1536", least=1),
+        help="a shape of your own, as 1,32760,1536 (B,S,D)",
     )
     add("--functions", nargs="+", metavar="NAME", help=_FUNCTIONS_HELP)
     add("--out", default="layernorm_modulate", help="written: OUT.json and OUT.png")
@@ -60,13 +64,19 @@ def run(
     entries: list[kernel.Entry] = []
     for entry in kernel.measure(workloads, functions, [kernel.mosaic, *rivals]):
         entries.append(entry)
-        console().print(_line(entry, kernel.share_of_copy(entry, copy)))
+        where = f"{entry.workload} {entry.function} {entry.direction} {entry.implementation}"
+        share = kernel.share_of_copy(entry, copy)
+        console().print(f"{where}: {entry.us:,.1f} µs, {share:.2f} of copy")
         record.content["summary"] = kernel.summary(entries, copy)
         record.add(entry._asdict(), to="entries")
     draw_kernels(picture, entries, copy, device)
     console().print(_table(entries, copy, device))
     for row in kernel.summary(entries, copy):
-        console().print(_verdict(row))
+        times, least = row["times_xla_mean"], row["times_xla_least"]
+        console().print(
+            f"{row['function']} {row['direction']}: {times:.2f}× XLA's fusion in the geometric "
+            f"mean, {least:.2f}× at least; {row['least_share_of_copy']:.2f} of a copy at least"
+        )
     print(f"written: {out}, {picture}")
     return 0
 
@@ -100,18 +110,6 @@ def _functions(options: argparse.Namespace) -> list[Any]:
     return options.functions or known[:2]
 
 
-def _shape(text: str) -> tuple[int, int, int]:
-    parts = text.split(",")
-    if len(parts) != 3 or not all(part.isdecimal() and int(part) for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is not three whole numbers such as 1,4096,1536")
-    return (int(parts[0]), int(parts[1]), int(parts[2]))
-
-
-def _line(entry: "Entry", share: float) -> str:
-    where = f"{entry.workload} {entry.function} {entry.direction} {entry.implementation}"
-    return f"{where}: {entry.us:,.1f} µs, {share:.2f} of copy"
-
-
 def _table(entries: "list[Entry]", copy: float, device: str) -> Table:
     from alload_jax.bench.kernel import ratios, share_of_copy
 
@@ -134,11 +132,3 @@ def _table(entries: "list[Entry]", copy: float, device: str) -> Table:
             *("–" if gain is None else f"{gain:.2f}×" for gain in gains),
         )
     return table
-
-
-def _verdict(row: Json) -> str:
-    times, least = row["times_xla_mean"], row["times_xla_least"]
-    return (
-        f"{row['function']} {row['direction']}: {times:.2f}× XLA's fusion in the geometric mean, "
-        f"{least:.2f}× at least; {row['least_share_of_copy']:.2f} of a copy at least"
-    )

@@ -3,7 +3,6 @@
 import argparse
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.table import Table
@@ -11,7 +10,6 @@ from rich.table import Table
 from alload_jax.bench.harness import Record, console, markdown_table
 from alload_jax.commands.flags import require_flags, require_outputs
 from alload_jax.errors import InputError
-from alload_jax.files import Json
 
 if TYPE_CHECKING:
     from alload_jax.bench.sparse_attention import Entry, Rival, Speed
@@ -56,7 +54,13 @@ def run(
       rivals: other libraries' implementations to measure beside ours.
       packages: whose versions the JSON notes for that.
     """
-    out, picture = _check(options)
+    require_flags(_COMMAND, heads=options.heads, tokens=min(options.tokens))
+    for sparsity in options.sparsities:
+        if not 0 <= sparsity < 1:
+            raise InputError(
+                f"{_COMMAND}: --sparsities {sparsity}: it must be at least 0 and below 1"
+            )
+    out, picture = require_outputs(_COMMAND, options.out)
     # Only now: `--help` needs neither JAX nor a GPU.
     import jax
 
@@ -75,40 +79,29 @@ def run(
     entries: list[Entry] = []
     for entry in bench.measure(shapes, options.sparsities, options.lists, kernels, rivals):
         entries.append(entry)
-        console().print(_line(entry))
+        where = f"{entry.shape.tokens:,} tokens, {entry.popularity}, {entry.sparsity:.0%}"
+        console().print(f"{where}, {entry.implementation} {entry.part}: {entry.us:,.0f} µs")
         found = bench.speeds(entries)
         record.content |= {
             "break_even": {str(s.tokens): bench.break_even(found, s) for s in shapes},
-            "speeds": [_jsonable(each) for each in found],
+            "speeds": [
+                speed._asdict()
+                | {"shape": speed.shape._asdict()}
+                | ({"selection": None} if math.isnan(speed.selection) else {})
+                for speed in found
+            ],
         }
         record.add(entry._asdict() | {"shape": entry.shape._asdict()}, to="entries")
     device = jax.devices()[0].device_kind
     draw_sparse_attention(picture, found, device)
     console().print(_table(entries, found, device))
     for shape in shapes:
-        console().print(_verdict(shape.tokens, bench.break_even(found, shape)))
+        words = "the measured sparsities do not show where dense is as fast"
+        if (sparsity := bench.break_even(found, shape)) is not None:
+            words = f"as fast as dense attention at a sparsity of {sparsity:.0%}"
+        console().print(f"{shape.tokens:,} tokens: {words}")
     print(f"written: {out}, {picture}")
     return 0
-
-
-def _check(options: argparse.Namespace) -> tuple[Path, Path]:
-    require_flags(_COMMAND, heads=options.heads, tokens=min(options.tokens))
-    for sparsity in options.sparsities:
-        if not 0 <= sparsity < 1:
-            raise InputError(
-                f"{_COMMAND}: --sparsities {sparsity}: it must be at least 0 and below 1"
-            )
-    return require_outputs(_COMMAND, options.out)
-
-
-def _jsonable(speed: "Speed") -> Json:
-    selection = None if math.isnan(speed.selection) else speed.selection
-    return speed._asdict() | {"shape": speed.shape._asdict(), "selection": selection}
-
-
-def _line(entry: "Entry") -> str:
-    where = f"{entry.shape.tokens:,} tokens, {entry.popularity}, {entry.sparsity:.0%}"
-    return f"{where}, {entry.implementation} {entry.part}: {entry.us:,.0f} µs"
 
 
 def _table(entries: "Sequence[Entry]", found: "Sequence[Speed]", device: str) -> Table:
@@ -130,9 +123,3 @@ def _table(entries: "Sequence[Entry]", found: "Sequence[Speed]", device: str) ->
             "–" if math.isnan(each.selection) else f"{each.selection:.1%}",
         )
     return table
-
-
-def _verdict(tokens: int, sparsity: float | None) -> str:
-    if sparsity is None:
-        return f"{tokens:,} tokens: the measured sparsities do not show where dense is as fast"
-    return f"{tokens:,} tokens: as fast as dense attention at a sparsity of {sparsity:.0%}"

@@ -296,20 +296,25 @@ def _policy_table(content: Json) -> Table:
 
 def profile(options: argparse.Namespace, cases: Iterable[Case]) -> int:
     """Measures and profiles each case; prints tables, writes JSON and a picture for each."""
+    from alload_jax.bench.pictures import draw_profile
+
     record = record_of(options)
     for name, program, settings in cases:
         # A case's name as part of a file's.
         file = re.sub(r"\W+", "_", name.removeprefix("alload, keep "))
         keep = options.keep_trace and str((Path(options.keep_trace) / file).absolute())
-        case, operations = _profiled(program, settings, keep)
-        case = {"name": name} | case
+        found, operations = _profiled(program, settings, keep)
+        case: Json = {"name": name, **found}
         record.add(case)
         if "error" in case:
             console().print(f"{name}: {case['error']}")
             continue
         _show(case, operations)
         picture = record.path.with_name(f"{record.path.stem}_{file}.png")
-        _draw(picture, case, record.content)
+        model = case["settings"]["model"]
+        title = f"One training step of {model['num_layers']} layers, {options.batch} × "
+        title += f"{'×'.join(map(str, options.latents))} latents, remat: {model['remat']}"
+        draw_profile(picture, case, title)
         print(f"written: {picture}")
     print(f"written: {record.path}")
     return 0 if any("rows" in case for case in record.content["cases"]) else 1
@@ -432,11 +437,3 @@ def _cells(row: "Row") -> tuple[str, ...]:
     roof = work / row.roof_seconds / 1e12
     of_roof = f"{row.of_roof:.2f}"
     return (*time, f"{roof * row.of_roof:.{digits}f} {unit}", f"{roof:.{digits}f}", of_roof)
-
-
-def _draw(path: Path, case: Json, content: Json) -> None:
-    from alload_jax.bench.pictures import draw_profile
-
-    latents, model = "×".join(map(str, content["latents"])), case["settings"]["model"]
-    title = f"One training step of {model['num_layers']} layers, {content['batch']} × {latents}"
-    draw_profile(path, case, f"{title} latents, remat: {model['remat']}")

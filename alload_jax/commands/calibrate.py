@@ -91,10 +91,20 @@ def calibrate_from_run(folder: Path, out: Path) -> int:
     Raises:
       InputError: the folder holds no run, or too few of its steps can be fitted.
     """
+    from alload_jax.config import read_config
     from alload_jax.training.run_files import is_validation, read_metrics
 
-    config = _run_config(folder)
-    planned_by = _planned_by(folder, config)
+    path = folder / "config.yaml"
+    if not path.is_file():
+        raise InputError(f"{folder}: holds no run; give the folder of one, such as runs/digits")
+    config = parse_yaml(read_text(path), str(path), "restore the run's config")
+    config = config if isinstance(config, dict) else {}
+    planned_by = CostFile()
+    if place := (config.get("planning") or {}).get("cost_model"):
+        try:
+            planned_by = read_cost_file(place)
+        except InputError as error:
+            raise InputError(f"{folder}: its config names a cost model: {error}") from error
     before = planned_by.quadratic
     if (config.get("model") or {}).get("sparse_attention"):
         before = with_layers(planned_by, SparseLayers()).quadratic
@@ -114,6 +124,12 @@ def calibrate_from_run(folder: Path, out: Path) -> int:
         "versions": starts[-1].get("versions"),
     }
     quadratic, sparse = without_layers(found.model)
+    model = planned_by.model  # by which a cost model is compared with others
+    if not model:
+        trained = read_config(["--config", str(path)], prog=_COMMAND).model
+        step = trained.step_fields()
+        remat = {"remat": step["remat"]} if "remat" in step else {}
+        model = trained.architecture() | remat
     summary = read_json(folder / "summary.json") or {}
     compiled, programs = summary.get("compile_seconds"), summary.get("programs")
     times: Json = {}
@@ -126,7 +142,7 @@ def calibrate_from_run(folder: Path, out: Path) -> int:
         quadratic=quadratic,
         sparse=sparse or planned_by.sparse,
         power=planned_by.power,
-        model=planned_by.model or _model(folder),
+        model=model,
         device=devices[0] or planned_by.device,
         origin="measured",
         details=details,
@@ -135,35 +151,6 @@ def calibrate_from_run(folder: Path, out: Path) -> int:
     _print_fit(found, before)
     print(f"written: {out}")
     return 0
-
-
-def _run_config(folder: Path) -> Json:
-    path = folder / "config.yaml"
-    if not path.is_file():
-        raise InputError(f"{folder}: holds no run; give the folder of one, such as runs/digits")
-    content = parse_yaml(read_text(path), str(path), "restore the run's config")
-    return content if isinstance(content, dict) else {}
-
-
-def _planned_by(folder: Path, config: Json) -> CostFile:
-    """The cost model of the run's plan; empty if there is none."""
-    place = (config.get("planning") or {}).get("cost_model")
-    if not place:
-        return CostFile()
-    try:
-        return read_cost_file(place)
-    except InputError as error:
-        raise InputError(f"{folder}: its config names a cost model: {error}") from error
-
-
-def _model(folder: Path) -> Json:
-    """Fields of the run's model, by which a cost model is compared with others."""
-    from alload_jax.config import read_config
-
-    config = read_config(["--config", str(folder / "config.yaml")], prog="alload calibrate")
-    step = config.model.step_fields()
-    remat = {"remat": step["remat"]} if "remat" in step else {}
-    return config.model.architecture() | remat
 
 
 def _print_fit(found: RunFit, before: QuadraticCost | None) -> None:
@@ -232,7 +219,7 @@ def run(options: argparse.Namespace) -> int:
         return calibrate_from_run(Path(options.from_run), Path(options.out))
     if options.memory_check:
         return _run_with_memory_check(options)
-    from alload_jax.bench.calibration import Calibration
+    from alload_jax.bench.calibration import Bounds, Calibration
     from alload_jax.bench.calibration_fit import LEAST_POINTS, calibrated
     from alload_jax.config import use_compilation_cache
     from alload_jax.training.run_files import peak_memory
@@ -240,9 +227,12 @@ def run(options: argparse.Namespace) -> int:
     set_xla_flags()  # as training does
     config = _config(options)
     use_compilation_cache(config.run)
-    step = _step(config, options)
+    memory = None if options.memory_gb is None else options.memory_gb * 1e9
+    limits = (options.seconds, options.shortest, options.longest, options.margin)
+    bounds = Bounds(*limits, memory)
+    step = _step(config, bounds)
     print("compiling small steps, to fit memory over tokens; --seconds counts from then on")
-    calibration = Calibration(step, _bounds(options))
+    calibration = Calibration(step, bounds)
     finding = calibration.memory()
     print(
         f"{finding.model.base / 1e9:.2f} GB + {finding.model.per_token / 1e3:.1f} kB per token + "
@@ -326,39 +316,27 @@ def _config(options: argparse.Namespace) -> "Config":
     return dataclasses.replace(config, model=model)
 
 
-def _bounds(options: argparse.Namespace) -> "Bounds":
-    from alload_jax.bench.calibration import Bounds
-
-    memory = None if options.memory_gb is None else options.memory_gb * 1e9
-    return Bounds(options.seconds, options.shortest, options.longest, options.margin, memory)
-
-
-def _step(config: "Config", options: argparse.Namespace) -> "Step":
+def _step(config: "Config", bounds: "Bounds") -> "Step":
     """Makes the step to measure; raises InputError first if its state cannot fit."""
     from alload_jax.bench.calibration import device_memory
+    from alload_jax.data.sources.opening import open_source
     from alload_jax.models.families import abstract_model, parameter_count
     from alload_jax.planning.analytic import state_bytes
     from alload_jax.planning.cost import MemoryModel
     from alload_jax.training.remat_choice import trained_of
     from alload_jax.training.trial_step import Step, training_spec, with_density
 
-    limit = device_memory(_bounds(options).memory)
+    limit = device_memory(bounds.memory)
     trained = trained_of(abstract_model(config.model).params, config.parameters, config.optimizer)
     state = state_bytes(parameter_count(config.model), trained)
-    MemoryModel(float(state), 1.0).max_tokens(limit, options.margin)
+    MemoryModel(float(state), 1.0).max_tokens(limit, bounds.margin)
     model = with_density(config.model, 1.0)
     spec = training_spec(model, config.optimizer, config.objective, config.parameters)
-    return Step(spec, _condition_tokens(config), single=config.planning.single_gradient)
-
-
-def _condition_tokens(config: "Config") -> int:
-    """Condition tokens of a row with classes: the data's maximum, or 1 without the data."""
-    from alload_jax.data.sources.opening import open_source
-
-    absent = config.data.source is None and not Path(config.data.folder).exists()
-    if config.model.text or absent:
-        return 1
-    return open_source(config.data.folder, config.data.source).manifest.longest_text()
+    # Of a row with classes: the data's maximum, or 1 without the data.
+    data, tokens = config.data, 1
+    if not config.model.text and (data.source is not None or Path(data.folder).exists()):
+        tokens = open_source(data.folder, data.source).manifest.longest_text()
+    return Step(spec, tokens, single=config.planning.single_gradient)
 
 
 def _until_interrupted(outcomes: "Iterable[Outcome]", least: int) -> "list[Outcome]":

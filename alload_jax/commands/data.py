@@ -14,7 +14,6 @@ from rich.text import Text
 from alload_jax.commands.flags import require_place, source_config, triple
 from alload_jax.data.manifest import Manifest, caption_counts
 from alload_jax.data.pixel_latents import holds_pixels
-from alload_jax.data.sources import SampleSource
 from alload_jax.data.sources.opening import open_source
 from alload_jax.errors import InputError, one_line
 from alload_jax.planning.samples import PIXEL_PATCH, Geometry, Triple
@@ -25,7 +24,11 @@ _LONGEST_VALUE = 100
 
 def store_table(manifest: Manifest, patch_size: Triple) -> Table:
     """A table of what a store holds."""
-    frames = manifest.shape[:, 0]
+    frames, captions = manifest.shape[:, 0], caption_counts(manifest)
+    count, fps = int(frames[frames > 1].sum()), manifest.fps
+    video = f"{count:,} frames; the origin names no fps"
+    if fps is not None:
+        video = f"{count / fps / 3600:,.3f} hours: {count:,} frames at {fps:g} fps"
     tokens = manifest.samples(patch_size).seq_len
     table = Table(
         title=Text(one_line(str(manifest.folder))), title_justify="left", show_header=False
@@ -36,18 +39,24 @@ def store_table(manifest: Manifest, patch_size: Triple) -> Table:
         "samples": f"{len(manifest):,}",
         "images": f"{int((frames == 1).sum()):,}",
         "videos": f"{int((frames > 1).sum()):,}",
-        "video": _video(manifest),
+        "video": video,
         "tokens": f"{int(tokens.sum()):,} with patch size {_joined(patch_size)}",
         "tokens of a sample": _range(tokens),
         **{name: held for name, held in manifest.form.described().items() if held != "none"},
         "condition tokens of a sample": _range(manifest.text_length),
-        **_captions(manifest),
         "channels": str(int(manifest.channels[0])),
         "VAE stride": _joined(manifest.vae_stride),
         "shards" if manifest.is_store else "files": f"{len(manifest.shard_bytes):,}",
         "bytes": f"{sum(manifest.shard_bytes.values()):,}",
     }
-    rows |= {one_line(f"origin: {name}"): _value(value) for name, value in manifest.origin.items()}
+    if several := int((captions > 1).sum()):
+        rows["captions of a sample"] = f"{_range(captions)}; {several:,} samples have several"
+    for name, value in manifest.origin.items():
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        text = one_line(text)
+        rows[one_line(f"origin: {name}")] = (
+            text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 1]}…"
+        )
     for name, value in rows.items():
         table.add_row(Text(name), Text(value))
     return table
@@ -77,23 +86,6 @@ def bucket_table(manifest: Manifest, patch_size: Triple) -> Table:
     return table
 
 
-def _video(manifest: Manifest) -> str:
-    frames = manifest.shape[:, 0]
-    count = int(frames[frames > 1].sum())
-    if manifest.fps is None:
-        return f"{count:,} frames; the origin names no fps"
-    return f"{count / manifest.fps / 3600:,.3f} hours: {count:,} frames at {manifest.fps:g} fps"
-
-
-def _captions(manifest: Manifest) -> dict[str, str]:
-    """How many captions samples have, if some have several."""
-    counts = caption_counts(manifest)
-    several = int((counts > 1).sum())
-    if not several:
-        return {}
-    return {"captions of a sample": f"{_range(counts)}; {several:,} samples have several"}
-
-
 def _range(values: np.ndarray) -> str:
     low, middle, high = (float(np.quantile(values, q)) for q in (0, 0.5, 1))
     return f"{low:,.0f} to {high:,.0f}, median {middle:,.0f}"
@@ -101,12 +93,6 @@ def _range(values: np.ndarray) -> str:
 
 def _joined(triple: Triple) -> str:
     return ",".join(map(str, triple))
-
-
-def _value(value: object) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    text = one_line(text)
-    return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 1]}…"
 
 
 _MERGE = "merge"
@@ -180,7 +166,10 @@ def _show(options: argparse.Namespace) -> int:
     samples = _sheet_samples(options)
     source = open_source(options.words[0], source_config(options.config, "alload data"))
     manifest = source.manifest
-    patch_size = options.patch_size or _usual_patch(manifest)
+    # Of Wan's models for latents; for pixels that of `alload prepare media`.
+    whole = not (manifest.shape[:, 1:] % PIXEL_PATCH[1:]).any()
+    usual = PIXEL_PATCH if holds_pixels(manifest) and whole else Geometry().patch_size
+    patch_size = options.patch_size or usual
     console = Console(markup=False, soft_wrap=True, width=_WIDTH)
     console.print(store_table(manifest, patch_size))
     console.print(bucket_table(manifest, patch_size))
@@ -190,13 +179,16 @@ def _show(options: argparse.Namespace) -> int:
 
         write_contact_sheet(options.sheet, source, samples)
         print(f"written: {options.sheet}")
-    return _check(source) if options.check else 0
+    if not options.check:
+        return 0
+    from alload_jax.data.store import damaged_records
 
-
-def _usual_patch(manifest: Manifest) -> Triple:
-    """The patch size of Wan's models for latents, and that of `alload prepare media` for pixels."""
-    whole = not (manifest.shape[:, 1:] % PIXEL_PATCH[1:]).any()
-    return PIXEL_PATCH if holds_pixels(manifest) and whole else Geometry().patch_size
+    damaged = 0
+    for line in damaged_records(source):
+        print(line)
+        damaged += 1
+    print(f"{len(manifest):,} records read, {damaged:,} damaged")
+    return 1 if damaged else 0
 
 
 def _sheet_samples(options: argparse.Namespace) -> int:
@@ -215,15 +207,3 @@ def _sheet_samples(options: argparse.Namespace) -> int:
                 "it, or name another file"
             )
     return samples
-
-
-def _check(source: SampleSource) -> int:
-    """Reads every record; prints the damaged ones."""
-    from alload_jax.data.store import damaged_records
-
-    damaged = 0
-    for line in damaged_records(source):
-        print(line)
-        damaged += 1
-    print(f"{len(source.manifest):,} records read, {damaged:,} damaged")
-    return 1 if damaged else 0

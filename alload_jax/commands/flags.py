@@ -23,15 +23,15 @@ AddFlag = Callable[..., object]
 """`add_argument` of a parser or of a group of its flags."""
 
 
-def triple(text: str) -> tuple[int, int, int]:
-    """Three whole numbers, such as 4,8,8.
+def triple(text: str, example: str = "4,8,8", least: int = 0) -> tuple[int, int, int]:
+    """Three whole numbers of at least `least`, such as the example.
 
     Raises:
       argparse.ArgumentTypeError: the text is something else.
     """
     parts = text.split(",")
-    if len(parts) != 3 or not all(part.isdecimal() for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is not three whole numbers such as 4,8,8")
+    if len(parts) != 3 or not all(part.isdecimal() and int(part) >= least for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is not three whole numbers such as {example}")
     return (int(parts[0]), int(parts[1]), int(parts[2]))
 
 

@@ -152,7 +152,11 @@ def run(options: argparse.Namespace) -> int:
     policies = list(dict.fromkeys(options.compare or [study.config.policy]))
     cases = list(study.cases(policies, inputs.ranks))
     if options.json:
-        print(json.dumps(_content(options, inputs, cases), indent=2))
+        each = [
+            {"ranks": case.ranks, "plan": _settings(options, inputs, case)} | case.figures()
+            for case in cases
+        ]
+        print(json.dumps(each[0] if len(each) == 1 else {"cases": each}, indent=2))
     else:
         _print_tables(inputs, cases)
     if options.out:
@@ -181,8 +185,7 @@ def _show_memory(options: argparse.Namespace) -> int:
         raise InputError(f"alload plan: --memory needs no data; leave --{given[0]} out")
     name, cases = memory_cases(options)
     if options.json:
-        content = {"model": name, "cases": [case.content() for case in cases]}
-        print(json.dumps(content, indent=2))
+        print(json.dumps({"model": name, "cases": cases}, indent=2))
         return 0
     console = Console(markup=False, soft_wrap=True)
     console.width = max(console.width, _WIDTH)
@@ -232,17 +235,6 @@ def _check_files(options: argparse.Namespace) -> None:
                 f"alload plan: --{name} {value} is also {taken[path]}; name another file"
             )
         taken[path] = f"--{name}"
-
-
-def _content(
-    options: argparse.Namespace, inputs: PlanInputs, cases: list[Case]
-) -> dict[str, object]:
-    """Settings and metrics of a single case, or those of several cases under `cases`."""
-    each = [
-        {"ranks": case.ranks, "plan": _settings(options, inputs, case)} | case.figures()
-        for case in cases
-    ]
-    return each[0] if len(cases) == 1 else {"cases": each}
 
 
 def _print_tables(inputs: PlanInputs, cases: list[Case]) -> None:

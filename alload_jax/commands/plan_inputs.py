@@ -222,7 +222,12 @@ class PlanRequest:
         options, fields = self.options, self.fields
         if cost_model := fields.get("cost_model"):
             costs = read_cost_file(cost_model)
-            self._refuse_other_device(costs)
+            wanted = self.device.name if options.device else costs.device
+            if costs.device and wanted != costs.device and not fields.get("foreign_cost_model"):
+                raise InputError(
+                    f"{cost_model}: was made for {costs.device}, not for {wanted}; run `alload "
+                    "calibrate` there, or give --foreign-cost-model"
+                )
             made_on = f", {costs.origin or 'given'} for {costs.device}" if costs.device else ""
             return costs, f"{cost_model}{made_on}"
         analytic = options.model or options.device or options.trained_parameters
@@ -290,17 +295,6 @@ class PlanRequest:
         kind = next((each for each in kinds if each is not PlanningConfig), PlanningConfig)
         known = {field.name for field in dataclasses.fields(kind)}
         return kind(**{name: value for name, value in self.fields.items() if name in known})
-
-    def _refuse_other_device(self, costs: CostFile) -> None:
-        given = self.options.device
-        if not given or not costs.device or self.fields.get("foreign_cost_model"):
-            return
-        wanted = device_named(given).name
-        if wanted != costs.device:
-            raise InputError(
-                f"{self.fields['cost_model']}: was made for {costs.device}, not for {wanted}; run "
-                "`alload calibrate` there, or give --foreign-cost-model"
-            )
 
     def m_mem(self, costs: CostFile, shortest: int) -> int | None:
         """M_mem: what --memory-gb holds of sequences of `shortest` tokens, or the costs'.

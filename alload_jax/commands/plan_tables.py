@@ -5,7 +5,6 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import NamedTuple
 
 import numpy as np
 import rich.box
@@ -15,8 +14,8 @@ from rich.text import Text
 from alload_jax.commands.plan_inputs import PlanRequest
 from alload_jax.data.selection import SourceShare
 from alload_jax.errors import InputError
+from alload_jax.files import Json
 from alload_jax.planning.analytic import SHORTEST, USABLE_SHARE, step_memory
-from alload_jax.planning.cost import MemoryModel
 from alload_jax.planning.devices import device_named
 from alload_jax.planning.remat import OFFLOADED, RematPolicy, host_bytes
 from alload_jax.planning.samples import Geometry
@@ -53,12 +52,13 @@ _REPLAY = {"idle": "idle, replayed", "tokens_per_second": "tokens/s, replayed"}
 def case_table(case: Case) -> Table:
     """A table of all metrics of one case."""
     identity = case.plan.identity() | {"m_mem": case.plan_m_mem}
-    bounds = " · ".join(
-        f"{name} {_bound(identity[name])}"
-        for name in ("m_mem", "m_comp", "p", "rows")
-        if identity.get(name)
-    )
-    title = f"{case.name} · {case.ranks} ranks · {bounds}"
+    bounds = []
+    for name in ("m_mem", "m_comp", "p", "rows"):
+        if isinstance(value := identity.get(name), dict):
+            bounds.append(f"{name} {', '.join(f'{key}: {rows}' for key, rows in value.items())}")
+        elif value:
+            bounds.append(f"{name} {value:,}" if isinstance(value, int) else f"{name} {value:,.5g}")
+    title = f"{case.name} · {case.ranks} ranks · {' · '.join(bounds)}"
     table = Table(title=title, title_justify="left")
     table.add_column("metric")
     table.add_column("value", justify="right")
@@ -137,12 +137,6 @@ def readable(name: str, value: float | None) -> str:
     return shown.lstrip("-") if float(shown.rstrip("%")) == 0 else shown
 
 
-def _bound(value: object) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{bucket}: {rows}" for bucket, rows in value.items())
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.5g}"
-
-
 _DEVICES = ("h100", "h200")
 _REMAT: tuple[RematPolicy, ...] = (
     *("offload", "offload_attention", "offload_feed_forward_and_attention", "full"),
@@ -154,37 +148,14 @@ _LONGEST = 1001
 """Most frames of a clip that are tried."""
 
 
-class MemoryCase(NamedTuple):
-    """The predicted memory of a model on a device, with one rematerialisation policy.
+def memory_cases(options: argparse.Namespace) -> tuple[str, list[Json]]:
+    """Predicts memory for the model of the flags.
 
-    Attributes:
-      device: name of the device.
-      remat: as `model.remat`.
-      configured: whether that is the config's.
-      state: bytes that do not depend on the batch.
-      per_token: bytes per token.
-      m_mem: most tokens of a micro-batch; 0 if not even one fits.
-      host: bytes of the host's memory that as many take, at most.
-      clips: frames of the longest clip by (height, width); 0 for none.
-    """
-
-    device: str
-    remat: str
-    configured: bool
-    state: float
-    per_token: float
-    m_mem: int
-    host: float
-    clips: dict[tuple[int, int], int]
-
-    def content(self) -> dict[str, object]:
-        """The case as JSON values."""
-        clips = {f"{height}x{width}": frames for (height, width), frames in self.clips.items()}
-        return self._asdict() | {"clips": clips}
-
-
-def memory_cases(options: argparse.Namespace) -> tuple[str, list[MemoryCase]]:
-    """Predicts memory for the model of the flags; returns its name and the cases.
+    Returns:
+      Its name; and for each device and `remat`: whether that is `configured`; bytes of the `state`,
+      which do not depend on the batch, and bytes `per_token`; `m_mem`, the most tokens of a
+      micro-batch, 0 if not even one fits; bytes that as many take of the `host`, at most; frames
+      of the longest of `clips` by "HEIGHTxWIDTH", 0 for none.
 
     Raises:
       InputError: the model has no cost model, or a flag is wrong.
@@ -214,19 +185,27 @@ def memory_cases(options: argparse.Namespace) -> tuple[str, list[MemoryCase]]:
         if options.memory_gb is not None:
             budget, shown = options.memory_gb * 1e9, f"{options.memory_gb:g} GB"
         free = budget * (1 - options.margin)
-        clips = {size: _longest(memory, free, geometry, size, condition) for size in _SIZES}
-        most = _most_tokens(memory, budget, options.margin)
-        host = 0.0
+        frames = np.arange(1, _LONGEST + 1, geometry.vae_stride[0])
+        clips = {}
+        for height, width in _SIZES:
+            sides = (np.full_like(frames, side) for side in (height, width))
+            seq_len = geometry.seq_len(frames, *sides) + condition
+            fits = [memory.bytes_of(float(tokens), 1) <= free for tokens in seq_len]
+            clips[f"{height}x{width}"] = int(max(frames[fits], default=0))
+        try:
+            most = memory.max_tokens(budget, options.margin, SHORTEST)
+        except InputError:
+            most = 0
+        case: Json = {"device": shown, "remat": remat}
+        case["configured"] = model is not None and remat == request.remat
+        case |= {"state": memory.base, "per_token": memory.per_token, "m_mem": most, "host": 0.0}
         if remat in OFFLOADED:
-            host = host_bytes(architecture, device, most, remat)
-        own = model is not None and remat == request.remat
-        cases.append(
-            MemoryCase(shown, remat, own, memory.base, memory.per_token, most, host, clips)
-        )
+            case["host"] = host_bytes(architecture, device, most, remat)
+        cases.append(case | {"clips": clips})
     return model_name, cases
 
 
-def memory_table(cases: list[MemoryCase]) -> Table:
+def memory_table(cases: list[Json]) -> Table:
     """The cases as a table."""
     table = Table(box=rich.box.SIMPLE)
     table.add_column("device")
@@ -236,37 +215,17 @@ def memory_table(cases: list[MemoryCase]) -> Table:
     for height, width in _SIZES:
         table.add_column(f"longest clip {height}×{width}", justify="right")
     for case in cases:
-        clips = [_shown(frames) for frames in case.clips.values()]
+        clips = (
+            f"{'≥ ' if frames == _LONGEST else ''}{frames:,} frames" if frames else "–"
+            for frames in case["clips"].values()
+        )
         table.add_row(
-            case.device,
-            f"{case.remat} (of the config)" if case.configured else case.remat,
-            f"{case.state / 1e9:.1f}",
-            f"{case.per_token / 1e3:.0f}",
-            f"{case.m_mem:,}" if case.m_mem else "does not fit",
-            f"{case.host / 1e9:.0f}" if case.host else "–",
+            case["device"],
+            f"{case['remat']} (of the config)" if case["configured"] else case["remat"],
+            f"{case['state'] / 1e9:.1f}",
+            f"{case['per_token'] / 1e3:.0f}",
+            f"{case['m_mem']:,}" if case["m_mem"] else "does not fit",
+            f"{case['host'] / 1e9:.0f}" if case["host"] else "–",
             *clips,
         )
     return table
-
-
-def _shown(frames: int) -> str:
-    least = "≥ " if frames == _LONGEST else ""
-    return f"{least}{frames:,} frames" if frames else "–"
-
-
-def _most_tokens(memory: MemoryModel, budget: float, margin: float) -> int:
-    try:
-        return memory.max_tokens(budget, margin, SHORTEST)
-    except InputError:
-        return 0
-
-
-def _longest(
-    memory: MemoryModel, free: float, geometry: Geometry, size: tuple[int, int], condition: int
-) -> int:
-    """Frames of the longest clip of a size that fits with its condition's tokens; 0 for none."""
-    frames = np.arange(1, _LONGEST + 1, geometry.vae_stride[0])
-    height, width = (np.full_like(frames, side) for side in size)
-    seq_len = geometry.seq_len(frames, height, width) + condition
-    fits = [memory.bytes_of(float(tokens), 1) <= free for tokens in seq_len]
-    return int(max(frames[fits], default=0))

@@ -142,16 +142,15 @@ def _check_places(options: argparse.Namespace) -> None:
     if options.report:
         report = Path(options.report)
         require_place("alload prepare media", "--report", report)
-        if report.is_file() and _first_bytes(report) not in (_PARQUET, b""):
+        first = _PARQUET
+        if report.is_file():
+            with report.open("rb") as file:
+                first = file.read(len(_PARQUET))
+        if first not in (_PARQUET, b""):
             raise InputError(
                 f"alload prepare media: --report {report}: is another file, which would be lost; "
                 "name a new one"
             )
-
-
-def _first_bytes(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(len(_PARQUET))
 
 
 def _engine(options: argparse.Namespace) -> "Engine | None":

@@ -105,6 +105,7 @@ def lengths_figure(seq_len: np.ndarray, cost: np.ndarray, classes: LengthClasses
     fine = classes.position(seq_len, parts * _FINE)
     colours = [COLOURS[classes.colour(n * classes.count // parts)] for n in range(parts)]
     chart, rows = new_axes(_WIDTH, 360, rows=3)
+    ends = [compact(round(edge)) for edge in edges.tolist()]
     labels, top = [], 0.0
     for axes, (name, weights) in zip(
         rows, (("samples", None), ("tokens", seq_len), ("cost", cost)), strict=True
@@ -114,7 +115,11 @@ def lengths_figure(seq_len: np.ndarray, cost: np.ndarray, classes: LengthClasses
         heights = share.reshape(parts, _FINE).sum(axis=1)
         top = max(top, heights.max())
         axes.bar(edges[:-1], heights, np.diff(edges), align="edge", color=colours)
-        add_tips(axes, edges.tolist(), _length_tips(edges, heights, name))
+        tips = (
+            f"{low}–{high} tokens: {percent(height)} of {name}"
+            for (low, high), height in zip(pairwise(ends), heights.tolist(), strict=True)
+        )
+        add_tips(axes, edges.tolist(), tips)
         scale_x_log(axes, edges[0], edges[-1], "")
         scale_y(axes, top, f"share of {name}", percent=True, parts=3)
         if parts > 1 and share.any():
@@ -125,14 +130,6 @@ def lengths_figure(seq_len: np.ndarray, cost: np.ndarray, classes: LengthClasses
     label = "Histograms of samples, tokens and cost over sequence length. " + "; ".join(labels)
     content = legend(classes.legend(), "tokens") + svg(chart, "lengths", label)
     return section("Where the work is", _longest_sentence(seq_len, cost), content)
-
-
-def _length_tips(edges: np.ndarray, heights: np.ndarray, name: str) -> list[str]:
-    ends = [compact(round(edge)) for edge in edges.tolist()]
-    return [
-        f"{low}–{high} tokens: {percent(height)} of {name}"
-        for low, high, height in zip(ends, ends[1:], heights.tolist(), strict=False)
-    ]
 
 
 def _longest_sentence(seq_len: np.ndarray, cost: np.ndarray) -> str:
@@ -186,8 +183,20 @@ def bars_figure(policies: Sequence[PolicyPart], classes: LengthClasses, unit: st
         "Every bar is a rank and stacks the sequences that it computes in one optimizer step. "
         "The step ends when the <b>slowest rank</b> ends; the shaded part is <b>waiting</b>."
     )
-    content = _bars_legend(drawn, classes) + _choice(groups, _names(policies, count))
-    return section("Who waits for whom", sentence, content)
+    content = f'<div class="panels">{groups[0]}</div>'
+    if count > 1:  # radio buttons, which work without scripts
+        steps = [{p.steps[n].step for p in policies if n < len(p.steps)} for n in range(count)]
+        names = list("ABCD"[:count])
+        if all(len(step) == 1 for step in steps):  # all policies have the same ones
+            names = [f"{step.pop():,}" for step in steps]
+        inputs = "".join(
+            f'<input type="radio" name="step" id="step-{n}"{" checked" if n == 0 else ""}/>'
+            f'<label for="step-{n}">{escape(name)}</label>'
+            for n, name in enumerate(names)
+        )
+        panels = "".join(f'<div class="panels panels-{n}">{g}</div>' for n, g in enumerate(groups))
+        content = f'<div class="choice" role="group" aria-label="Step">Step {inputs}{panels}</div>'
+    return section("Who waits for whom", sentence, _bars_legend(drawn, classes) + content)
 
 
 def rank_totals(step: StepBars) -> np.ndarray:
@@ -195,27 +204,6 @@ def rank_totals(step: StepBars) -> np.ndarray:
     ranks = np.fromiter((part[0] for part in step.parts), np.int64, len(step.parts))
     costs = np.fromiter((part[1] for part in step.parts), np.float64, len(step.parts))
     return np.bincount(ranks, weights=costs, minlength=max(step.ranks, 1))
-
-
-def _names(policies: Sequence[PolicyPart], count: int) -> list[str]:
-    """Names of the drawn steps: numbers if all policies have the same ones, otherwise letters."""
-    steps = [{p.steps[n].step for p in policies if n < len(p.steps)} for n in range(count)]
-    if all(len(step) == 1 for step in steps):
-        return [f"{step.pop():,}" for step in steps]
-    return list("ABCD"[:count])
-
-
-def _choice(groups: list[str], names: list[str]) -> str:
-    """Radio buttons that work without scripts; none if there is only one group."""
-    if len(groups) == 1:
-        return f'<div class="panels">{groups[0]}</div>'
-    inputs = "".join(
-        f'<input type="radio" name="step" id="step-{n}"{" checked" if n == 0 else ""}/>'
-        f'<label for="step-{n}">{escape(name)}</label>'
-        for n, name in enumerate(names)
-    )
-    panels = "".join(f'<div class="panels panels-{n}">{g}</div>' for n, g in enumerate(groups))
-    return f'<div class="choice" role="group" aria-label="Step">Step {inputs}{panels}</div>'
 
 
 def _panel(
@@ -373,14 +361,24 @@ def epoch_figure(policies: Sequence[PolicyPart]) -> str:
         if len(policy.imbalance) > _BINS:
             axes.fill_between(x, mean, high, color=COLOURS[colour], alpha=0.16, lw=0)
         axes.plot(x, mean, color=COLOURS[colour], ls=line_style(colour))
-    top, beyond = _top(highs)
+    usual = max(float(np.quantile(high, 0.97)) for high in highs)
+    top, beyond = max(float(high.max()) for high in highs), ""
+    if top > 2 * usual > 0:  # a few steps, such as the last
+        beyond = f" Cut off at the top: the worst step reaches {percent(top)}."
+        top = 1.2 * usual
     scale_y(axes, top, "imbalance (max/mean − 1)", percent=True)
     axes.set_xlim(0, 100)
     axes.xaxis.set_major_formatter(PercentFormatter(decimals=0))
     axes.set_xlabel("progress through the epoch")
-    add_tips(
-        axes, np.linspace(0, 100, _TIPS + 1).tolist(), _epoch_tips([policy for _, policy in known])
-    )
+    means = {policy.name: binned(policy.imbalance, _TIPS)[0] for _, policy in known}
+    tips = [
+        f"at {100 * n / _TIPS:.0f}% of the epoch: "
+        + ", ".join(
+            f"{name} {percent(mean[n * len(mean) // _TIPS])}" for name, mean in means.items()
+        )
+        for n in range(_TIPS)
+    ]
+    add_tips(axes, np.linspace(0, 100, _TIPS + 1).tolist(), tips)
     label = "Imbalance over the epoch. " + "; ".join(
         f"{policy.name}: mean {percent(float(np.mean(policy.imbalance)))}, "
         f"worst {percent(float(np.max(policy.imbalance)))}"
@@ -395,27 +393,6 @@ def epoch_figure(policies: Sequence[PolicyPart]) -> str:
     ]
     content = legend(entries) + svg(chart, "epoch", label)
     return section("Imbalance over the epoch", sentence + beyond, content)
-
-
-def _top(highs: list[np.ndarray]) -> tuple[float, str]:
-    """Upper end of the axis, and a sentence if a few steps, such as the last, exceed it."""
-    usual = max(float(np.quantile(high, 0.97)) for high in highs)
-    worst = max(float(high.max()) for high in highs)
-    if worst <= 2 * usual or usual <= 0:
-        return worst, ""
-    return 1.2 * usual, f" Cut off at the top: the worst step reaches {percent(worst)}."
-
-
-def _epoch_tips(policies: Sequence[PolicyPart]) -> list[str]:
-    """Every policy's mean in each part of the epoch."""
-    means = {policy.name: binned(policy.imbalance, _TIPS)[0] for policy in policies}
-    return [
-        f"at {100 * n / _TIPS:.0f}% of the epoch: "
-        + ", ".join(
-            f"{name} {percent(mean[n * len(mean) // _TIPS])}" for name, mean in means.items()
-        )
-        for n in range(_TIPS)
-    ]
 
 
 def curve_figure(values: np.ndarray, times: np.ndarray, chosen: float) -> str:

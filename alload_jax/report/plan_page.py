@@ -108,7 +108,7 @@ class PlanPage:
       cost_unit: `s`, or "" if costs have no unit.
       policies: at least one; the first is the baseline, the last the best.
       curve: ([n] values of M_comp, [n] predicted seconds per epoch, chosen M_comp), or None.
-      over_ranks: policy → [(ranks, imbalance)], or None.
+      over_ranks: policy → [(ranks, imbalance)]; None or empty for one number of ranks.
       notes: sentences at the end of the page.
     """
 
@@ -125,15 +125,33 @@ class PlanPage:
 
 def render(page: PlanPage) -> str:
     """The page as HTML. It loads nothing, and equal pages give equal text."""
+    classes = LengthClasses.of(page.seq_len)
     with rc_context(STYLE):
-        sections = "\n".join(_sections(page))
+        sections = [
+            lengths_figure(page.seq_len, page.sequence_cost, classes),
+            bars_figure(page.policies, classes, page.cost_unit),
+            epoch_figure(page.policies),
+            '<section class="figures"><h2>All figures</h2>'
+            "<p>Means over the steps of an epoch; the best value of each row is bold.</p>"
+            f"{metrics_table(page.policies)}</section>",
+        ]
+        if page.curve is not None:
+            sections.append(curve_figure(*page.curve))
+        if page.over_ranks:
+            sections.append(ranks_figure(page.over_ranks, page.policies))
+    facts = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
+        for name, value in page.facts.items()
+    )
+    if notes := "".join(f"<li>{escape(note)}</li>" for note in page.notes):
+        sections.append(f'<section class="notes"><h2>Notes</h2><ul>{notes}</ul></section>')
     return _TEMPLATE.format(
         title=escape(page.title),
         css=CSS,
         lede=lede(page.policies),
         headline=headline(page.policies),
-        facts=_facts(page.facts),
-        sections=sections,
+        facts=f'<dl class="facts">{facts}</dl>' if facts else "",
+        sections="\n".join(filter(None, sections)),
         script=_SCRIPT,
     )
 
@@ -152,43 +170,6 @@ def write_page(path: str | Path, page: PlanPage) -> None:
             unfinished.write_text(text, encoding="utf-8")
     except OSError as error:
         raise InputError(f"{path}: cannot be written ({error}); name another file") from error
-
-
-def _sections(page: PlanPage) -> list[str]:
-    classes = LengthClasses.of(page.seq_len)
-    parts = [
-        lengths_figure(page.seq_len, page.sequence_cost, classes),
-        bars_figure(page.policies, classes, page.cost_unit),
-        epoch_figure(page.policies),
-        _table(page),
-    ]
-    if page.curve is not None:
-        parts.append(curve_figure(*page.curve))
-    if page.over_ranks:
-        parts.append(ranks_figure(page.over_ranks, page.policies))
-    parts.append(_notes(page.notes))
-    return [part for part in parts if part]
-
-
-def _facts(facts: dict[str, str]) -> str:
-    items = "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
-        for name, value in facts.items()
-    )
-    return f'<dl class="facts">{items}</dl>' if items else ""
-
-
-def _table(page: PlanPage) -> str:
-    return (
-        '<section class="figures"><h2>All figures</h2>'
-        "<p>Means over the steps of an epoch; the best value of each row is bold.</p>"
-        f"{metrics_table(page.policies)}</section>"
-    )
-
-
-def _notes(notes: tuple[str, ...]) -> str:
-    items = "".join(f"<li>{escape(note)}</li>" for note in notes)
-    return f'<section class="notes"><h2>Notes</h2><ul>{items}</ul></section>' if items else ""
 
 
 _DRAWN_AT = (0.25, 0.5, 0.75)
@@ -213,18 +194,41 @@ def write_report(
     ranks = cases[0].ranks
     main = [case for case in cases if case.ranks == ranks]
     typical = study.samples.typical()
+    facts = {"data": data, "ranks": f"{ranks:,}"}
+    if main[0].plan_m_mem:
+        facts["M_mem"] = f"{main[0].plan_m_mem:,} tokens"
+    curve = None  # of the first policy that has an M_comp by default
+    for case in main:
+        if case.config.traits.m_comp_by_default:
+            samples = study.samples_of(case.config.policy)
+            found = m_comp_curve(case.config, samples, case.plan.topology, study.costs)
+            curve = found.m_comp, found.cost, found.chosen
+            break
+    over_ranks: dict[str, list[tuple[int, float]]] = {}
+    if len({case.ranks for case in cases}) > 1:
+        for case in cases:
+            over_ranks.setdefault(case.name, []).append((case.ranks, case.metrics.imbalance))
+    notes = [*advice(study, main)]
+    notes.append("A cost model predicts every figure on this page; none is measured.")
+    if study.costs.origin == "analytic":
+        notes.append(
+            "The cost model counts FLOPs and bytes; `alload calibrate` measures one on your device."
+        )
+    if study.replay:
+        notes.append(
+            f"The simulation adds noise of {study.replay.noise:.0%} and "
+            f"{study.replay.all_reduce:g} s of all-reduce to every step."
+        )
     page = PlanPage(
         title=f"How to feed {ranks} GPUs",
-        facts={"data": data, "ranks": f"{ranks:,}"}
-        | ({"M_mem": f"{main[0].plan_m_mem:,} tokens"} if main[0].plan_m_mem else {})
-        | {"cost model": cost_model},
+        facts=facts | {"cost model": cost_model},
         seq_len=typical.seq_len,
         sequence_cost=study.predictor.sequence_cost(typical.seq_len),
         cost_unit="s" if in_seconds(study.predictor) else "",
         policies=tuple(_policy_part(case, study) for case in main),
-        curve=_curve(main, study),
-        over_ranks=_over_ranks(cases),
-        notes=(*advice(study, main), *_notes_of(study, cost_model)),
+        curve=curve,
+        over_ranks=over_ranks,
+        notes=(*notes, f"Cost model: {cost_model}."),
     )
     write_page(path, page)
 
@@ -258,7 +262,10 @@ def _bars(
     if part.packing is None:
         cost, is_split = model.sequence_cost(lengths), np.zeros(len(lengths), bool)
     else:
-        cost, is_split = _packed_costs(part, lengths, model)
+        # Of the tokens as padding, plus a share of their sample's marginal cost.
+        tokens, is_split = part.packing.tokens, part.packing.is_split
+        share = np.where(is_split, tokens / np.maximum(1, lengths), 1.0)
+        cost = model.padding_cost(tokens) + marginal_cost(model, lengths) * share
     rest = total - np.bincount(owner, weights=cost, minlength=len(total))
     columns = (part.rank[owner], cost, lengths, np.where(is_split, "split", "whole"))
     parts = list(zip(*(column.tolist() for column in columns), strict=True))
@@ -268,51 +275,3 @@ def _bars(
         if value > 0
     ]
     return StepBars(step, part.ranks, parts)
-
-
-def _packed_costs(
-    part: EpochPlan, lengths: np.ndarray, model: CostModel
-) -> tuple[np.ndarray, np.ndarray]:
-    """Cost of every part, and whether it is split.
-
-    The cost of a part is that of its tokens as padding plus its share of its sample's marginal
-    cost.
-    """
-    assert part.packing is not None
-    tokens, is_split = part.packing.tokens, part.packing.is_split
-    marginal = marginal_cost(model, lengths)
-    share = np.where(is_split, tokens / np.maximum(1, lengths), 1.0)
-    return model.padding_cost(tokens) + marginal * share, is_split
-
-
-def _curve(cases: Sequence[Case], study: Study) -> tuple[np.ndarray, np.ndarray, float] | None:
-    """Predicted time over M_comp of the first policy that has an M_comp by default."""
-    for case in cases:
-        if case.config.traits.m_comp_by_default:
-            samples = study.samples_of(case.config.policy)
-            curve = m_comp_curve(case.config, samples, case.plan.topology, study.costs)
-            return curve.m_comp, curve.cost, curve.chosen
-    return None
-
-
-def _over_ranks(cases: Sequence[Case]) -> dict[str, list[tuple[int, float]]] | None:
-    if len({case.ranks for case in cases}) == 1:
-        return None
-    curves: dict[str, list[tuple[int, float]]] = {}
-    for case in cases:
-        curves.setdefault(case.name, []).append((case.ranks, case.metrics.imbalance))
-    return curves
-
-
-def _notes_of(study: Study, cost_model: str) -> tuple[str, ...]:
-    notes = ["A cost model predicts every figure on this page; none is measured."]
-    if study.costs.origin == "analytic":
-        notes.append(
-            "The cost model counts FLOPs and bytes; `alload calibrate` measures one on your device."
-        )
-    if study.replay:
-        notes.append(
-            f"The simulation adds noise of {study.replay.noise:.0%} and "
-            f"{study.replay.all_reduce:g} s of all-reduce to every step."
-        )
-    return (*notes, f"Cost model: {cost_model}.")

@@ -26,7 +26,6 @@ from alload_jax.bench.step_profile.attribution import (
 from alload_jax.bench.step_profile.hlo import read_program, wrapping_starts
 from alload_jax.bench.trace import (
     Operation,
-    Spent,
     divided_steps,
     is_collective,
     recorded,
@@ -69,9 +68,13 @@ def measure(*, keep: str | None = None, **fields: Any) -> Json:
     for name, text in texts.items():
         if (place := _file(keep, f"{name}.hlo.txt.gz")) is not None:
             place.write_bytes(gzip.compress(text.encode()))
+    # An update reads and writes the state, and reads the gradients.
+    kept = jax.tree.leaves((step.state.params, step.state.opt_state, step.state.ema))
+    moved = 2 * sum(leaf.nbytes for leaf in kept)
+    moved += sum(leaf.nbytes for leaf in jax.tree.leaves(step.accumulator.grads))
     return result | {
         "backend": jax.default_backend(),
-        "optimizer_bytes": _optimizer_bytes(step),
+        "optimizer_bytes": moved,
         **attributed(profile, texts["accumulate"], texts["update"]),
     }
 
@@ -96,15 +99,18 @@ def attributed(profile: ProfileData, accumulate: str, update: str) -> Json:
         shown = (each.instruction for each in spent if each.program == name)
         starts = wrapping_starts(program, shown)
         parts[name] = known | {wrapped: known[start] for wrapped, start in starts.items()}
+    operations = []  # FLOPs and bytes are those of one run
+    for operation, each_spent in spent.items():
+        attribution = attribution_of(operation, parts)
+        call = attribution.attention
+        fields = operation._asdict() | attribution._asdict() | each_spent._asdict()
+        operations.append(fields | {"attention": call and call._asdict()})
     return {
         "traced_seconds": fmean(end - begin for begin, end in step_windows(profile)) / 1e9,
         "traced_steps": len(steps),
         "devices": len(steps[0]),
         "idle_seconds": fmean(idle for step in steps for _, idle in step),
-        "operations": [
-            _fields(operation, attribution_of(operation, parts), each)
-            for operation, each in spent.items()
-        ],
+        "operations": operations,
     }
 
 
@@ -113,20 +119,6 @@ def _file(folder: str | None, name: str) -> Path | None:
         return None
     Path(folder).mkdir(parents=True, exist_ok=True)
     return Path(folder) / name
-
-
-def _optimizer_bytes(step: Step) -> int:
-    """Bytes of the state that an update reads and writes, and of the gradients that it reads."""
-    state, grads = step.state, step.accumulator.grads
-    kept = jax.tree.leaves((state.params, state.opt_state, state.ema))
-    return 2 * sum(leaf.nbytes for leaf in kept) + sum(g.nbytes for g in jax.tree.leaves(grads))
-
-
-def _fields(operation: Operation, attribution: Attribution, spent: Spent) -> Json:
-    """What is known of an operation; FLOPs and bytes are those of one run."""
-    call = attribution.attention
-    fields = operation._asdict() | attribution._asdict() | spent._asdict()
-    return fields | {"attention": call and call._asdict()}
 
 
 def attribution_of(

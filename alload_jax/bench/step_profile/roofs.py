@@ -1,6 +1,6 @@
 """Measures in a separate process how fast this device can do what a step consists of."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import jax
@@ -29,10 +29,16 @@ def measure(attention: Sequence[Mapping[str, int]]) -> Json:
       InputError: there is no GPU.
     """
     require_gpu()
+    attend = partial(jax.nn.dot_product_attention, implementation="cudnn")
+    alone = []
+    for shape in attention:  # without what stands around it in a step
+        sets = [_arguments(shape, jax.random.key(seed)) for seed in range(_SETS)]
+        times = pass_times(attend, [each[:3] for each in sets], [each[3] for each in sets])
+        alone.append({**shape} | {f"{part}_seconds": time.us / 1e6 for part, time in times})
     return {
         "matmul_flops_per_second": matmul_rate(_WIDTH),
         "copy_bytes_per_second": copy_bandwidth(),
-        "attention": list(_attention(attention)),
+        "attention": alone,
     }
 
 
@@ -41,15 +47,6 @@ def matmul_rate(width: int) -> float:
     keys = jax.random.split(jax.random.key(0))
     arrays = [jax.random.normal(key, (width, width), jnp.bfloat16) for key in keys]
     return 2.0 * width**3 / repeated_seconds(jax.jit(jnp.matmul), *arrays)
-
-
-def _attention(shapes: Sequence[Mapping[str, int]]) -> Iterator[Json]:
-    """The shapes with `forward_seconds` and `backward_seconds`, without what stands around it."""
-    attend = partial(jax.nn.dot_product_attention, implementation="cudnn")
-    for shape in shapes:
-        sets = [_arguments(shape, jax.random.key(seed)) for seed in range(_SETS)]
-        times = pass_times(attend, [each[:3] for each in sets], [each[3] for each in sets])
-        yield {**shape} | {f"{part}_seconds": time.us / 1e6 for part, time in times}
 
 
 def _arguments(shape: Mapping[str, int], key: jax.Array) -> tuple[jax.Array, ...]:
