@@ -178,7 +178,17 @@ def device_time(program: Compiled, sets: Sets, iterations: int = 10) -> DeviceTi
     Raises:
       InputError: there is no GPU, or CUPTI shows no kernels (another profiler may hold it).
     """
-    measured = _measured(program, sets, iterations)
+    from jax.experimental.mosaic.gpu import profiler
+
+    for attempt in range(1, _ATTEMPTS + 1):
+        try:
+            cupti = profiler.Cupti()
+            measured = cupti.measure(program, aggregate=False, iterations=iterations)(sets)[1]
+            break
+        except RuntimeError as error:
+            # Now and then CUPTI's record lacks a kernel.
+            if "not divisible" not in str(error) or attempt == _ATTEMPTS:
+                raise
     if not measured:
         raise InputError("alload bench: CUPTI shows no kernels; is another profiler running?")
     calls = 1e3 / len(sets)
@@ -215,22 +225,6 @@ def pass_times(
     pulls = [linearise(each[:3], each[3:]) for each in inputs]
     kept = list(zip(pulls, cotangents, strict=True))
     yield "backward", call_time(lambda pull, cotangent: pull(cotangent), kept)
-
-
-def _measured(program: Compiled, sets: Sets, iterations: int) -> Any:
-    """(name, ms) of each kernel of each iteration."""
-    from jax.experimental.mosaic.gpu import profiler
-
-    left = _ATTEMPTS
-    while True:
-        left -= 1
-        try:
-            cupti = profiler.Cupti()
-            return cupti.measure(program, aggregate=False, iterations=iterations)(sets)[1]
-        except RuntimeError as error:
-            # Now and then CUPTI's record lacks a kernel.
-            if "not divisible" not in str(error) or not left:
-                raise
 
 
 def copy_bandwidth() -> float:

@@ -17,7 +17,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import rich.box
 from rich.console import Console
@@ -147,23 +147,24 @@ def gigabytes(count: int | None) -> str:
     return "not known" if count is None else f"{count / 1e9:.1f} GB"
 
 
-def markdown_table(title: str, columns: Sequence[str]) -> Table:
-    """A table without rows; the first column is left-aligned, the others right-aligned."""
+T = TypeVar("T")
+
+
+def table_of(title: str, columns: Mapping[str, Callable[[T], str]], rows: Iterable[T]) -> Table:
+    """A table that can be copied as Markdown: the first column are names, the others numbers.
+
+    Args:
+      title: of the table.
+      columns: what each shows of a row.
+      rows: what they are shown of; a case of a JSON that has an `error` shows that.
+    """
     table = Table(title=title, box=rich.box.MARKDOWN)
     for place, name in enumerate(columns):
         table.add_column(name, justify="right" if place else "left")
-    return table
-
-
-def case_table(
-    title: str, columns: Mapping[str, Callable[[Json], str]], cases: Iterable[Json]
-) -> Table:
-    """A table of a row for each case, whose cells are read from it; behind its name, an error."""
-    table = markdown_table(title, tuple(columns))
-    name, *others = columns.values()
-    for case in cases:
-        cells = [case["error"]] if "error" in case else [read(case) for read in others]
-        table.add_row(name(case), *cells)
+    first, *others = columns.values()
+    for row in rows:
+        error = row.get("error") if isinstance(row, dict) else None
+        table.add_row(first(row), *([error] if error else [read(row) for read in others]))
     return table
 
 

@@ -12,10 +12,10 @@ from alload_jax.bench.harness import (
     MODELS,
     NAMES,
     Record,
-    case_table,
     gigabytes,
     measured,
     model_fields,
+    table_of,
     training_fields,
 )
 from alload_jax.commands.flags import require_flags, require_place
@@ -225,7 +225,7 @@ def _table(content: Json) -> Table:
         return f"{programs}" if seconds is None else f"{seconds:.0f} s ({programs})"
 
     measured = {case["case"]: case for case in content["cases"]}
-    return case_table(
+    return table_of(
         f"{content['workload']} on {content.get('devices', 0)} devices, "
         f"{content['model']['num_layers']} layers, {content['m_mem']:,} tokens per rank",
         {

@@ -1,13 +1,13 @@
 """`alload bench kernel`: what the kernels gain on this device."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from alload_jax.bench.harness import Record, console, markdown_table
+from alload_jax.bench.harness import Record, console, table_of
 from alload_jax.commands.flags import require_outputs, triple
 from alload_jax.errors import InputError
 from alload_jax.files import Json
@@ -113,22 +113,25 @@ def _functions(options: argparse.Namespace) -> list[Any]:
 def _table(entries: "list[Entry]", copy: float, device: str) -> Table:
     from alload_jax.bench.kernel import ratios, share_of_copy
 
+    def times(other: str) -> "Callable[[Entry], str]":
+        gains = ratios(entries, other)
+
+        def gain(entry: "Entry") -> str:
+            found = gains.get((entry.workload, entry.function, entry.direction))
+            return "–" if found is None else f"{found:.2f}×"
+
+        return gain
+
+    columns: dict[str, Callable[[Entry], str]] = {
+        "workload": lambda entry: entry.workload,
+        "shape": lambda entry: "×".join(map(str, entry.shape)),
+        "function": lambda entry: entry.function,
+        "pass": lambda entry: entry.direction,
+        "µs": lambda entry: f"{entry.us:,.1f}",
+        "TB/s": lambda entry: f"{entry.bytes_moved / entry.us / 1e6:.2f}",
+        "of copy": lambda entry: f"{share_of_copy(entry, copy):.2f}",
+    }
     others = [n for n in dict.fromkeys(e.implementation for e in entries) if n != "triton"]
     title = f"{device}, copy {copy / 1e12:.2f} TB/s; times faster than …"
-    columns = ("workload", "shape", "function", "pass", "µs", "TB/s", "of copy", *others)
-    table = markdown_table(title, columns)
-    against = {other: ratios(entries, other) for other in others}
-    for entry in (e for e in entries if e.implementation == "triton"):
-        case = (entry.workload, entry.function, entry.direction)
-        gains = [against[other].get(case) for other in others]
-        table.add_row(
-            entry.workload,
-            "×".join(map(str, entry.shape)),
-            entry.function,
-            entry.direction,
-            f"{entry.us:,.1f}",
-            f"{entry.bytes_moved / entry.us / 1e6:.2f}",
-            f"{share_of_copy(entry, copy):.2f}",
-            *("–" if gain is None else f"{gain:.2f}×" for gain in gains),
-        )
-    return table
+    ours = (entry for entry in entries if entry.implementation == "triton")
+    return table_of(title, columns | {other: times(other) for other in others}, ours)

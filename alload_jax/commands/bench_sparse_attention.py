@@ -2,27 +2,23 @@
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from alload_jax.bench.harness import Record, console, markdown_table
+from alload_jax.bench.harness import Record, console, table_of
 from alload_jax.commands.flags import require_flags, require_outputs
 from alload_jax.errors import InputError
 
 if TYPE_CHECKING:
-    from alload_jax.bench.sparse_attention import Entry, Rival, Speed
+    from alload_jax.bench.sparse_attention import Entry, Part, Rival, Speed
 
 HELP = "Measure block-sparse attention on this device against cuDNN's dense attention."
 
 _COMMAND = "alload bench sparse-attention"
 _KERNELS = ("mosaic", "triton")
 _PACKAGES = ("jax", "jaxlib", "numpy")
-_COLUMNS = (
-    *("tokens", "lists", "sparsity", "implementation", "forward", "backward", "both"),
-    *("TFLOP/s forward", "TFLOP/s backward", "selection / both"),
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -110,16 +106,23 @@ def _table(entries: "Sequence[Entry]", found: "Sequence[Speed]", device: str) ->
         (e.shape, e.implementation, e.popularity, e.sparsity, e.part): e.flops_per_second
         for e in entries
     }
-    table = markdown_table(f"{device}; times as fast as cuDNN's dense attention", _COLUMNS)
-    for each in found:
-        case = (each.shape, each.implementation, each.popularity, each.sparsity)
-        table.add_row(
-            f"{each.shape.tokens:,}",
-            each.popularity,
-            f"{each.sparsity:.0%}",
-            each.implementation,
-            *(f"{ratio:.2f}×" for ratio in (each.forward, each.backward, each.both)),
-            *(f"{rates[*case, part] / 1e12:,.0f}" for part in ("forward", "backward")),
-            "–" if math.isnan(each.selection) else f"{each.selection:.1%}",
-        )
-    return table
+
+    def rate(speed: "Speed", part: "Part") -> str:
+        case = (speed.shape, speed.implementation, speed.popularity, speed.sparsity, part)
+        return f"{rates[case] / 1e12:,.0f}"
+
+    columns: dict[str, Callable[[Speed], str]] = {
+        "tokens": lambda speed: f"{speed.shape.tokens:,}",
+        "lists": lambda speed: speed.popularity,
+        "sparsity": lambda speed: f"{speed.sparsity:.0%}",
+        "implementation": lambda speed: speed.implementation,
+        "forward": lambda speed: f"{speed.forward:.2f}×",
+        "backward": lambda speed: f"{speed.backward:.2f}×",
+        "both": lambda speed: f"{speed.both:.2f}×",
+        "TFLOP/s forward": lambda speed: rate(speed, "forward"),
+        "TFLOP/s backward": lambda speed: rate(speed, "backward"),
+        "selection / both": lambda speed: (
+            "–" if math.isnan(speed.selection) else f"{speed.selection:.1%}"
+        ),
+    }
+    return table_of(f"{device}; times as fast as cuDNN's dense attention", columns, found)

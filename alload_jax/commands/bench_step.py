@@ -4,9 +4,9 @@ import argparse
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 import numpy as np
 from rich.table import Table
@@ -15,12 +15,11 @@ from alload_jax.bench.harness import (
     MODELS,
     NAMES,
     Record,
-    case_table,
     console,
     gigabytes,
-    markdown_table,
     measured,
     model_fields,
+    table_of,
     training_fields,
 )
 from alload_jax.commands.flags import require_flags, require_place
@@ -33,9 +32,6 @@ from alload_jax.planning.remat import AUTO_REMAT, RematPolicy, in_words
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.planning.workloads import names
 
-if TYPE_CHECKING:
-    from alload_jax.bench.step_profile.summary import Row
-
 HELP = "Training steps: by what is kept for the backward pass, by policy, or by part (--profile)."
 
 _POLICIES = get_args(RematPolicy)
@@ -46,7 +42,6 @@ _ROOFS = "alload_jax.bench.step_profile.roofs"
 _LISTED = 12
 """Kernels that a list shows; the JSON has more."""
 _NAME = 60
-_COLUMNS = ("part", "kernels", "ms", "share", "rate", "roof", "of roof")
 
 Case = tuple[str, str | Path, Json]
 """A name, the module or script that measures it, and its settings."""
@@ -212,7 +207,7 @@ def _table(content: Json) -> Table:
         tokens = case["tokens"] // batch + case["tokens_beside"]
         return architecture.step_flops(np.full(batch, tokens)) / case["seconds"]
 
-    return case_table(
+    return table_of(
         f"one training step, {batch}×{latents} latents",
         {
             "": lambda case: case["name"],
@@ -274,7 +269,7 @@ def _planning(options: argparse.Namespace, policy: str) -> Json:
 
 
 def _policy_table(content: Json) -> Table:
-    return case_table(
+    return table_of(
         f"{content['workload']}, {content['m_mem']:,} tokens per micro-batch",
         {
             "policy": lambda case: case["policy"],
@@ -416,24 +411,26 @@ def _profile_table(case: Json) -> Table:
     """A row for each part, the longest first, and below it one for each pass or kind."""
     from alload_jax.bench.step_profile.summary import Row, totals
 
-    table = markdown_table(f"{case['name']}: one step by part", _COLUMNS)
-    found = [Row(**row) for row in case["rows"]]
+    def rates(row: Row) -> tuple[str, str]:
+        """Its rate, and that of its roof."""
+        if not row.of_roof or not row.roof_seconds:
+            return "–", "–"
+        by_flops = row.bound == "flops"
+        work, unit, digits = (row.flops, "TFLOP/s", 0) if by_flops else (row.bytes, "TB/s", 2)
+        roof = work / row.roof_seconds / 1e12
+        return f"{roof * row.of_roof:.{digits}f} {unit}", f"{roof:.{digits}f}"
+
+    columns: dict[str, Callable[[Row], str]] = {
+        "part": lambda row: f"· {row.detail}" if row.detail else row.part,
+        "kernels": lambda row: f"{row.calls:,.0f}" if row.calls else "–",
+        "ms": lambda row: f"{row.seconds * 1e3:,.2f}",
+        "share": lambda row: f"{row.share:.1%}",
+        "rate": lambda row: rates(row)[0],
+        "roof": lambda row: rates(row)[1],
+        "of roof": lambda row: f"{row.of_roof:.2f}" if row.of_roof and row.roof_seconds else "–",
+    }
+    found, shown = [Row(**row) for row in case["rows"]], []
     for total in totals(found):
-        table.add_row(total.part, *_cells(total))
-        details = [row for row in found if row.part == total.part and row.detail]
-        for row in details:
-            table.add_row(f"· {row.detail}", *_cells(row))
-    return table
-
-
-def _cells(row: "Row") -> tuple[str, ...]:
-    """Kernels, ms, share, rate, roof and fraction of the roof of a `Row`."""
-    calls = f"{row.calls:,.0f}" if row.calls else "–"
-    time = (calls, f"{row.seconds * 1e3:,.2f}", f"{row.share:.1%}")
-    if not row.of_roof or not row.roof_seconds:
-        return (*time, "–", "–", "–")
-    by_flops = row.bound == "flops"
-    work, unit, digits = (row.flops, "TFLOP/s", 0) if by_flops else (row.bytes, "TB/s", 2)
-    roof = work / row.roof_seconds / 1e12
-    of_roof = f"{row.of_roof:.2f}"
-    return (*time, f"{roof * row.of_roof:.{digits}f} {unit}", f"{roof:.{digits}f}", of_roof)
+        details = (row for row in found if row.part == total.part and row.detail)
+        shown += [total._replace(detail=""), *details]
+    return table_of(f"{case['name']}: one step by part", columns, shown)

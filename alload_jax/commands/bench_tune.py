@@ -3,11 +3,11 @@
 import argparse
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from alload_jax.bench.harness import Record, console, markdown_table
+from alload_jax.bench.harness import Record, console, table_of
 from alload_jax.commands.flags import require_flags, require_place
 from alload_jax.errors import InputError
 from alload_jax.files import Json
@@ -21,7 +21,6 @@ _COMMAND = "alload bench tune"
 _MOST_PROCESSES = 14
 _KERNELS = ("forward", "backward", "residual_forward", "residual_backward", "sum_backward")
 _DIMS = (1024, 1152, 1280, 1536, 1792, 2048, 2304, 2560, 3072, 3584, 4096, 5120, 6144, 8192)
-_COLUMNS = ("width", "kernel", "of copy before", "of copy", "tile", "warps", "programs a core")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,11 +86,11 @@ def run(options: argparse.Namespace) -> int:
     before = tuning.read(device)
     packages = ("jax", "jaxlib", "numpy")
     record = Record(options.out or os.devnull, packages, copy_bytes_per_second=copy)
-    details, found = record.content, []
+    details, found, columns = record.content, [], _columns(copy)
     dims = list(dict.fromkeys(options.dims))
     for best in search(dims, options.kernels, device, options.seconds, options.processes):
         found.append(best)
-        console().print(" ".join(_row(best, copy)))
+        console().print(" ".join(read(best) for read in columns.values()))
         # After each, so that a failure loses nothing that was measured.
         path = tuning.write(device, tuned(found, before), details)
     found.sort(key=lambda each: (each.best.dim, each.best.kernel))
@@ -104,7 +103,14 @@ def run(options: argparse.Namespace) -> int:
         details["checked"] = [_fields(each, copy) for each in checked]
         details["times_xla"] = ratios
         record.write()
-    _show(found, ratios, copy)
+    console().print(table_of("bytes a second, of those of a copy", columns, found))
+    if ratios:
+        against: dict[str, Callable[[tuple[int, tuple[float, float]]], str]] = {
+            "width": lambda row: str(row[0]),
+            "forward": lambda row: f"{row[1][0]:.2f}",
+            "backward": lambda row: f"{row[1][1]:.2f}",
+        }
+        console().print(table_of("times as fast as XLA's fusion", against, ratios.items()))
     for each in checked:
         share = each.bytes_per_second / copy
         console().print(f"checked: {each.dim} {each.kernel} {share:.2f} of copy")
@@ -112,33 +118,18 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _row(found: "Best", copy: float) -> tuple[str, ...]:
-    used, best = found
-    division = best.division
-    return (
-        f"{best.dim}",
-        best.kernel,
-        f"{used.bytes_per_second / copy:.2f}",
-        f"{best.bytes_per_second / copy:.2f}",
-        f"{division.max_tile}",
-        f"{division.num_warps}",
-        f"{division.per_core}",
-    )
+def _columns(copy: float) -> "dict[str, Callable[[Best], str]]":
+    return {
+        "width": lambda each: f"{each.best.dim}",
+        "kernel": lambda each: each.best.kernel,
+        "of copy before": lambda each: f"{each.used.bytes_per_second / copy:.2f}",
+        "of copy": lambda each: f"{each.best.bytes_per_second / copy:.2f}",
+        "tile": lambda each: f"{each.best.division.max_tile}",
+        "warps": lambda each: f"{each.best.division.num_warps}",
+        "programs a core": lambda each: f"{each.best.division.per_core}",
+    }
 
 
 def _fields(timed: "Timed", copy: float) -> Json:
     fields = {"kernel": timed.kernel, "dim": timed.dim, "us": timed.us}
     return fields | dataclasses.asdict(timed.division) | {"of_copy": timed.bytes_per_second / copy}
-
-
-def _show(found: "Sequence[Best]", ratios: Mapping[int, tuple[float, float]], copy: float) -> None:
-    table = markdown_table("bytes a second, of those of a copy", _COLUMNS)
-    for best in found:
-        table.add_row(*_row(best, copy))
-    console().print(table)
-    if not ratios:
-        return
-    against = markdown_table("times as fast as XLA's fusion", ("width", "forward", "backward"))
-    for dim, (forward, backward) in ratios.items():
-        against.add_row(str(dim), f"{forward:.2f}", f"{backward:.2f}")
-    console().print(against)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from alload_jax.bench.harness import case_table, console
+from alload_jax.bench.harness import console, table_of
 from alload_jax.commands.flags import require_flags, require_place
 from alload_jax.errors import InputError
 from alload_jax.files import Json, parse_yaml, read_json, read_text
@@ -58,7 +58,7 @@ def print_report(costs: CostFile) -> None:
         ),
     }
     rows = [{"form": name} | form for name, form in fits.items()]
-    console().print(case_table("fits", forms, rows))
+    console().print(table_of("fits", forms, rows))
     if allocator := costs.details["allocator"]:
         print(
             f"peak of the allocator {allocator['peak_bytes'] / 1e9:.2f} GB, "
@@ -79,7 +79,7 @@ def _print_points(points: list[Json], title: str) -> None:
         columns["density"] = lambda row: str(row["density"])
     else:
         columns["held out"] = lambda row: "yes" if row["held_out"] else ""
-    console().print(case_table(title, columns, points))
+    console().print(table_of(title, columns, points))
 
 
 def calibrate_from_run(folder: Path, out: Path) -> int:

@@ -21,7 +21,7 @@ from alload_jax.planning.analytic import (
 )
 from alload_jax.planning.architecture import Architecture, architecture_named, from_fields
 from alload_jax.planning.cost import CostFile, PowerCost, SparseLayers, read_cost_file, with_layers
-from alload_jax.planning.devices import DEVICES, Device, device_named
+from alload_jax.planning.devices import DEVICES, device_named
 from alload_jax.planning.factory import ONE_EPOCH, RunLength
 from alload_jax.planning.metrics import SimulationSettings
 from alload_jax.planning.policies import (
@@ -32,7 +32,7 @@ from alload_jax.planning.policies import (
     policy_names,
 )
 from alload_jax.planning.remat import AUTO_REMAT, UNRESOLVED, choose_remat, in_words
-from alload_jax.planning.samples import Geometry, Samples, Triple, read_sample_paths, read_samples
+from alload_jax.planning.samples import Geometry, Samples, read_sample_paths, read_samples
 from alload_jax.planning.settings import PlanningConfig, config_type
 from alload_jax.planning.study import Study
 from alload_jax.planning.workloads import make_workload
@@ -50,65 +50,48 @@ class PlanRequest:
     Attributes:
       options: the flags.
       config: the training config; None without one.
+      model: the config's model.
+      joint: whether the lengths of samples count their conditions.
+      remat: rematerialisation policy of the model, or those that repeat over its layers.
+      patch_size: latents per token (frames, height, width).
+      device: of the analytic cost model.
+      length: of the run.
       fields: of `PlanningConfig`, as far as flags and config give them, without the ranks.
       ranks: numbers of data-parallel ranks; empty where nothing gives them.
     """
+
+    config: "Config | None" = None
+    model: "ModelConfig | None" = None
+    joint: bool = False
+    remat: Remat = "attention"
+    length: RunLength = ONE_EPOCH
 
     def __init__(self, options: argparse.Namespace):
         """Reads the config, if one is given.
 
         Raises:
-          InputError: the config is not valid.
+          InputError: the config is not valid, or there is no such device.
         """
-        self.options = options
-        self.config: Config | None = None
+        self.options, self.patch_size = options, Geometry().patch_size
+        self.device = device_named(options.device or _DEFAULT_DEVICE)
         self.fields: dict[str, Any] = {}
         if options.config is not None:
             from alload_jax.config import read_config
 
-            self.config = read_config(["--config", options.config], prog="alload plan")
-            self.fields = dict(vars(self.config.planning))
+            self.config = config = read_config(["--config", options.config], prog="alload plan")
+            self.model = config.model
+            self.joint, self.patch_size = config.model.joint_attention, config.model.patch_size
+            self.remat = config.model.step_fields().get("remat", AUTO_REMAT)
+            self.length = RunLength(config.run.epochs, config.run.steps or 0)
+            self.fields = dict(vars(config.planning))
+        self.patch_size = options.patch_size or self.patch_size
+        if options.epochs:
+            self.length = RunLength(options.epochs)
         names = {field.name for kind in setting_types() for field in dataclasses.fields(kind)}
         self.fields |= {name: value for name, value in vars(options).items() if name in names}
         configured = None if self.config is None else self.config.planning.ranks
         self.ranks: list[int] = options.ranks or ([] if configured is None else [configured])
         del self.fields["ranks"]
-
-    @property
-    def model(self) -> "ModelConfig | None":
-        """The config's model."""
-        return None if self.config is None else self.config.model
-
-    @property
-    def joint(self) -> bool:
-        """Whether the lengths of samples count their conditions."""
-        return self.model is not None and self.model.joint_attention
-
-    @property
-    def patch_size(self) -> Triple:
-        """Latents per token (frames, height, width)."""
-        default = Geometry().patch_size if self.model is None else self.model.patch_size
-        return self.options.patch_size or default
-
-    @property
-    def remat(self) -> Remat:
-        """Rematerialisation policy of the model, or those that repeat over its layers."""
-        if self.model is None:
-            return "attention"
-        return self.model.step_fields().get("remat", AUTO_REMAT)
-
-    @property
-    def device(self) -> Device:
-        """The device of the analytic cost model."""
-        return device_named(self.options.device or _DEFAULT_DEVICE)
-
-    @property
-    def length(self) -> RunLength:
-        """Length of the run."""
-        if self.options.epochs:
-            return RunLength(self.options.epochs)
-        run = None if self.config is None else self.config.run
-        return ONE_EPOCH if run is None else RunLength(run.epochs, run.steps or 0)
 
     @property
     def packs(self) -> bool:

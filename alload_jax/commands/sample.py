@@ -28,9 +28,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_flags(add)
     add("--lora", metavar="FILE[:SCALE]", nargs="+", default=[], help="LoRA files to add, with "
         "factors; default 1")  # fmt: skip
-    _add_conditions(parser)
-    _add_encoders(parser)
-    _add_low_noise(parser)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--class", dest="classes", metavar="N", nargs="+", type=int,
+        help="classes of one sample")  # fmt: skip
+    what.add_argument("--prompt", metavar="WORDS", help="what the sample shows, in words")
+    what.add_argument("--prompt-embeds", metavar="FILE",
+        help="safetensors with `text` [L, width]; padded with zeros")  # fmt: skip
+    what.add_argument("--list", metavar="FILE", help=_LIST)
+    add("--negative-prompt", metavar="WORDS",
+        help="what guidance leads away from; default: an empty text, or zeros where the run was "
+        "trained with them")  # fmt: skip
+    add("--negative-embeds", metavar="FILE",
+        help="the same as embeddings")  # fmt: skip
+    add("--image-embeds", metavar="FILE",
+        help="safetensors with `image` [N, width], for models with image embeddings")  # fmt: skip
+    add("--image", metavar="FILE", help="picture of the first frame")
+    add("--last-image", metavar="FILE", help="picture of the last frame, for "
+        "models that take one")  # fmt: skip
+    add("--text-encoder", metavar="DIR", help="local folder of the model's text encoder, for "
+        "--prompt: umT5 for Wan, HunyuanVideo 1.5's pipeline; bytes for the embedding of --text "
+        "bytes, which runs on such data have without it")  # fmt: skip
+    add("--vae", metavar="DIR", help="local folder of the model's VAE, which turns latents into "
+        "pictures")  # fmt: skip
+    add("--image-encoder", metavar="DIR", help="local folder of the model's image encoder, CLIP or "
+        "SigLIP, for --image with models that take image embeddings")  # fmt: skip
+    add("--low-noise-checkpoint", metavar="DIR", help="second of two experts, as in Wan 2.2's A14B "
+        "models: it takes the lower noise levels")  # fmt: skip
+    add("--boundary", type=float, help="noise level below which it does, from 0 to 1; Wan 2.2 uses "
+        "0.875 for text-to-video, 0.9 for image-to-video")  # fmt: skip
+    add("--low-noise-lora", metavar="FILE[:SCALE]", nargs="+", default=[], help="LoRA files to add "
+        "to it")  # fmt: skip
+    add("--low-noise-guidance", type=float, help="its guidance; default: that of the first")
     add("--frames", type=int, help="frames of the clip; 1 for an image")
     add("--height", type=int, help="height in pixels")
     add("--width", type=int, help="width in pixels")
@@ -59,48 +87,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--fps", type=float, help="frames per second of GIF and MP4; default: the data's, "
         "else those of the model's family, else 9")  # fmt: skip
     add("--force", action="store_true", help="replace files that exist")
-
-
-def _add_conditions(parser: argparse.ArgumentParser) -> None:
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--class", dest="classes", metavar="N", nargs="+", type=int,
-        help="classes of one sample")  # fmt: skip
-    what.add_argument("--prompt", metavar="WORDS", help="what the sample shows, in words")
-    what.add_argument("--prompt-embeds", metavar="FILE",
-        help="safetensors with `text` [L, width]; padded with zeros")  # fmt: skip
-    what.add_argument("--list", metavar="FILE", help=_LIST)
-    parser.add_argument("--negative-prompt", metavar="WORDS",
-        help="what guidance leads away from; default: an empty text, or zeros where the run was "
-        "trained with them")  # fmt: skip
-    parser.add_argument("--negative-embeds", metavar="FILE",
-        help="the same as embeddings")  # fmt: skip
-    parser.add_argument("--image-embeds", metavar="FILE",
-        help="safetensors with `image` [N, width], for models with image embeddings")  # fmt: skip
-    parser.add_argument("--image", metavar="FILE", help="picture of the first frame")
-    parser.add_argument("--last-image", metavar="FILE", help="picture of the last frame, for "
-        "models that take one")  # fmt: skip
-
-
-def _add_encoders(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--text-encoder", metavar="DIR", help="local folder of the model's text encoder, for "
-        "--prompt: umT5 for Wan, HunyuanVideo 1.5's pipeline; bytes for the embedding of --text "
-        "bytes, which runs on such data have without it")  # fmt: skip
-    add("--vae", metavar="DIR", help="local folder of the model's VAE, which turns latents into "
-        "pictures")  # fmt: skip
-    add("--image-encoder", metavar="DIR", help="local folder of the model's image encoder, CLIP or "
-        "SigLIP, for --image with models that take image embeddings")  # fmt: skip
-
-
-def _add_low_noise(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--low-noise-checkpoint", metavar="DIR", help="second of two experts, as in Wan 2.2's A14B "
-        "models: it takes the lower noise levels")  # fmt: skip
-    add("--boundary", type=float, help="noise level below which it does, from 0 to 1; Wan 2.2 uses "
-        "0.875 for text-to-video, 0.9 for image-to-video")  # fmt: skip
-    add("--low-noise-lora", metavar="FILE[:SCALE]", nargs="+", default=[], help="LoRA files to add "
-        "to it")  # fmt: skip
-    add("--low-noise-guidance", type=float, help="its guidance; default: that of the first")
 
 
 def run(options: argparse.Namespace) -> int:

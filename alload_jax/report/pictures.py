@@ -51,8 +51,10 @@ def write_sparsity_picture(path: Path, rows: Sequence[dict[str, Any]], title: st
     heat.invert_yaxis()
     for boundary in range(1, layers):
         heat.axhline(boundary * heads, color="white", lw=0.6)
-    for layer, column, begins in _switches(rows):
-        top, alpha = layer * heads, 1 if begins else 0.4
+    sparse = np.array([row["sparse"] for row in rows])
+    before = np.vstack([np.zeros_like(sparse[:1]), sparse[:-1]])
+    for column, layer in np.argwhere(sparse != before).tolist():
+        top, alpha = layer * heads, 1 if sparse[column, layer] else 0.4
         heat.vlines(edges[column], top, top + heads, color="#f85149", lw=2, alpha=alpha)
     for name, colour in (("sparsity", "#1f6feb"), ("recall", "#3fb950"), ("density", "#f0883e")):
         lines.plot(steps, 100 * values[name].mean(axis=(1, 2)), color=colour, label=name)
@@ -63,14 +65,6 @@ def write_sparsity_picture(path: Path, rows: Sequence[dict[str, Any]], title: st
     lines.spines[["top", "right"]].set_visible(False)
     heat.set_title(title, loc="left")
     figure.savefig(path, dpi=140)
-
-
-def _switches(rows: Sequence[dict[str, Any]]) -> list[tuple[int, int, bool]]:
-    """(layer, first column after it, whether it became sparse) of each switch."""
-    sparse = np.array([row["sparse"] for row in rows])
-    before = np.vstack([np.zeros_like(sparse[:1]), sparse[:-1]])
-    places = np.argwhere(sparse != before)
-    return [(int(layer), int(at), bool(sparse[at, layer])) for at, layer in places]
 
 
 _LEVEL = f"{LOSS}/sigma_"

@@ -79,14 +79,25 @@ def opening_lines(opening: Opening) -> tuple[list[str], list[str]]:
     lengths = f"{seq_len.min():,} to {seq_len.max():,} tokens"
     left_out = f" ({opening.excluded:,} left out)" if opening.excluded else ""
     counts, ranks = plan.epoch(0).counts, plan.topology.ranks
+    fill = f"{found.padding:.1%} padding"
+    if found.utilisation is not None:
+        fill = f"{found.utilisation:.0%} of m_mem ({opening.m_mem:,} tokens) filled, {fill}"
+    predicted = []
+    if opening.timed and in_seconds(opening.cost_model):  # of these devices
+        each = found.cost / found.steps
+        hours = each * max(0, opening.steps - opening.start) / 3600
+        predicted.append(
+            f"predicted: {each:,.2f} s a step, {hours:,.1f} h for what is left, without "
+            f"compilation; ranks wait {found.idle:.1%} of the time"
+        )
     weighted = "" if counts is None else f", {counts.sum():,} an epoch by data.weights,"
     lines = [
         f"data: {len(seq_len):,} samples{left_out}{weighted} of {lengths}; an epoch has "
         f"{found.steps:,} steps, the run {opening.steps:,} ({epochs:,.1f} epochs)",
         f"steps: {found.samples / found.steps:,.1f} samples on {ranks:,} rank{'s' * (ranks > 1)} "
-        f"by {opening.policy}, {_fill(found, opening.m_mem)}; programs to compile: {found.buckets}",
+        f"by {opening.policy}, {fill}; programs to compile: {found.buckets}",
         *([opening.policy_reason] if opening.policy_reason else []),
-        *_predicted(found, opening),
+        *predicted,
         f"weights: {opening.weights}",
         *([f"validation: {opening.validation}"] if opening.validation else []),
     ]
@@ -132,25 +143,6 @@ def scale_warning(found: float | None) -> str:
         f"the latents have a mean square of {found:.3g}, and models are trained on about 1; "
         "normalise them by the mean and deviation of their VAE, and prepare the data again"
     )
-
-
-def _fill(found: PlanMetrics, m_mem: int | None) -> str:
-    padding = f"{found.padding:.1%} padding"
-    if found.utilisation is None:
-        return padding
-    return f"{found.utilisation:.0%} of m_mem ({m_mem:,} tokens) filled, {padding}"
-
-
-def _predicted(found: PlanMetrics, opening: Opening) -> list[str]:
-    """The predicted time, if the cost model predicts these devices' seconds."""
-    if not opening.timed or not in_seconds(opening.cost_model):
-        return []
-    each = found.cost / found.steps
-    left = each * max(0, opening.steps - opening.start)
-    return [
-        f"predicted: {each:,.2f} s a step, {left / 3600:,.1f} h for what is left, without "
-        f"compilation; ranks wait {found.idle:.1%} of the time"
-    ]
 
 
 def _warnings(found: PlanMetrics, opening: Opening) -> list[str]:

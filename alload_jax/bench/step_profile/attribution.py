@@ -76,21 +76,18 @@ def _product_flops(instruction: Instruction, computation: Computation) -> float:
     left = _result(instruction.operands[0], computation) if instruction.operands else None
     if left is None:
         return 0.0
-    inner = math.prod(left.shape[axis] for axis in _contracted(instruction))
-    return 2.0 * instruction.arrays[0].size * inner
-
-
-def _contracted(instruction: Instruction) -> list[int]:
-    """Axes of the left operand that a product sums over."""
+    # Axes of the left operand that the product sums over.
     if instruction.opcode == "dot":
         found = _LHS_CONTRACTED.search(instruction.attributes)
-        return [int(axis) for axis in found[1].split(",") if axis] if found else []
-    config = _BACKEND_CONFIG.search(instruction.attributes)
-    content: Json = {}
-    if config:
-        content, _ = json.JSONDecoder().raw_decode(instruction.attributes, config.end())
-    numbers = content.get("gemm_backend_config", content).get("dot_dimension_numbers", {})
-    return [int(axis) for axis in numbers.get("lhs_contracting_dimensions", [])]
+        axes = [axis for axis in found[1].split(",") if axis] if found else []
+    else:
+        content: Json = {}
+        if config := _BACKEND_CONFIG.search(instruction.attributes):
+            content, _ = json.JSONDecoder().raw_decode(instruction.attributes, config.end())
+        numbers = content.get("gemm_backend_config", content).get("dot_dimension_numbers", {})
+        axes = numbers.get("lhs_contracting_dimensions", [])
+    inner = math.prod(left.shape[int(axis)] for axis in axes)
+    return 2.0 * instruction.arrays[0].size * inner
 
 
 def moved_bytes(program: Program, instruction: Instruction, computation: Computation) -> float:
@@ -400,7 +397,11 @@ def _place(
     if leader.scope in WHOLE:
         return PARTS[leader.scope], ""
     if not fused and not any(each.computes for each in members):
-        return _moved(members, leader)
+        if all(each.size <= _SMALL for each in members):
+            part = _scoped_part(leader)
+            return (ELSE, "bookkeeping") if part == ELSE else (part, pass_of(leader.op_name))
+        moves = {each.opcode for each in members if each.size > _SMALL} - _NOTHING
+        return COPIES, hlo.kind(moves, pass_of(leader.op_name))
     if fused or leader.scope == scopes.ATTENTION:
         backward = attention.backward if attention else "Backward" in instruction.target
         return _attention_part(leader.op_name, attention), (
@@ -426,12 +427,3 @@ def _attention_part(op_name: str, call: AttentionCall | None) -> str:
         return OTHER_ATTENTION
     itself = call.queries == call.keys
     return ATTENTION[scopes.SELF_ATTENTION if itself else scopes.CROSS_ATTENTION]
-
-
-def _moved(members: Sequence[_Member], leader: _Member) -> tuple[str, str]:
-    """Part and detail of a kernel that computes nothing."""
-    if all(each.size <= _SMALL for each in members):
-        scoped = _scoped_part(leader)
-        return (ELSE, "bookkeeping") if scoped == ELSE else (scoped, pass_of(leader.op_name))
-    opcodes = {each.opcode for each in members if each.size > _SMALL} - _NOTHING
-    return COPIES, hlo.kind(opcodes, pass_of(leader.op_name))
