@@ -15,12 +15,7 @@ from jax.sharding import Mesh
 
 from alload_jax.bench.harness import provenance
 from alload_jax.bench.trace import device_seconds, recorded
-from alload_jax.bench.workload_step import (
-    RandomReader,
-    draw_samples,
-    manifest_of,
-    representative,
-)
+from alload_jax.bench.workload_step import RandomReader, draw_samples, manifest_of, representative
 from alload_jax.data.batch import signature
 from alload_jax.data.collate import Collator, collation_for
 from alload_jax.data.condition import conditions_for

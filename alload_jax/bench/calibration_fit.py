@@ -6,20 +6,14 @@ from typing import Any
 
 import jax
 
-from alload_jax.bench.calibration import MemoryFinding, Outcome
+from alload_jax.bench.calibration import Calibration, MemoryFinding, Outcome
 from alload_jax.bench.harness import provenance
 from alload_jax.errors import InputError
 from alload_jax.files import Json
 from alload_jax.models.common.sparse_attention import SparseAttentionConfig
 from alload_jax.planning.analytic import bytes_per_split_token
 from alload_jax.planning.architecture import from_fields
-from alload_jax.planning.cost import (
-    CostFile,
-    PowerCost,
-    QuadraticCost,
-    SparseTerms,
-    without_layers,
-)
+from alload_jax.planning.cost import CostFile, PowerCost, QuadraticCost, SparseTerms, without_layers
 from alload_jax.planning.fit import (
     Fit,
     Point,
@@ -32,7 +26,6 @@ from alload_jax.planning.fit import (
     predicted_sparse,
 )
 from alload_jax.training.run_plan import sparse_layers
-from alload_jax.training.trial_step import Step
 
 LEAST_POINTS, LEAST_SPARSE_POINTS = 5, 3
 """Minimum number of points of a fit."""
@@ -206,27 +199,26 @@ def fit_sparse_outcomes(
 
 
 def calibrated(
-    step: Step,
+    calibration: Calibration,
     finding: MemoryFinding,
     outcomes: Sequence[Outcome],
+    sparse: Sequence[Outcome],
     command: str,
-    peak: int | None = None,
-    sparse: Sequence[Outcome] = (),
-    program_seconds: float | None = None,
+    peak: int | None,
 ) -> CostFile:
     """The cost-model file of a calibration.
 
     Args:
-      step: the measured step.
-      finding, outcomes: results of the calibration.
+      calibration: of the measured step.
+      finding, outcomes: its results.
+      sparse: outcomes of sparse attention.
       command: the command line of the calibration, for the file's details.
       peak: of the allocator after the outcomes, in bytes; None if unknown.
-      sparse: outcomes of sparse attention, each with the density of all layers.
-      program_seconds: to compile a program; None if unknown.
 
     Raises:
       InputError: too few points for a fit.
     """
+    step = calibration.step
     # What determines the cost: model, trained parameters, condition tokens.
     model = step.model.step_fields() | {"parameters": step.spec.parameters.identity()}
     if not step.model.text:
@@ -255,7 +247,7 @@ def calibrated(
         bytes_per_split_token=bytes_per_split_token(
             from_fields(model), step.model.policies, itemsize
         ),
-        program_seconds=program_seconds,
+        program_seconds=calibration.program_seconds,
         model=model,
         device=jax.local_devices()[0].device_kind,
         origin="measured",

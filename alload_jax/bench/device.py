@@ -70,7 +70,12 @@ def sampling() -> Iterator[list[str]]:
     try:
         yield lines
     finally:
-        _end(process)
+        # One that hangs in the driver is left alone, as its measurement is done.
+        for end in (process.terminate, process.kill):
+            end()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_PATIENCE)
+                break
         reader.join(_PATIENCE)
 
 
@@ -109,15 +114,6 @@ def _started() -> subprocess.Popen[str] | None:
         )
     except OSError:
         return None  # no nvidia-smi here
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """Ends it; one that hangs in the driver is left alone, as its measurement is done."""
-    for end in (process.terminate, process.kill):
-        end()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_PATIENCE)
-            return
 
 
 _COPIED_BYTES = 1 << 32

@@ -220,10 +220,7 @@ def model_fields(name: str, layers: int | None = None) -> Json:
 
 
 def training_fields(
-    model: Json,
-    remat: str = "attention",
-    residual: str = "compute",
-    scan_layers: bool = True,
+    model: Json, remat: str = "attention", residual: str = "compute", scan_layers: bool = True
 ) -> Json:
     """`model_fields` for training: in bfloat16, and otherwise as given."""
     given = {"remat": remat, "residual_dtype": residual, "scan_layers": scan_layers}
@@ -241,9 +238,7 @@ _MEMORY_SHARE = "0.95"
 
 
 def measured(
-    program: str | Path,
-    settings: Json,
-    variables: Mapping[str, str] | None = None,
+    program: str | Path, settings: Json, variables: Mapping[str, str] | None = None
 ) -> Json:
     """The last line that the measurement prints, or how it failed: the others go on.
 

@@ -4,6 +4,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -141,7 +142,7 @@ def _time(
     function: Function, direction: Pass, implementation: Any, sets: Sequence[Arguments]
 ) -> DeviceTime:
     """XLA's backward starts from the inputs, as its fusions do; the kernels' from what is kept."""
-    forward, inputs, cotangent = _FUNCTIONS[function](implementation)
+    forward, inputs, cotangent = calls_of(function, implementation)
     if direction == "forward":
         calls = [inputs(arguments) for arguments in sets]
         return call_time(forward, calls)
@@ -155,52 +156,32 @@ def _time(
     return call_time(lambda vjp, cotangents: vjp(cotangents), kept)
 
 
-def _plain(implementation: Any) -> tuple[Callable, Callable, Callable]:
-    def forward(x: jax.Array, scale: jax.Array, shift: jax.Array) -> jax.Array:
-        return layernorm_modulate(x, scale, shift, implementation=implementation)
+def calls_of(function: Function, implementation: Any) -> tuple[Callable, Callable, Callable]:
+    """The function, its inputs from `Arguments`, and its output's cotangent from them."""
+    modulate = partial(layernorm_modulate, implementation=implementation)
 
-    return forward, lambda a: (a.x, a.scale, a.shift), lambda a: a.dout
-
-
-def _residual(implementation: Any) -> tuple[Callable, Callable, Callable]:
-    def forward(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return residual_layernorm_modulate(*operands, implementation=implementation)
-
-    return (
-        forward,
-        lambda a: (a.x, a.y, a.gate, a.scale, a.shift),
-        lambda a: (a.dh, a.dout),
-    )
-
-
-def _segment(implementation: Any) -> tuple[Callable, Callable, Callable]:
-    def forward(x: jax.Array, scale: jax.Array, shift: jax.Array) -> jax.Array:
+    def segmented(x: jax.Array, scale: jax.Array, shift: jax.Array) -> jax.Array:
         tokens = jnp.arange(x.shape[1], dtype=jnp.int32)
         ids = jnp.broadcast_to(tokens * SEGMENTS // x.shape[1], x.shape[:2])
         ids = jax.lax.optimization_barrier(ids)  # in training they are data, not constants
-        return layernorm_modulate(x, scale, shift, segment_ids=ids, implementation=implementation)
+        return modulate(x, scale, shift, segment_ids=ids)
 
-    def tables(value: jax.Array) -> jax.Array:
-        return jnp.repeat(value[:, None], SEGMENTS, axis=1)
+    def inputs(a: Arguments) -> tuple[jax.Array, ...]:
+        if function == "residual_layernorm_modulate":
+            return a.x, a.y, a.gate, a.scale, a.shift
+        rows = {"segment_layernorm_modulate": SEGMENTS, "token_layernorm_modulate": a.x.shape[1]}
+        if function not in rows:
+            return a.x, a.scale, a.shift
+        scale, shift = (
+            jnp.repeat(table[:, None], rows[function], axis=1) for table in (a.scale, a.shift)
+        )
+        return a.x, scale, shift
 
-    return forward, lambda a: (a.x, tables(a.scale), tables(a.shift)), lambda a: a.dout
-
-
-def _token(implementation: Any) -> tuple[Callable, Callable, Callable]:
-    forward, _, cotangent = _plain(implementation)
-
-    def each(value: jax.Array, x: jax.Array) -> jax.Array:
-        return jnp.repeat(value[:, None], x.shape[1], axis=1)
-
-    return forward, lambda a: (a.x, each(a.scale, a.x), each(a.shift, a.x)), cotangent
-
-
-_FUNCTIONS: dict[Function, Callable[[Any], tuple[Callable, Callable, Callable]]] = {
-    "layernorm_modulate": _plain,
-    "residual_layernorm_modulate": _residual,
-    "segment_layernorm_modulate": _segment,
-    "token_layernorm_modulate": _token,
-}
+    if function == "residual_layernorm_modulate":
+        gated = partial(residual_layernorm_modulate, implementation=implementation)
+        return gated, inputs, lambda a: (a.dh, a.dout)
+    forward = segmented if function == "segment_layernorm_modulate" else modulate
+    return forward, inputs, lambda a: a.dout
 
 
 def ratios(entries: Sequence[Entry], against: str) -> dict[tuple[str, str, str], float]:

@@ -252,11 +252,7 @@ class Best(NamedTuple):
 
 
 def search(
-    dims: Sequence[int],
-    kernels: Sequence[Pass],
-    device_kind: str,
-    seconds: float,
-    processes: int,
+    dims: Sequence[int], kernels: Sequence[Pass], device_kind: str, seconds: float, processes: int
 ) -> Iterator[Best]:
     """Times candidates for each width and kernel.
 
@@ -286,9 +282,9 @@ def tuned(
       before: what the file said before; None without one.
       ratios: the result of `times_xla`, if that was measured already.
     """
-    known: dict[Pass, dict[int, Division]] = {kernel: {} for kernel in get_args(Pass)}
-    for kernel in known:
-        known[kernel] |= before.divisions[kernel] if before else {}
+    known: dict[Pass, dict[int, Division]] = {
+        kernel: dict(before.divisions[kernel]) if before else {} for kernel in get_args(Pass)
+    }
     for _, best in found:
         known[best.kernel][best.dim] = best.division
     return Tuned(known, {**(before.times_xla if before else {}), **(ratios or {})})

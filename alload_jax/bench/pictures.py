@@ -24,11 +24,6 @@ _COLOURS = ("#1f6feb", "#f0883e", "#3fb950", "#a371f7")
 _INK, _QUIET = "#1f2328", "#8b949e"
 
 
-def _hide(axis: Axes, *sides: str) -> None:
-    for side in sides or ("top", "right"):
-        axis.spines[side].set_visible(False)
-
-
 # ---------------------------------------------------------------- alload bench balance
 
 _BUSY, _IDLE = "#3b7dd8", "#e8e8e8"
@@ -76,7 +71,7 @@ def _draw_steps(axis: Axes, case: Case) -> None:
     speed, idle = (case["figures"][name] for name in ("tokens_per_second", "idle"))
     title = f"{case['case']}: {speed:,.0f} tokens/s, idle {idle:.1%}"
     axis.set_title(title, fontsize=10, loc="left")
-    _hide(axis, "top", "right", "left")
+    axis.spines[["top", "right", "left"]].set_visible(False)
 
 
 # ---------------------------------------------------------------- alload calibrate
@@ -108,7 +103,7 @@ def draw_calibration(path: Path, costs: CostFile) -> None:
     _label_residuals(lower, points)
     for axis in (upper, lower):
         axis.grid(color="#d0d7de", linewidth=0.5)
-        _hide(axis)
+        axis.spines[["top", "right"]].set_visible(False)
     model = costs.model or {}
     size = f"{model.get('num_layers')} layers of width {model.get('dim')}"
     title = f"One training step of {size} on {costs.device}"
@@ -250,7 +245,7 @@ def _draw_panel(
     axis.set_yticks(places, [f"{name}\n{shapes[name]}" for name in workloads], fontsize=8)
     axis.invert_yaxis()
     axis.set_xlim(0, 1.25)
-    _hide(axis)
+    axis.spines[["top", "right"]].set_visible(False)
 
 
 # ---------------------------------------------------------------- alload bench sparse-attention
@@ -289,7 +284,7 @@ def draw_sparse_attention(path: Path, found: Sequence[Speed], device: str) -> No
     axis.set_ylabel("speed, forward plus backward")
     axis.set_title(f"Block-sparse attention on {device}", loc="left")
     axis.legend(frameon=False)
-    _hide(axis)
+    axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=140)
 
 
@@ -357,7 +352,7 @@ def _draw_flame(axis: Axes, parts: Sequence[Row], rows: Sequence[Row], seconds: 
     axis.set_xticks(ticks, [f"{tick:.0%}" for tick in ticks], fontsize=9)
     axis.set_xlabel("share of the traced step, by part and pass; longest first", fontsize=9)
     axis.set_yticks([])
-    _hide(axis, "left", "top", "right")
+    axis.spines[["left", "top", "right"]].set_visible(False)
 
 
 def _block(
@@ -399,7 +394,7 @@ def _draw_bars(axis: Axes, parts: Sequence[Row]) -> None:
     axis.tick_params(axis="x", labelsize=9)
     legend = "; full colour: roof, the same work at the rate measured for it alone"
     axis.set_xlabel(f"ms of a step{legend if any(roofs) else ''}", fontsize=9)
-    _hide(axis)
+    axis.spines[["top", "right"]].set_visible(False)
 
 
 def _write_numbers(axis: Axes, parts: Sequence[Row]) -> None:

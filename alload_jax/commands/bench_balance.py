@@ -104,7 +104,13 @@ def run(options: argparse.Namespace) -> int:
 
     status = record.measure(cases(), "case", _outcome, _table)
     if options.picture:
-        _draw(Path(options.picture), content)
+        from alload_jax.bench.pictures import draw_balance
+
+        try:
+            draw_balance(Path(options.picture), content)
+        except ValueError as error:
+            raise InputError(f"{_COMMAND}: --picture {error}; the JSON was written") from error
+        print(f"written: {options.picture}")
     return status
 
 
@@ -122,16 +128,6 @@ def _kept(record: Record, measured_anew: list[str]) -> list[Json]:
     if kept:
         print(f"{record.path}: keeps {', '.join(case['case'] for case in kept)}")
     return [{"command": before["command"]} | case for case in kept]
-
-
-def _draw(picture: Path, content: Json) -> None:
-    from alload_jax.bench.pictures import draw_balance
-
-    try:
-        draw_balance(picture, content)
-    except ValueError as error:
-        raise InputError(f"{_COMMAND}: --picture {error}; the JSON was written") from error
-    print(f"written: {picture}")
 
 
 def _checked(options: argparse.Namespace, model: Json) -> tuple[CostFile, dict[str, Json]]:

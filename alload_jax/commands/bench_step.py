@@ -318,7 +318,7 @@ def profile(options: argparse.Namespace, cases: Iterable[Case]) -> int:
 def _profiled(program: str | Path, settings: Json, keep: str | None) -> tuple[Json, list[Json]]:
     """A case as without a profile, with the rows of its profile; or its error. All operations."""
     from alload_jax.bench.step_profile.measure import NO_GRAPHS
-    from alload_jax.bench.step_profile.summary import attention_shapes
+    from alload_jax.bench.step_profile.summary import attention_shapes, records, rows, step_roof
 
     found = measured(program, settings)
     if "error" in found:
@@ -327,51 +327,26 @@ def _profiled(program: str | Path, settings: Json, keep: str | None) -> tuple[Js
     traced = measured(_MEASURE, settings | {"keep": keep}, {"XLA_FLAGS": flags})
     if "error" in traced:
         return found | {"error": f"the traced step {traced['error']}"}, []
-    roofs = None
+    operations, roofs = traced["operations"], None
     if traced["backend"] == "gpu":
-        roofs = measured(_ROOFS, {"attention": attention_shapes(traced["operations"])})
+        roofs = measured(_ROOFS, {"attention": attention_shapes(operations)})
         if "error" in roofs:
             return found | {"error": f"the measurement of roofs {roofs['error']}"}, []
-    return found | summarised(found["seconds"], traced, roofs), traced["operations"]
-
-
-def summarised(seconds: float, traced: Json, roofs: Json | None) -> Json:
-    """What the JSON says of a profile.
-
-    Args:
-      seconds: of a step that is not traced.
-      traced: what `step_profile.measure` prints.
-      roofs: what `step_profile.roofs` prints; None without a GPU.
-    """
-    from alload_jax.bench.step_profile.summary import records, rows, step_roof
-
     roof = step_roof(traced, roofs) if roofs else None
-    return (
-        {name: traced[name] for name in ("traced_seconds", "traced_steps", "devices")}
-        | {
-            "roofs": roofs,
-            "roof": roof and roof._asdict() | {"seconds": roof.seconds},
-            "of_roof": roof and roof.seconds / seconds,
-            "rows": [row._asdict() for row in rows(traced, roofs)],
-        }
-        | records(traced["operations"])
-    )
+    found |= {name: traced[name] for name in ("traced_seconds", "traced_steps", "devices")}
+    found |= {
+        "roofs": roofs,
+        "roof": roof and roof._asdict() | {"seconds": roof.seconds},
+        "of_roof": roof and roof.seconds / found["seconds"],  # of a step that is not traced
+        "rows": [row._asdict() for row in rows(traced, roofs)],
+    }
+    return found | records(operations), operations
 
 
 def _show(case: Json, operations: Sequence[Json]) -> None:
     from alload_jax.bench.step_profile.attribution import ELSE
 
     console().print(_profile_table(case))
-    console().print(_profile_outcome(case))
-    longest = sorted(operations, key=lambda each: -each["seconds"])
-    unnamed = [each for each in longest if each["part"] == ELSE]
-    _show_kernels("everything else, by kernel", unnamed)
-    others = [each for each in longest if not each["flops"]]
-    _show_kernels("longest kernels but products and attention", others)
-    print()
-
-
-def _profile_outcome(case: Json) -> str:
     told = (
         f"step {case['seconds'] * 1e3:,.1f} ms, {case['traced_seconds'] * 1e3:,.1f} ms traced, "
         f"at most {gigabytes(case.get('peak_bytes'))}"
@@ -382,12 +357,21 @@ def _profile_outcome(case: Json) -> str:
             f"{load['watts']:,.0f} of {load['most_watts']:,.0f} W"
         )
     if case["roof"] is None:
-        return f"{told}; roofs are measured on a GPU"
-    roof = {name: f"{seconds * 1e3:,.1f}" for name, seconds in case["roof"].items()}
-    return (
-        f"{told}; roof {roof['seconds']} ms (products {roof['products']}, attention "
-        f"{roof['attention']}, optimizer {roof['optimizer']}): {case['of_roof']:.3f} of the roof"
-    )
+        told += "; roofs are measured on a GPU"
+    else:
+        roof = {name: f"{seconds * 1e3:,.1f}" for name, seconds in case["roof"].items()}
+        told += (
+            f"; roof {roof['seconds']} ms (products {roof['products']}, attention "
+            f"{roof['attention']}, optimizer {roof['optimizer']}): {case['of_roof']:.3f} of the "
+            "roof"
+        )
+    console().print(told)
+    longest = sorted(operations, key=lambda each: -each["seconds"])
+    unnamed = [each for each in longest if each["part"] == ELSE]
+    _show_kernels("everything else, by kernel", unnamed)
+    others = [each for each in longest if not each["flops"]]
+    _show_kernels("longest kernels but products and attention", others)
+    print()
 
 
 def _show_kernels(title: str, kernels: Sequence[Json]) -> None:

@@ -242,15 +242,8 @@ def run(options: argparse.Namespace) -> int:
     outcomes = _until_interrupted(calibration.measure(finding.m_mem), LEAST_POINTS)
     peak = peak_memory()
     sparse = _until_interrupted(calibration.measure_sparse(finding.m_mem), 0)
-    costs = calibrated(
-        calibration.step,
-        finding,
-        outcomes,
-        shlex.join(["alload", *sys.argv[1:]]),
-        peak,
-        sparse,
-        calibration.program_seconds,
-    )
+    command = shlex.join(["alload", *sys.argv[1:]])
+    costs = calibrated(calibration, finding, outcomes, sparse, command, peak)
     write_cost_file(options.out, costs)
     print_report(costs)
     written = [options.out]

@@ -21,12 +21,7 @@ from alload_jax.files import read_json, require_regular
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.families import SamplingDefaults, family_of, initial_variables
 from alload_jax.models.lora_files import LoraFile, merge_adapters, merge_file, read_lora
-from alload_jax.models.weights import (
-    load_weights,
-    read_transformer,
-    require_free,
-    save_weights,
-)
+from alload_jax.models.weights import load_weights, read_transformer, require_free, save_weights
 from alload_jax.planning.samples import Triple
 from alload_jax.sampling.conditions import family_fps
 from alload_jax.training.restore import (

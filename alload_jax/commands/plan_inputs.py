@@ -24,13 +24,7 @@ from alload_jax.planning.cost import CostFile, PowerCost, SparseLayers, read_cos
 from alload_jax.planning.devices import DEVICES, device_named
 from alload_jax.planning.factory import ONE_EPOCH, RunLength
 from alload_jax.planning.metrics import SimulationSettings
-from alload_jax.planning.policies import (
-    AUTO,
-    PORTFOLIO,
-    candidates,
-    find_policy,
-    policy_names,
-)
+from alload_jax.planning.policies import AUTO, PORTFOLIO, candidates, find_policy, policy_names
 from alload_jax.planning.remat import AUTO_REMAT, UNRESOLVED, choose_remat, in_words
 from alload_jax.planning.samples import Geometry, Samples, read_sample_paths, read_samples
 from alload_jax.planning.settings import PlanningConfig, config_type

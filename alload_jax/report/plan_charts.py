@@ -207,12 +207,7 @@ def rank_totals(step: StepBars) -> np.ndarray:
 
 
 def _panel(
-    policy: PolicyPart,
-    number: int,
-    colour: str,
-    classes: LengthClasses,
-    unit: str,
-    high: float,
+    policy: PolicyPart, number: int, colour: str, classes: LengthClasses, unit: str, high: float
 ) -> str:
     """A step of a policy; `high` is the largest cost of a rank of all panels."""
     step, (factor, unit_name) = policy.steps[number], cost_scale(high, unit)

@@ -55,7 +55,7 @@ def test_calls_run_and_rotate_over_all_sets(function, monkeypatch):
     monkeypatch.setattr(kernel, "_ROTATED_BYTES", 1)
     sets = kernel.make_arguments(Workload(2, 6, 32, "made up"))
     assert len(sets) == 2
-    forward, inputs, cotangent = kernel._FUNCTIONS[function]("xla")
+    forward, inputs, cotangent = kernel.calls_of(function, "xla")
     calls = [inputs(arguments) for arguments in sets]
     for result, call in zip(device.rotating(forward, calls)(calls), calls, strict=True):
         jax.tree.map(np.testing.assert_array_equal, result, jax.jit(forward)(*call))

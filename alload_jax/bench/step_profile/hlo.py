@@ -33,6 +33,9 @@ class Array:
     dtype: str
     shape: tuple[int, ...]
 
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
     @property
     def size(self) -> int:
         """Number of elements."""
@@ -240,10 +243,10 @@ def tensor(program: Program, instruction: Instruction, computation: Computation)
                 moved = place.get(each.operands[1]) if opcode == UPDATE else each
                 if moved is not None and moved.arrays:
                     source = _source(moved, instruction, computation) if opcode == UPDATE else ""
-                    return _type(moved.arrays[0]) + (f" of {source}" if source else "")
+                    return f"{moved.arrays[0]}" + (f" of {source}" if source else "")
     arrays = [each for each in instruction.arrays if each.size]
     more = f" and {len(arrays) - 1} more" if len(arrays) > 1 else ""
-    return _type(max(arrays, key=lambda each: each.bytes)) + more if arrays else ""
+    return f"{max(arrays, key=lambda each: each.bytes)}{more}" if arrays else ""
 
 
 def _source(update: Instruction, instruction: Instruction, computation: Computation) -> str:
@@ -257,7 +260,3 @@ def _source(update: Instruction, instruction: Instruction, computation: Computat
             words = producer.op_name.split("/") if producer else []
             return "/".join(words[-_WORDS:])
     return ""
-
-
-def _type(array: Array) -> str:
-    return f"{array.dtype}[{','.join(map(str, array.shape))}]"

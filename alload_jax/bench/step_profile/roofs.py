@@ -6,12 +6,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from alload_jax.bench.device import (
-    copy_bandwidth,
-    pass_times,
-    repeated_seconds,
-    require_gpu,
-)
+from alload_jax.bench.device import copy_bandwidth, pass_times, repeated_seconds, require_gpu
 from alload_jax.files import Json
 
 _WIDTH = 8192
@@ -29,17 +24,15 @@ def measure(attention: Sequence[Mapping[str, int]]) -> Json:
       InputError: there is no GPU.
     """
     require_gpu()
+    rates: Json = {"matmul_flops_per_second": matmul_rate(_WIDTH)}
+    rates["copy_bytes_per_second"] = copy_bandwidth()
     attend = partial(jax.nn.dot_product_attention, implementation="cudnn")
     alone = []
     for shape in attention:  # without what stands around it in a step
         sets = [_arguments(shape, jax.random.key(seed)) for seed in range(_SETS)]
         times = pass_times(attend, [each[:3] for each in sets], [each[3] for each in sets])
         alone.append({**shape} | {f"{part}_seconds": time.us / 1e6 for part, time in times})
-    return {
-        "matmul_flops_per_second": matmul_rate(_WIDTH),
-        "copy_bytes_per_second": copy_bandwidth(),
-        "attention": alone,
-    }
+    return rates | {"attention": alone}
 
 
 def matmul_rate(width: int) -> float:

@@ -10,13 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from alload_jax.bench.step_profile.attribution import (
-    COMMUNICATION,
-    ELSE,
-    IDLE,
-    ORDER,
-    PRODUCTS,
-)
+from alload_jax.bench.step_profile.attribution import COMMUNICATION, ELSE, IDLE, ORDER, PRODUCTS
 from alload_jax.files import Json
 
 Operation = Json
