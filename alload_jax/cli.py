@@ -5,7 +5,6 @@ import difflib
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from types import ModuleType
 from typing import Any, NoReturn
 
 from alload_jax.errors import InputError, run_command
@@ -28,6 +27,8 @@ _COMMANDS = {
 
 `train` is the program of train.py.
 """
+
+_TRAINING = "alload_jax.run"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -59,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     """Runs `alload` with the arguments `argv` and returns the exit status."""
     name = next((each for each in argv if each in _COMMANDS), "")
     if list(argv[:1]) == ["train"]:  # its flags are the keys of the config
-        return _training().main(list(argv[1:]), "alload train")
+        return _imported(_TRAINING).main(list(argv[1:]), "alload train")
     parser = _Parser(
         prog="alload",
         description="Plan, prepare and measure the training of video DiTs, and sample from them.",
@@ -68,27 +69,24 @@ def main(argv: Sequence[str]) -> int:
     for each, text in _COMMANDS.items():
         sub = commands.add_parser(each, help=text, description=text)
         if each == name:
-            command = _command(name)
+            command = _imported(f"alload_jax.commands.{name}")
             command.add_arguments(sub)
-            sub.set_defaults(run=getattr(command, "run", None), parser=sub, argv=list(argv))
+            # Where there are commands below it, each has its own `run`.
+            run = getattr(command, "run", None)
+            sub.set_defaults(run=run, parser=sub, argv=list(argv))
     parsed = parser.parse_args(list(argv))
     return parsed.run(parsed)
 
 
-def _command(name: str) -> Any:
+def _imported(module: str) -> Any:
     with quiet_imports():
-        return import_module(f"alload_jax.commands.{name}")
-
-
-def _training() -> ModuleType:
-    with quiet_imports():
-        return import_module("alload_jax.run")
+        return import_module(module)
 
 
 def entry() -> None:
     """The console script."""
     if sys.argv[1:2] == ["train"]:
-        _training().entry(sys.argv[2:], "alload train")
+        _imported(_TRAINING).entry(sys.argv[2:], "alload train")
     sys.exit(run_command(main, sys.argv[1:]))
 
 

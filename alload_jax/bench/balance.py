@@ -7,7 +7,6 @@ each device computes. Latents and texts are random.
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import numpy as np
@@ -15,10 +14,8 @@ from jax.sharding import Mesh
 
 from alload_jax.bench.harness import provenance
 from alload_jax.bench.trace import device_seconds, recorded
-from alload_jax.bench.workload_step import RandomReader, draw_samples, manifest_of, representative
+from alload_jax.bench.workload_step import draw_samples, random_collator, representative
 from alload_jax.data.batch import signature
-from alload_jax.data.collate import Collator, collation_for
-from alload_jax.data.condition import conditions_for
 from alload_jax.data.loader import PlacedStep, place_ahead
 from alload_jax.files import Json
 from alload_jax.models.common.config import ModelConfig
@@ -53,7 +50,9 @@ def run_steps(
       FloatingPointError: the loss of a step is not finite.
     """
     groups = group_meshes(mesh, plan)
-    steps, programs = _placed_steps(model, mesh, plan, chosen, groups)
+    collate, collation = random_collator(plan, model)
+    placed = place_ahead((collate(plan.step(number)) for number in chosen), mesh, groups=groups)
+    steps = jax.block_until_ready(list(placed))
     spec = training_spec(model)
     trainer = make_trainer(spec, mesh, without_zeros(init_state(spec, mesh, 0)), groups)
 
@@ -83,24 +82,11 @@ def run_steps(
     stats = [device.memory_stats() for device in jax.local_devices()]
     return found | {
         "rounds": rounds.tolist(),
-        "programs": programs,
+        "programs": len(collation.shapes(plan)),
         "compiled": len(shapes),
         "compile_seconds": compile_seconds,
         "peak_bytes": [each["peak_bytes_in_use"] for each in stats if each] or None,
     }
-
-
-def _placed_steps(
-    model: ModelConfig, mesh: Mesh, plan: Plan, chosen: Sequence[int], groups: Sequence[Mesh]
-) -> tuple[list[PlacedStep], int]:
-    """The steps with their arrays on the devices; the number of programs of the whole plan."""
-    manifest = manifest_of(plan.samples, model)
-    conditions = conditions_for(model, manifest)
-    collation = collation_for(plan, manifest, model, conditions)
-    reader: Any = RandomReader(manifest, conditions)
-    collate = Collator(reader, frozenset(range(plan.topology.ranks)), collation, plan.group_ranks)
-    placed = place_ahead((collate(plan.step(number)) for number in chosen), mesh, groups=groups)
-    return jax.block_until_ready(list(placed)), len(collation.shapes(plan))
 
 
 def _digest(plan: Plan, mesh: Mesh) -> str:

@@ -20,7 +20,7 @@ from jax.stages import Compiled
 
 from alload_jax.bench.harness import provenance
 from alload_jax.data.batch import AnyBatch, Signature, describe, signature
-from alload_jax.data.collate import Collator, collation_for
+from alload_jax.data.collate import Collation, Collator, collation_for
 from alload_jax.data.condition import Conditions, conditions_for, form_for
 from alload_jax.data.manifest import Manifest
 from alload_jax.data.record import GIVEN, IMAGE, LABELS, LATENTS, TEXT
@@ -181,7 +181,7 @@ def measure(
         "tokens": int(drawn.seq_len.sum()),
     }
     plans = [make_plan(PlanningConfig(**planning), drawn, 1, 0) for planning in plannings]
-    runner = _Runner(config, drawn)
+    runner = _Runner(config)
     try:
         cases = [runner.measure(plan, steps) for plan in plans]
     except jax.errors.JaxRuntimeError as error:
@@ -197,12 +197,21 @@ def measure(
     }
 
 
+def random_collator(plan: Plan, model: ModelConfig) -> tuple[Collator, Collation]:
+    """Makes the arrays of a plan's steps from random latents and conditions; and their shapes."""
+    manifest = manifest_of(plan.samples, model)
+    conditions = conditions_for(model, manifest)
+    collation = collation_for(plan, manifest, model, conditions)
+    reader: Any = RandomReader(manifest, conditions)
+    ranks = frozenset(range(plan.topology.ranks))
+    return Collator(reader, ranks, collation, plan.group_ranks), collation
+
+
 class _Runner:
     """Compiles and runs the steps of plans for the same samples; each program is timed once."""
 
-    def __init__(self, model: ModelConfig, samples: Samples):
-        self._manifest = manifest_of(samples, model)
-        self._model, self._samples = model, samples
+    def __init__(self, model: ModelConfig):
+        self._model = model
         self._architecture = from_fields(model.architecture())
         self._step = step = Step(training_spec(model))
         step.update = step.update.lower(step.state, step.accumulator).compile()
@@ -211,50 +220,40 @@ class _Runner:
 
     def measure(self, plan: Plan, most: int) -> Json:
         """Measures a plan's epoch by timing at most `most` steps of each program."""
-        conditions = conditions_for(self._model, self._manifest)
-        collation = collation_for(plan, self._manifest, self._model, conditions)
-        begin = time.perf_counter()
-        self._compile(collation.shapes(plan))
-        compiled = time.perf_counter() - begin
-        reader: Any = RandomReader(self._manifest, conditions)
-        collate = Collator(reader, frozenset({0}), collation)
-        counted = []
-        # Of the tokens of each step's samples, on which attention's cost depends: [steps].
-        epoch = plan.epoch(0)
-        tokens = epoch.part_tokens(self._samples.seq_len).astype(np.float64)
-        squares = np.bincount(epoch.step[epoch.micro_batch_of_part()], tokens**2, epoch.steps)
-        programs = programs_of(plan)
-        for steps in programs:
-            first = _placed(collate, plan, steps[0])
-            key = signature(first)
-            if key not in self._measured:
-                self._run(first)
-                few = most if len(programs) == 1 else 1
-                chosen = representative(steps, squares, few)
-                batches = (_placed(collate, plan, number) for number in chosen)
-                seconds = [self._run(batch) for batch in batches]
-                name = describe(first)
-                self._measured[key] = Measured(name, seconds, squares[chosen].tolist())
-            counted.append((squares[steps], self._measured[key]))
-        found = summary(plan, self._samples, counted, self._architecture)
-        return found | {"compile_seconds": compiled}
+        collate, collation = random_collator(plan, self._model)
 
-    def _compile(self, shapes: Sequence[AnyBatch]) -> None:
-        """Compiles the programs that are not compiled yet, in parallel."""
+        def placed(number: int) -> AnyBatch:
+            (batch,) = collate(plan.step(number)).batches
+            return jax.block_until_ready(jax.tree.map(jnp.asarray, batch))
+
+        def run(batch: AnyBatch) -> float:
+            return self._step.run(self._programs[signature(batch)], batch)
+
+        begin = time.perf_counter()
+        shapes = collation.shapes(plan)
         missing = [shape for shape in shapes if signature(shape) not in self._programs]
         # Fewer workers than cores because XLA compiles one program on several cores already.
         with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
             programs = pool.map(self._step.compile_for, missing)
-            for shape, program in zip(missing, programs, strict=True):
-                self._programs[signature(shape)] = program
-
-    def _run(self, batch: AnyBatch) -> float:
-        return self._step.run(self._programs[signature(batch)], batch)
-
-
-def _placed(collate: Collator, plan: Plan, number: int) -> AnyBatch:
-    (batch,) = collate(plan.step(number)).batches
-    return jax.block_until_ready(jax.tree.map(jnp.asarray, batch))
+            self._programs.update(zip(map(signature, missing), programs, strict=True))
+        compiled = time.perf_counter() - begin
+        counted = []
+        # Of the tokens of each step's samples, on which attention's cost depends: [steps].
+        epoch = plan.epoch(0)
+        tokens = epoch.part_tokens(plan.samples.seq_len).astype(np.float64)
+        squares = np.bincount(epoch.step[epoch.micro_batch_of_part()], tokens**2, epoch.steps)
+        by_program = programs_of(plan)
+        for steps in by_program:
+            first = placed(steps[0])
+            key = signature(first)
+            if key not in self._measured:
+                run(first)
+                chosen = representative(steps, squares, most if len(by_program) == 1 else 1)
+                seconds = [run(placed(number)) for number in chosen]
+                self._measured[key] = Measured(describe(first), seconds, squares[chosen].tolist())
+            counted.append((squares[steps], self._measured[key]))
+        found = summary(plan, counted, self._architecture)
+        return found | {"compile_seconds": compiled}
 
 
 def representative(steps: Sequence[int], cost: np.ndarray, most: int) -> list[int]:
@@ -274,7 +273,6 @@ def representative(steps: Sequence[int], cost: np.ndarray, most: int) -> list[in
 
 def summary(
     plan: Plan,
-    samples: Samples,
     counted: Sequence[tuple[np.ndarray, Measured]],
     architecture: Architecture,
 ) -> Json:
@@ -282,12 +280,11 @@ def summary(
 
     Args:
       plan: the plan of the epoch, of one rank.
-      samples: all samples.
       counted: for each program, the squares of all its steps and the times of the timed ones.
       architecture: of the model, for its FLOPs.
     """
     epoch = plan.epoch(0)
-    seq_len = samples.seq_len[epoch.sample]
+    seq_len = plan.samples.seq_len[epoch.sample]
     tokens = float(seq_len.sum())
     seconds = sum(len(squares) * each.mean_seconds(squares) for squares, each in counted)
     return {

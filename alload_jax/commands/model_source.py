@@ -310,7 +310,16 @@ def completed(source: Source, base: str | None, loras: tuple[ScaledLora, ...]) -
             f"{source.folder}: is not a run folder of train.py, so --base {base} does not apply; "
             "leave it out"
         )
-    return replace(source, loras=loras, config=_padded_as(loras, source.config))
+    # Texts are padded as in the training of the adapters, where they agree.
+    lengths = {file.text_length for file, _ in loras if file.text_length is not None}
+    text = source.config.text
+    if text is None or len(lengths) != 1 or lengths == {text.length}:
+        return replace(source, loras=loras)
+    (length,) = lengths
+    print(f"note: texts are padded to {length} tokens, as in the training of the adapters",
+          file=sys.stderr)  # fmt: skip
+    config = replace(source.config, text=replace(text, length=length))
+    return replace(source, loras=loras, config=config)
 
 
 def save_transformer(source: Source, out: str, dtype: Literal["float32", "bfloat16"]) -> str:
@@ -334,14 +343,3 @@ def save_transformer(source: Source, out: str, dtype: Literal["float32", "bfloat
         values = merge_adapters(values, source.config.lora)
     save_weights(out, values, source.config, dtype)
     return f"{fields['_class_name']}.from_pretrained({out!r})"
-
-
-def _padded_as(loras: Sequence[ScaledLora], config: ModelConfig) -> ModelConfig:
-    """Pads texts as the training of the adapters did, where they agree."""
-    lengths = {length for file, _ in loras if (length := file.text_length) is not None}
-    if config.text is None or len(lengths) != 1 or lengths == {config.text.length}:
-        return config
-    (length,) = lengths
-    print(f"note: texts are padded to {length} tokens, as in the training of the adapters",
-          file=sys.stderr)  # fmt: skip
-    return replace(config, text=replace(config.text, length=length))

@@ -209,32 +209,26 @@ def _check(options: argparse.Namespace) -> None:
     for ranks in options.ranks or ():
         require_positive_value("alload plan: --ranks", ranks, MOST_RANKS)
     _check_margin(options)
-    _check_files(options)
-    if options.out and not options.out.endswith(".parquet"):
-        raise InputError(
-            f"alload plan: --out is {options.out}; it is a Parquet file: name a .parquet"
-        )
-    if options.out and (len(options.compare or []) > 1 or len(options.ranks or []) > 1):
-        raise InputError("alload plan: --out writes one plan; give one policy and one --ranks")
-
-
-def _check_files(options: argparse.Namespace) -> None:
-    """Raises InputError if an output is also an input, or if two outputs are one file."""
+    # An output must not be an input, and two outputs not one file.
     taken = {
         Path(os.path.realpath(value)): f"--{name.replace('_', '-')}"
         for name in ("manifest", "cost_model", "config")
         if (value := getattr(options, name, None))
     }
     for name in ("out", "report"):
-        value = getattr(options, name)
-        if value is None:
+        if (value := getattr(options, name)) is None:
             continue
-        path = replaceable(value)
-        if path in taken:
+        if (path := replaceable(value)) in taken:
             raise InputError(
                 f"alload plan: --{name} {value} is also {taken[path]}; name another file"
             )
         taken[path] = f"--{name}"
+    if options.out and not options.out.endswith(".parquet"):
+        raise InputError(
+            f"alload plan: --out is {options.out}; it is a Parquet file: name a .parquet"
+        )
+    if options.out and (len(options.compare or []) > 1 or len(options.ranks or []) > 1):
+        raise InputError("alload plan: --out writes one plan; give one policy and one --ranks")
 
 
 def _print_tables(inputs: PlanInputs, cases: list[Case]) -> None:

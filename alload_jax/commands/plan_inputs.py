@@ -273,21 +273,6 @@ class PlanRequest:
         known = {field.name for field in dataclasses.fields(kind)}
         return kind(**{name: value for name, value in self.fields.items() if name in known})
 
-    def m_mem(self, costs: CostFile, shortest: int) -> int | None:
-        """M_mem: what --memory-gb holds of sequences of `shortest` tokens, or the costs'.
-
-        Raises:
-          InputError: the cost model has no memory coefficients.
-        """
-        if self.options.memory_gb is None:
-            return costs.m_mem
-        if costs.memory is None:
-            raise InputError(
-                "alload plan: --memory-gb needs a cost model with memory coefficients; give --m-mem"
-            )
-        budget = self.options.memory_gb * 1e9
-        return costs.memory.max_tokens(budget, self.options.margin, shortest)
-
 
 def setting_types() -> tuple[type[PlanningConfig], ...]:
     """The dataclasses of planning settings: that of all policies, and those of registered ones."""
@@ -341,7 +326,15 @@ def plan_inputs(options: argparse.Namespace) -> PlanInputs:
     costs, costs_source = request.costs(samples)
     required = any("m_mem" in each.required for each in candidates(policy))
     if fields.get("m_mem") is None and required:
-        fields["m_mem"] = request.m_mem(costs, int(samples.seq_len.min()))
+        fields["m_mem"] = costs.m_mem
+        if options.memory_gb is not None:
+            if costs.memory is None:
+                raise InputError(
+                    "alload plan: --memory-gb needs a cost model with memory coefficients; give "
+                    "--m-mem"
+                )
+            budget, shortest = options.memory_gb * 1e9, int(samples.seq_len.min())
+            fields["m_mem"] = costs.memory.max_tokens(budget, options.margin, shortest)
     planning = request.planning()
     if config is not None:
         remat = {} if request.remat == AUTO_REMAT else {"remat": request.remat}

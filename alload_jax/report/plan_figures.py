@@ -123,38 +123,37 @@ def headline(policies: Sequence[PolicyPart]) -> str:
     """Tiles that compare the baseline with the best policy."""
     before, after = policies[0], policies[-1]
     tiles = []
+
+    def add(title: str, value: str, pair: tuple[Value, Value] | None, meaning: str) -> None:
+        """Adds a tile with two thin bars on one scale: the baseline above the best policy."""
+        bars = ""
+        if pair is not None:
+            known = [v if v is not None and math.isfinite(v) and v > 0 else 0.0 for v in pair]
+            widths = (100 * each / (max(known) or 1.0) for each in known)
+            bars = "".join(
+                f'<i style="background: var(--{colour}); width: {width:.1f}%"></i>'
+                for width, colour in zip(widths, ("p0", "best"), strict=True)
+            )
+            bars = f'<div class="pair" aria-hidden="true">{bars}</div>'
+        tiles.append(
+            f'<div class="tile"><h2>{title}</h2><p class="value">{value}</p>{bars}'
+            f'<p class="meaning">{escape(meaning)}</p></div>'
+        )
+
     for name in ("idle", "imbalance"):
         old, new = before.metrics.get(name), after.metrics.get(name)
         if old is None:
             continue
-        text, bars = f'<span class="from">{show(name, old)}</span>', ""
+        text, pair = f'<span class="from">{show(name, old)}</span>', None
         if len(policies) > 1:
             text += f'<span class="arrow" aria-label="to">→</span><b>{show(name, new)}</b>'
-            bars = _bars(old, new)
-        tiles.append(_tile(METRICS[name].label, text, bars, METRICS[name].meaning))
+            pair = old, new
+        add(METRICS[name].label, text, pair, METRICS[name].meaning)
     gain = speedup(before, after)
     if gain is not None and len(policies) > 1:
         meaning = f"Samples in the same time, relative to {before.name}; predicted."
-        tiles.append(_tile("Throughput", f"<b>{gain:.2f}×</b>", _bars(1.0, gain), meaning))
+        add("Throughput", f"<b>{gain:.2f}×</b>", (1.0, gain), meaning)
     return f'<div class="tiles">{"".join(tiles)}</div>' if tiles else ""
-
-
-def _tile(title: str, value: str, bars: str, meaning: str) -> str:
-    return (
-        f'<div class="tile"><h2>{title}</h2><p class="value">{value}</p>{bars}'
-        f'<p class="meaning">{escape(meaning)}</p></div>'
-    )
-
-
-def _bars(before: Value, after: Value) -> str:
-    """Two thin bars on one scale: the baseline above the best policy."""
-    pair = [v if v is not None and math.isfinite(v) and v > 0 else 0.0 for v in (before, after)]
-    high = max(pair) or 1.0
-    bars = "".join(
-        f'<i style="background: var(--{colour}); width: {100 * value / high:.1f}%"></i>'
-        for value, colour in zip(pair, ("p0", "best"), strict=True)
-    )
-    return f'<div class="pair" aria-hidden="true">{bars}</div>'
 
 
 def lede(policies: Sequence[PolicyPart]) -> str:

@@ -217,7 +217,7 @@ def test_an_epoch_counts_its_samples_and_their_time():
     plan = make_plan(PlanningConfig(policy="balanced", m_mem=7 * 64), samples, 1, 0)
     epoch, architecture = plan.epoch(0), WanArchitecture(64, 2, 128, 2)
     timed = Measured("rows", [2.0], [1.0])
-    found = summary(plan, samples, [(np.ones(epoch.steps), timed)], architecture)
+    found = summary(plan, [(np.ones(epoch.steps), timed)], architecture)
     assert found["seconds"] == 2.0 * epoch.steps
     assert found["samples_per_second"] == pytest.approx(100 / found["seconds"])
     assert found["tokens_per_second"] == pytest.approx(6400 / found["seconds"])
