@@ -131,7 +131,8 @@ def halved(clip: np.ndarray, by: int) -> np.ndarray:
     """Means of squares of `by` pixels of a clip [T, H, W, 3]; pixels left over are cut off."""
     height, width = (side // by * by for side in clip.shape[1:3])
     corners = ((i, j) for i in range(by) for j in range(by))
-    total = sum(clip[:, i:height:by, j:width:by].astype(np.uint16) for i, j in corners)
+    parts = [clip[:, i:height:by, j:width:by] for i, j in corners]
+    total = np.sum(parts, axis=0, dtype=np.uint16)
     return ((total + by * by // 2) // (by * by)).astype(np.uint8)
 
 
