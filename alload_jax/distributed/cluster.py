@@ -8,13 +8,9 @@ processes get the same result for the same step.
 
 import json
 import sys
-import time
 import traceback
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, Self, TypeVar
 
@@ -33,9 +29,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_VISIBLE_SECONDS = 60
-"""How long to wait for a file that another host has written: NFS caches folders."""
-
 
 def first_process() -> bool:
     """Whether this process prints and writes files: process 0, or the only process."""
@@ -51,6 +44,7 @@ class Cluster:
     Attributes:
       num_processes: number of processes of the run.
       process_id: number of this one.
+      store: what they share; None for a single process.
     """
 
     def __init__(
@@ -62,13 +56,13 @@ class Cluster:
         """Call it after `connect`, with a seal; without `process` there is a single process."""
         self.num_processes = process.num_processes if process else 1
         self.process_id = process.process_id if process else 0
-        self._store: KeyValueStore | None = None
+        self.store: KeyValueStore | None = None
         self._heartbeat: Heartbeat | None = None
         if process and seal:
-            self._store = KeyValueStore(seal)
+            self.store = KeyValueStore(seal)
             from alload_jax.distributed import heartbeat  # one process needs none
 
-            self._heartbeat = heartbeat.Heartbeat(self._store, process, lost_after)
+            self._heartbeat = heartbeat.Heartbeat(self.store, process, lost_after)
         self._calls = 0
         self._status: int | None = None
 
@@ -131,26 +125,26 @@ class Cluster:
 
         A collective operation: the other processes wait for process 0. The result is a JSON value.
         """
-        if self._store is None:
+        if self.store is None:
             return compute()
         self._calls += 1
         key = f"broadcast/{self._calls}"
         if self.process_id == 0:
-            self._store.put(key, json.dumps(compute()))
-        return json.loads(self._store.wait_for(key))
+            self.store.put(key, json.dumps(compute()))
+        return json.loads(self.store.wait_for(key))
 
     def all_gather(self, value: T) -> list[T]:
         """Returns the values of all processes, ordered by process. Values are JSON values.
 
         A collective operation: all processes wait for the last.
         """
-        if self._store is None:
+        if self.store is None:
             return [value]
         self._calls += 1
         prefix = f"all_gather/{self._calls}"
-        self._store.put(f"{prefix}/{self.process_id}", json.dumps(value))
+        self.store.put(f"{prefix}/{self.process_id}", json.dumps(value))
         keys = [f"{prefix}/{process}" for process in range(self.num_processes)]
-        return [json.loads(self._store.wait_for(key)) for key in keys]
+        return [json.loads(self.store.wait_for(key)) for key in keys]
 
     def require_same(self, values: Mapping[str, object], remedy: str) -> None:
         """Checks that all processes have the same values. A collective operation.
@@ -177,59 +171,6 @@ class Cluster:
                         f"process {process} of {self.num_processes}: {name} is {value!r}, but "
                         f"{wanted!r} in process 0; {remedy}"
                     )
-
-    def require_shared(self, name: str, folder: Path) -> None:
-        """Checks that all processes see what process 0 writes to a folder. A collective operation.
-
-        Args:
-          name: of the folder's key in the config.
-          folder: created if it does not exist.
-
-        Raises:
-          InputError: a process does not see it.
-          OSError: process 0 cannot write there.
-        """
-        if self.num_processes == 1:
-            return
-        marker = folder / self.broadcast(partial(_create_marker, folder))
-        visible = self.all_gather(_becomes_visible(marker))
-        if self.process_id == 0:
-            marker.unlink()
-        if False in visible:
-            raise InputError(
-                f"{name} is {folder}: process {visible.index(False)} of {self.num_processes} does "
-                "not see the files that process 0 writes there; give all hosts one file system, "
-                "mounted at the same path"
-            )
-
-    def publish_problems(self, step: int, problems: tuple[str, ...]) -> None:
-        """Stores the damaged records that this process has read for a step, for `all_problems`."""
-        if self._store and problems:
-            self._store.put(f"problems/{step}/{self.process_id}", json.dumps(problems))
-
-    def all_problems(self, step: int) -> tuple[str, ...]:
-        """Returns what all processes have published for a step, by process, each text once."""
-        assert self._store is not None
-        found = self._store.get_prefix(f"problems/{step}")
-        texts = [text for process in sorted(found, key=int) for text in json.loads(found[process])]
-        return tuple(dict.fromkeys(texts))
-
-
-def _create_marker(folder: Path) -> str:
-    """Writes an empty file with a new name; returns the name."""
-    folder.mkdir(parents=True, exist_ok=True)
-    marker = folder / f".shared-{uuid.uuid4().hex}"
-    marker.touch()
-    return marker.name
-
-
-def _becomes_visible(marker: Path) -> bool:
-    end = time.monotonic() + _VISIBLE_SECONDS
-    while not marker.exists():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.1)
-    return True
 
 
 def _print_error(error: BaseException) -> int:
@@ -304,10 +245,11 @@ class Consensus:
 
     def submit(self, step: int, problems: tuple[str, ...]) -> PendingDecision:
         """Submits what this process knows of a step. Does not wait; a collective operation."""
-        save = self._wants_save()
-        if self._cluster.num_processes == 1:
+        save, store = self._wants_save(), self._cluster.store
+        if store is None:
             return PendingDecision(step, problems, save, None)
-        self._cluster.publish_problems(step, problems)
+        if problems:
+            store.put(f"problems/{step}/{self._cluster.process_id}", json.dumps(problems))
         row = np.array([[len(problems), self._signal(), save]], np.int32)
         rows = jax.make_array_from_process_local_data(
             self._row_sharding, row.repeat(self._num_rows, axis=0)
@@ -316,12 +258,14 @@ class Consensus:
 
     def result(self, pending: PendingDecision) -> Decision:
         """Returns the decision, once the step is due; waits for its all-reduce."""
+        store = self._cluster.store
         self._cluster.set_step(pending.step + 1)
-        if pending.maximum is None:
+        if pending.maximum is None or store is None:
             return Decision(pending.problems, self._signal(), pending.save)
         damaged, signal, save = np.asarray(pending.maximum).tolist()
-        problems = self._cluster.all_problems(pending.step) if damaged else ()
-        return Decision(problems, signal, bool(save))
+        found = store.get_prefix(f"problems/{pending.step}") if damaged else {}
+        texts = [text for process in sorted(found, key=int) for text in json.loads(found[process])]
+        return Decision(tuple(dict.fromkeys(texts)), signal, bool(save))
 
     def signal(self) -> int:
         """Returns the largest number of a reason to stop of all processes; waits for all."""

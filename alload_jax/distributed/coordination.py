@@ -23,7 +23,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from threading import Event, Thread
@@ -79,33 +79,26 @@ class CoordinatorProxy:
             _start_thread(self._forward_responses, target, client)
 
     def _forward_responses(self, target: socket.socket, client: socket.socket) -> None:
-        """From process 0 to JAX; leaves JAX's connection open when process 0 closes its own."""
-        try:
+        """From process 0 to JAX; leaves JAX's connection open when process 0 closes its own.
+
+        Process 0 is gone where it then refuses connections. One that it takes is no proof that it
+        lives: a process that ends may close its connections before the port on which it listens.
+        """
+        with suppress(OSError):  # a broken connection is no different from a closed one
             while data := target.recv(1 << 16):
                 client.sendall(data)
-        except OSError:
-            pass  # the connection is broken, which is no different from a closed one
-        if self._has_ended():
-            self._gone.set()
-
-    def _has_ended(self) -> bool:
-        """Whether process 0 refuses connections.
-
-        One that it takes is no proof that it lives: a process that ends may close its connections
-        before the port on which it listens.
-        """
         refused = others = 0
         while refused < _PROBES and others < _PROBES:
             try:
                 socket.create_connection(self._target, timeout=_PROBE_SECONDS).close()
+                others += 1
             except ConnectionRefusedError:
                 refused += 1
             except OSError:
                 others += 1
-            else:
-                others += 1
             time.sleep(_PROBE_SECONDS)
-        return refused == _PROBES
+        if refused == _PROBES:
+            self._gone.set()
 
 
 def _forward_requests(client: socket.socket, target: socket.socket) -> None:
@@ -239,12 +232,24 @@ def connect(
     """
     if certificates:
         _use_certificates(certificates)
-    address = process.coordinator_address
-    if process.process_id == 0:
-        _require_free(address)
-        _tell_who_can_connect(address)
+    coordinator = address = process.coordinator_address
+    if process.process_id != 0:
+        address = CoordinatorProxy(coordinator, gone).address
     else:
-        address = CoordinatorProxy(address, gone).address
+        try:
+            socket.create_server(("", host_and_port(address)[1])).close()
+        except OSError as error:
+            raise InputError(
+                f"cluster.coordinator is {address}, but process 0 cannot listen there "
+                f"({error.strerror}); stop another process 0 that uses the port, or choose a port "
+                "that is free and that all hosts can reach"
+            ) from error
+        if not is_loopback(address) and not certificates:  # JAX asks nobody who connects
+            place = bind_address(address) or os.environ.get(_BIND_ADDRESS, "all interfaces")
+            print_stderr(
+                f"note: process 0 listens on {place}, where whoever connects can read the config "
+                "and end the run; let only the hosts of the run reach it (docs/many-gpus.md)"
+            )
     # The preemption service would install its own handler of SIGTERM in place of ours.
     jax.config.update("jax_enable_preemption_service", False)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -255,7 +260,7 @@ def connect(
             process.process_id,
             process.local_device_ids,
             cluster_detection_method="deactivate",
-            coordinator_bind_address=bind_address(process.coordinator_address),
+            coordinator_bind_address=bind_address(coordinator),
             initialization_timeout=CONNECT_SECONDS + _EXTRA_SECONDS,
             heartbeat_timeout_seconds=round(heartbeat_seconds),
             shutdown_timeout_seconds=60,
@@ -279,11 +284,6 @@ def _use_certificates(folder: Path) -> None:
         with open(folder / name, "rb"):  # JAX would say what is wrong in many lines
             jax.config.update(f"jax_mtls_{option}", str(folder / name))
     jax.config.update("jax_mtls_peer_uri_prefix", _PEERS)
-
-
-def has_certificates() -> bool:
-    """Whether the coordination service takes nobody without a certificate."""
-    return bool(getattr(jax.config, "jax_mtls_ca_file", None))
 
 
 def is_loopback(address: str) -> bool:
@@ -319,25 +319,3 @@ def bind_address(address: str) -> str | None:
 
 
 _BIND_ADDRESS = "JAX_COORDINATOR_BIND_ADDRESS"
-
-
-def _tell_who_can_connect(address: str) -> None:
-    """Says that JAX asks nobody who connects, unless only this host can, or certificates do."""
-    if is_loopback(address) or has_certificates():
-        return
-    place = bind_address(address) or os.environ.get(_BIND_ADDRESS, "all interfaces")
-    print_stderr(
-        f"note: process 0 listens on {place}, where whoever connects can read the config and end "
-        "the run; let only the hosts of the run reach it (docs/many-gpus.md)"
-    )
-
-
-def _require_free(address: str) -> None:
-    try:
-        socket.create_server(("", host_and_port(address)[1])).close()
-    except OSError as error:
-        raise InputError(
-            f"cluster.coordinator is {address}, but process 0 cannot listen there "
-            f"({error.strerror}); stop another process 0 that uses the port, or choose a port that "
-            "is free and that all hosts can reach"
-        ) from error

@@ -219,14 +219,11 @@ class Heartbeat:
                 try:
                     print_stderr(f"error: {failure}; {self.remedy()}")
                 finally:  # stderr may be closed, for example because its reader has ended
-                    self._announce_exit()
+                    # Process 0, which exits last, need not wait for this one.
+                    announcement = Thread(target=self._exchange, daemon=True)
+                    announcement.start()
+                    announcement.join(self._interval)  # longer where process 0 does not answer
                     os._exit(1)
-
-    def _announce_exit(self) -> None:
-        """Tells process 0, which exits last, not to wait for this one; soon, or not at all."""
-        announcement = Thread(target=self._exchange, daemon=True)
-        announcement.start()
-        announcement.join(self._interval)  # longer where process 0 does not answer
 
     def _find_suspension(self, pause: float) -> str:
         """Describes a suspension of this process that the others take for its loss; or "".
@@ -241,8 +238,8 @@ class Heartbeat:
 
     def _find_failure(self) -> str:
         """Describes the loss or failure of a process that must end this one; or ""."""
-        now = time.monotonic()
-        if SERVICE_FAILED.is_set() and self._message.state not in ("failed", "exited"):
+        now, ends = time.monotonic(), self._message.state in ("failed", "exited")
+        if SERVICE_FAILED.is_set() and not ends:
             return f"{SERVICE_ENDED_IT}{self._at_step()}"
         if now - self._store_answered_at > self._lost_after:
             return f"{self._describe(0)} was lost{self._at_step()}"
@@ -252,13 +249,9 @@ class Heartbeat:
             silent = now - received.at > self._lost_after
             if store_answers and silent and received.message.state != "exited":
                 return f"{self._describe(number)} was lost{self._at_step()}"
-        return self._find_reported_failure(now)
-
-    def _find_reported_failure(self, now: float) -> str:
-        if self._message.state in ("failed", "exited"):
-            return ""
         for number, received in self._received.items():
-            if received.failed_at is not None and now - received.failed_at > _GRACE:
+            failed_at = received.failed_at
+            if not ends and failed_at is not None and now - failed_at > _GRACE:
                 reason = received.message.reason
                 return f"{self._describe(number)} ended{self._at_step()}: {reason}"
         return ""

@@ -17,11 +17,10 @@ from alload_jax.distributed.coordination import (
     SERVICE_FAILED,
     ProcessInfo,
     connect,
-    has_certificates,
     host_and_port,
     process_info_from_launcher,
 )
-from alload_jax.distributed.key_value_store import Seal, agree_on_seal
+from alload_jax.distributed.key_value_store import agree_on_seal
 from alload_jax.errors import InputError, print_stderr, require_fields, require_positive
 
 
@@ -129,8 +128,6 @@ def initialize(config: ClusterConfig, folder: str | Path) -> Cluster:
         raise InputError(_not_connected(process, _first_line(error))) from error
     if process.process_id != 0:  # file descriptor 1, because gloo prints from C++
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    if has_certificates():
-        return Cluster(process, config.lost_after, Seal(None))
     seal = agree_on_seal(process.process_id, process.num_processes, Path(folder))
     return Cluster(process, config.lost_after, seal)
 
@@ -144,52 +141,39 @@ def _limited_wait(process: ProcessInfo) -> Iterator[Event]:
     connected, gone = Event(), Event()
 
     def watch() -> None:
-        if _wait(_SILENT_SECONDS, connected, gone):
-            return
-        if not _refused(gone):
-            address, reason = process.coordinator_address, _resolution_error(process)
-            text = f"waiting for the other processes at {address}{reason}"
-            print_stderr(text)
-        if _wait(CONNECT_SECONDS - _SILENT_SECONDS, connected, gone):
-            return
-        reason = f"within {CONNECT_SECONDS} seconds{_resolution_error(process)}"
-        if refused := _refused(gone):
-            reason = refused
-        print_stderr(f"error: {_not_connected(process, reason)}")
-        os._exit(2)
+        began, silent = time.monotonic(), True
+        while not connected.wait(0.5):
+            waited, reason = time.monotonic() - began, ""
+            if gone.is_set():
+                reason = "because process 0 has ended"
+            elif SERVICE_FAILED.is_set():
+                reason = "because process 0 refuses it"
+            elif waited > CONNECT_SECONDS:
+                reason = f"within {CONNECT_SECONDS} seconds{_resolution_error(process)}"
+            if reason:
+                print_stderr(f"error: {_not_connected(process, reason)}")
+                os._exit(2)
+            if silent and waited > _SILENT_SECONDS:
+                silent, address = False, process.coordinator_address
+                print_stderr(
+                    f"waiting for the other processes at {address}{_resolution_error(process)}"
+                )
+
+    def exit_on_ctrl_c(numbers: bytes) -> None:
+        """Ends the process on Ctrl-C although its main thread waits in C++.
+
+        If SIGINT is ignored, as in a background job of a shell script, it stays ignored.
+        """
+        if signal.SIGINT in numbers:
+            print_stderr("interrupted")
+            os._exit(130)
 
     Thread(target=watch, daemon=True).start()
     try:
-        with on_signals(_exit_on_ctrl_c):
+        with on_signals(exit_on_ctrl_c):
             yield gone
     finally:
         connected.set()
-
-
-def _wait(seconds: float, connected: Event, gone: Event) -> bool:
-    """Waits for one of the events; returns whether the processes are connected."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and not _refused(gone):
-        if connected.wait(min(0.5, seconds)):
-            return True
-    return connected.is_set()
-
-
-def _refused(gone: Event) -> str:
-    """Why this process need not wait any longer; "" if it may yet connect."""
-    if gone.is_set():
-        return "because process 0 has ended"
-    return "because process 0 refuses it" if SERVICE_FAILED.is_set() else ""
-
-
-def _exit_on_ctrl_c(numbers: bytes) -> None:
-    """Ends the process on Ctrl-C although its main thread waits in C++.
-
-    If SIGINT is ignored, as in a background job of a shell script, it stays ignored.
-    """
-    if signal.SIGINT in numbers:
-        print_stderr("interrupted")
-        os._exit(130)
 
 
 def _resolution_error(process: ProcessInfo) -> str:

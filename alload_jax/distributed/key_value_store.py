@@ -33,13 +33,9 @@ _PROOF = 2 * hashlib.sha256().digest_size
 
 
 class Seal:
-    """Puts a proof before texts, and takes off those that are right.
+    """Puts a proof before texts, and takes off those that are right."""
 
-    Without a secret it leaves texts as they are: for a run that strangers cannot join or read, as
-    JAX asks everybody for a certificate.
-    """
-
-    def __init__(self, secret: bytes | None):
+    def __init__(self, secret: bytes):
         self._secret = secret
 
     def close(self, key: str, text: str) -> str:
@@ -48,26 +44,21 @@ class Seal:
         Raises:
           ValueError: the text is longer than `LONGEST_TEXT`.
         """
-        if self._secret is None:
-            return text
         if len(text) > LONGEST_TEXT:
             raise ValueError(f"{key}: {len(text)} characters; at most {LONGEST_TEXT} can be sent")
-        return _proof(self._secret, key, text) + text
+        return self._proof(key, text) + text
 
     def open(self, key: str, sealed: str) -> str | None:
         """Returns the text; None if it is too long, or not of a process that has the secret."""
-        if self._secret is None:
-            return sealed
         if not _PROOF <= len(sealed) <= _PROOF + LONGEST_TEXT:
             return None
         proof, text = sealed[:_PROOF], sealed[_PROOF:]
-        right = hmac.compare_digest(proof.encode(), _proof(self._secret, key, text).encode())
+        right = hmac.compare_digest(proof.encode(), self._proof(key, text).encode())
         return text if right else None
 
-
-def _proof(secret: bytes, key: str, text: str) -> str:
-    message = f"{key}\0{text}".encode(errors="surrogatepass")
-    return hmac.new(secret, message, hashlib.sha256).hexdigest()
+    def _proof(self, key: str, text: str) -> str:
+        message = f"{key}\0{text}".encode(errors="surrogatepass")
+        return hmac.new(self._secret, message, hashlib.sha256).hexdigest()
 
 
 def create_secret(folder: Path) -> bytes:
@@ -146,12 +137,11 @@ class KeyValueStore:
     def wait_for(self, key: str) -> str:
         """Returns the value of a key; blocks until some process has set it."""
         key = f"alload/{key}"
-        while (text := self._seal.open(key, self._get(key))) is None:
+        while True:
+            sealed = self._client.blocking_key_value_get(key, _UNLIMITED)
+            if (text := self._seal.open(key, sealed)) is not None:
+                return text
             time.sleep(_FORGED_SECONDS)
-        return text
-
-    def _get(self, key: str) -> str:
-        return self._client.blocking_key_value_get(key, _UNLIMITED)
 
     def get_prefix(self, prefix: str) -> dict[str, str]:
         """Returns all values whose keys begin with `prefix/`, by the last part of the key."""

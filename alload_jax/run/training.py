@@ -149,7 +149,6 @@ def train(
         identity["plan"] | identity["data"] | held_out,
         "give all processes the same data folder, code and packages",
     )
-    cluster.require_shared("run.folder", folder)
     collator = make_collator(run_plan, data, config.model, mesh, config.run.seed)
     groups, tokens = group_meshes(mesh, plan), planning.tokens_bound(costs)
     writer = SampleWriter(

@@ -13,7 +13,7 @@ import pytest
 from patience import PATIENCE
 
 from alload_jax.distributed import coordination
-from alload_jax.distributed.cluster import Cluster, _becomes_visible
+from alload_jax.distributed.cluster import Cluster
 from alload_jax.distributed.coordination import (
     CoordinatorProxy,
     bind_address,
@@ -239,16 +239,6 @@ def test_processes_that_differ_are_named():
     ):
         with pytest.raises(InputError, match=words):
             cluster.require_same(mine, "same config")
-
-
-def test_a_folder_that_only_one_host_has_is_named(tmp_path, monkeypatch):
-    FakeCluster(True).require_shared("run.folder", tmp_path / "run")
-    words = r"run.folder is .*run: process 2 of 3 does not see the files that process 0 writes"
-    with pytest.raises(InputError, match=words):
-        FakeCluster(True, False).require_shared("run.folder", tmp_path / "run")
-    assert not list((tmp_path / "run").iterdir())
-    monkeypatch.setattr("alload_jax.distributed.cluster._VISIBLE_SECONDS", 0.0)
-    assert not _becomes_visible(tmp_path / "run" / ".shared-elsewhere")
 
 
 def test_only_loopback_addresses_are_of_this_host_alone():
