@@ -31,7 +31,6 @@ from alload_jax.training.restore import (
     find_step,
     one_device_mesh,
     read_base,
-    restore_trained,
     restore_weights,
 )
 from alload_jax.training.state import Weights
@@ -141,8 +140,11 @@ class Source:
           InputError: the checkpoint is damaged or belongs to another model.
         """
         assert self.run is not None
-        given = (self.config, self.run.parameters, mesh, self.weights)
-        return restore_trained(self.folder / CHECKPOINTS, self.step, *given)
+        folder = self.folder / CHECKPOINTS
+        return restore_weights(
+            *(folder, self.step, self.config, self.run.parameters, mesh, self.weights),
+            trained_only=True,
+        ).params
 
     def base_name(self) -> str:
         """What a run's trained parameters belong to, in words: weights, or those of this run."""

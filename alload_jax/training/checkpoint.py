@@ -80,9 +80,8 @@ class Checkpoints:
             ),
         )
         # Orbax would remove these in a thread that outlives a program that exits immediately.
-        if jax.process_index() == 0:
-            for left in self._unfinished():
-                shutil.rmtree(left, ignore_errors=True)
+        for left in self._unfinished():
+            shutil.rmtree(left, ignore_errors=True)
         self._manager = ocp.CheckpointManager(self.folder, options=options)
 
     def __enter__(self) -> Self:
@@ -130,7 +129,9 @@ class Checkpoints:
 
     def _move(self, step: int, name: str) -> str:
         """Moves a checkpoint to a free name, which no run continues from; returns the name."""
-        aside = _free(self.folder / f"{name}-{step}")
+        path = self.folder / f"{name}-{step}"
+        numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+        aside = next(each for each in itertools.chain([path], numbered) if not each.exists())
         (self.folder / str(step)).rename(aside)
         return aside.name
 
@@ -157,10 +158,6 @@ class Checkpoints:
         every = self._config.keep_every
         periodic = {step for step in steps if every and step % every == 0}
         return periodic | set(steps[-self._config.keep :]) | self._chosen | self._held
-
-    def latest(self) -> int | None:
-        """Returns the step of the newest complete checkpoint; None if there is none."""
-        return self._manager.latest_step()
 
     def continue_from(self, cluster: Cluster) -> int:
         """Finds the step to continue from, 0 for the start. A collective operation.
@@ -190,8 +187,7 @@ class Checkpoints:
                 return step
             found = found or f"{place}: {what}"
             aside = self._move(step, "damaged")
-            warning = f"warning: {place}: {what}; it is moved to {aside}"
-            print_stderr(one_line(warning))
+            print_stderr(one_line(f"warning: {place}: {what}; it is moved to {aside}"))
         if found:
             raise InputError(
                 f"{found}, and no other checkpoint is left; restore one from a backup, or begin "
@@ -200,13 +196,14 @@ class Checkpoints:
         return None
 
     def _unfinished(self) -> list[Path]:
-        return list(self.folder.glob(f"*{ocp.utils.TMP_DIR_SUFFIX}*"))
+        """What is being written, or was cut off, in process 0; the others leave it alone."""
+        found = self.folder.glob(f"*{ocp.utils.TMP_DIR_SUFFIX}*")
+        return list(found) if jax.process_index() == 0 else []
 
     def _add_checksums(self) -> None:
         """Adds checksums to the checkpoint that is being written, before it is complete."""
-        if jax.process_index() == 0:
-            for folder in self._unfinished():
-                write_checksums(folder)
+        for folder in self._unfinished():
+            write_checksums(folder)
 
     def check(self, step: int) -> None:
         """Checks that a checkpoint belongs to this run's model and plan.
@@ -221,7 +218,7 @@ class Checkpoints:
         check_identity(self.folder / str(step), found, identity, self._defaults)
 
     def restore(self, step: int, like: TrainState) -> TrainState:
-        """Reads a checkpoint with the shardings of `like`, which is `bare` where it has a base.
+        """Reads a checkpoint with the shardings of `like`, without frozen ones where it has a base.
 
         Raises:
           InputError: the checkpoint is damaged or belongs to another model or plan.
@@ -253,8 +250,10 @@ class Checkpoints:
         if step in self._manager.all_steps():
             return
         self._last_begun = step
+        if self.base is not None:
+            state = state._replace(frozen={})
         items: Json = {
-            "state": ocp.args.StandardSave(_stored(state if self.base is None else bare(state))),
+            "state": ocp.args.StandardSave(_stored(state)),
             "identity": ocp.args.JsonSave(self._identity | CHECKSUMS_NOTE),
         }
         if self.base is not None:
@@ -306,17 +305,6 @@ class Checkpoints:
                 f"{self.folder / str(self._last_begun)}: this checkpoint cannot be written "
                 f"({reason_of_storage(error)}), {left}; make room and run the same command again"
             ) from error
-
-
-def _free(path: Path) -> Path:
-    """The path, or with the first number behind it that no file has."""
-    numbered = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
-    return next(each for each in itertools.chain([path], numbered) if not each.exists())
-
-
-def bare(state: TrainState) -> TrainState:
-    """A state without its frozen parameters."""
-    return state._replace(frozen={})
 
 
 def _stored(state: TrainState) -> Json:

@@ -7,7 +7,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -149,9 +149,17 @@ def check_identity(
     # Data first: other samples also change the plan, in ways that say nothing to a person.
     for name in dict.fromkeys((_DATA, *identity, *found)):
         theirs, ours = found.get(name) or {}, identity.get(name) or {}
-        if name == _DATA:
-            _check_data(place, theirs, ours)
-        elif theirs != ours:
+        if name == _DATA and theirs and theirs != ours:  # old versions named no samples
+            counts = [f"{each.get('samples', 0):,}" for each in (theirs, ours)]
+            now = f"has {counts[1]}"
+            if counts[0] == counts[1]:
+                now = "has as many of other content"
+            raise InputError(
+                f"{place}: the run was trained on {counts[0]} samples, and data.folder now {now}; "
+                "give data.folder as it was, or begin a run with another run.folder (its "
+                "run.initial_weights can be an export of this one)"
+            )
+        if name != _DATA and theirs != ours:
             raise InputError(
                 f"{place}: checkpoint of another {name}: "
                 f"{difference(theirs, ours, defaults)}; {_remedy(theirs, ours)}"
@@ -172,20 +180,6 @@ def difference(theirs: object, ours: object, defaults: Mapping[str, object] | No
             if was != now:
                 return f"{key} was {was!r} and is now {now!r}"
     return f"it was {theirs!r} and is now {ours!r}"
-
-
-def _check_data(place: Path, theirs: Json, ours: Json) -> None:
-    """Refuses other samples than those of a checkpoint; checkpoints of old versions name none."""
-    if not theirs or theirs == ours:
-        return
-    counts = [f"{each.get('samples', 0):,}" for each in (theirs, ours)]
-    what = f"{counts[0]} samples, and data.folder now has {counts[1]}"
-    if counts[0] == counts[1]:
-        what = f"{counts[0]} samples, and data.folder now has as many of other content"
-    raise InputError(
-        f"{place}: the run was trained on {what}; give data.folder as it was, or begin a run with "
-        "another run.folder (its run.initial_weights can be an export of this one)"
-    )
 
 
 def _remedy(theirs: object, ours: object) -> str:
@@ -228,8 +222,9 @@ def damage(folder: Path) -> str:
     if what := not_regular(folder):
         return what
     if not (folder / CHECKSUMS_NAME).exists():
-        if _notes_checksums(folder):
-            return f"{CHECKSUMS_NAME} is missing"
+        with suppress(OSError, ValueError, AttributeError):  # which reading it will report
+            if CHECKSUMS_NOTE.items() <= read_json(folder / "identity" / "metadata").items():
+                return f"{CHECKSUMS_NAME} is missing"
         print_stderr(
             f"warning: {folder}: has no checksums, as an old version wrote it; damage is not seen"
         )
@@ -253,15 +248,6 @@ def not_regular(folder: Path) -> str:
         if path.exists() and not (path.is_file() or path.is_dir()):
             return f"{path.relative_to(folder)} is not a regular file"
     return ""
-
-
-def _notes_checksums(folder: Path) -> bool:
-    """Whether the identity of a checkpoint, as Orbax writes it, says that it has checksums."""
-    try:
-        identity = read_json(folder / "identity" / "metadata")
-        return CHECKSUMS_NOTE.items() <= identity.items()
-    except (OSError, ValueError, AttributeError):  # which reading it will report
-        return False
 
 
 def _files(folder: Path) -> Iterator[str]:

@@ -30,7 +30,7 @@ from alload_jax.models.weights import load_weights, require_same_architecture
 from alload_jax.processes import waits
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
 from alload_jax.training import RunConfig
-from alload_jax.training.checkpoint import Checkpoints, bare, best_step
+from alload_jax.training.checkpoint import Checkpoints, best_step
 from alload_jax.training.checkpoint_files import (
     BASE,
     Base,
@@ -53,11 +53,11 @@ from alload_jax.training.state import (
     TrainState,
     Weights,
     abstract_state,
-    continued_state,
     init_state,
     initial_frozen,
     state_to_draw,
     weights_shardings,
+    with_shardings,
 )
 
 CHECKPOINTS = "checkpoints"
@@ -114,6 +114,8 @@ def restore_weights(
     mesh: Mesh,
     weights: WeightsKind = "ema",
     base: str | None = None,
+    *,
+    trained_only: bool = False,
 ) -> Weights:
     """Reads a model's values without the optimizer state and the other weights.
 
@@ -126,63 +128,39 @@ def restore_weights(
       weights: which weights to read.
       base: where the frozen parameters are that the checkpoint leaves out; None for where they
         were in training.
+      trained_only: leave out all but the trained parameters.
 
     Raises:
       InputError: the checkpoint is damaged, its model differs from the config's, or the frozen
         parameters are not the run's.
     """
-    place = _checked(folder, step, config)
-    like = _abstract_weights(config, parameters, mesh)
-    left_out = read_base(place)
-    stored = {_FIELDS[weights]: like.params, "variables": like.variables}
-    if left_out is None:
-        stored["frozen"] = like.frozen
-    found = _read_state(place, stored)
-    if left_out is not None:
-        left_out = left_out._replace(weights=base or left_out.weights)
-        found["frozen"] = restore_frozen(left_out, config, parameters, mesh)
-    return Weights(found[_FIELDS[weights]], found.get("frozen", {}), found.get("variables", {}))
-
-
-@waits("for the weights to be read or drawn")
-def restore_trained(
-    folder: Path,
-    step: int,
-    config: ModelConfig,
-    parameters: ParametersConfig,
-    mesh: Mesh,
-    weights: WeightsKind = "ema",
-) -> PyTree:
-    """Reads the trained parameters alone; arguments as `restore_weights`.
-
-    Raises:
-      InputError: the checkpoint is damaged, or its model differs from the config's.
-    """
-    place = _checked(folder, step, config)
-    like = _abstract_weights(config, parameters, mesh)
-    return _read_state(place, {_FIELDS[weights]: like.params})[_FIELDS[weights]]
-
-
-def _checked(folder: Path, step: int, config: ModelConfig) -> Path:
-    """Returns the folder of a checkpoint that is undamaged and of this model."""
     place = folder.absolute() / str(step)
     model = read_identity(place)["model"]
     if model != config.architecture():
-        found = difference(model, config.architecture(), config.later_fields)
+        differs = difference(model, config.architecture(), config.later_fields)
         raise InputError(
-            f"{place}: its model is not config.yaml's: {found}; "
+            f"{place}: its model is not config.yaml's: {differs}; "
             "restore the config that the run was trained with"
         )
     with as_input_error(place, _REMEDY):  # a run may delete it meanwhile
         what = damage(place)
     if what:
         raise InputError(f"{place}: this checkpoint cannot be read ({what}); {_REMEDY}")
-    return place
 
-
-def _read_state(place: Path, like: Json) -> Json:
-    """Reads the fields of a checkpoint's state that `like` has and that are not empty."""
-    stored = {name: part for name, part in like.items() if jax.tree.leaves(part)}
+    abstract = abstract_model(config)
+    trained, frozen = split_parameters(abstract.params, parameters)
+    frozen = jax.eval_shape(partial(cast_frozen, config=parameters), frozen)
+    shapes = Weights(trained, frozen, abstract.variables)
+    like = with_shardings(
+        shapes, weights_shardings(shapes, mesh, family_of(config).partition_rules)
+    )
+    left_out = None if trained_only else read_base(place)
+    stored = {_FIELDS[weights]: like.params}
+    if not trained_only:
+        stored["variables"] = like.variables
+        if left_out is None:
+            stored["frozen"] = like.frozen
+    stored = {name: part for name, part in stored.items() if jax.tree.leaves(part)}
     part = ocp.args.PyTreeRestore(
         stored,
         restore_args=ocp.checkpoint_utils.construct_restore_args(stored),
@@ -190,7 +168,11 @@ def _read_state(place: Path, like: Json) -> Json:
     )
     with as_input_error(place, _REMEDY):
         reader = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
-        return dict(reader.restore(place / "state", args=part))
+        found = dict(reader.restore(place / "state", args=part))
+    if left_out is not None:
+        left_out = left_out._replace(weights=base or left_out.weights)
+        found["frozen"] = restore_frozen(left_out, config, parameters, mesh)
+    return Weights(found[_FIELDS[weights]], found.get("frozen", {}), found.get("variables", {}))
 
 
 @waits("for the weights to be read or drawn")
@@ -273,10 +255,12 @@ def _of_run(
     kind: WeightsKind = "raw" if NO_AVERAGE in (identity.get("optimizer") or {}) else "ema"
     theirs = config_from_fields(identity["model"])
     require_same_architecture(config, theirs, run)
-    of_run = ParametersConfig(**_tuples(identity.get("parameters") or {}))
-    found = restore_weights(folder, step, theirs, of_run, mesh, kind)
+    fields = (identity.get("parameters") or {}).items()
+    trained: Json = {name: tuple(v) if isinstance(v, list) else v for name, v in fields}
+    found = restore_weights(folder, step, theirs, ParametersConfig(**trained), mesh, kind)
     params = merge_parameters(found.params, readable(found.frozen))
-    if theirs.lora is not None and not same_adapters(theirs, config):
+    own = config.lora.identity() if config.lora else None
+    if theirs.lora is not None and theirs.lora.identity() != own:
         from alload_jax.models.lora_files import merge_adapters
 
         params = merge_adapters(params, theirs.lora)
@@ -287,13 +271,6 @@ def _of_run(
         if name in shapes and shapes[name].shape == value.shape and wanted(name)
     }
     return unflatten_dict(kept, sep="/")
-
-
-def same_adapters(one: ModelConfig, other: ModelConfig) -> bool:
-    """Returns whether adapters of one model fit the other."""
-    if one.lora is None or other.lora is None:
-        return False
-    return one.lora.identity() == other.lora.identity()
 
 
 def read_identity(place: Path) -> Json:
@@ -322,23 +299,6 @@ def read_base(place: Path) -> Base | None:
     fields = read_part(place, BASE, _REMEDY)
     with as_input_error(place, _REMEDY):
         return Base(**fields)
-
-
-def _tuples(fields: Json) -> Json:
-    return {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
-
-
-def _abstract_weights(config: ModelConfig, parameters: ParametersConfig, mesh: Mesh) -> Weights:
-    """Returns shapes, dtypes and shardings of a model's values."""
-    abstract = abstract_model(config)
-    trained, frozen = split_parameters(abstract.params, parameters)
-    frozen = jax.eval_shape(partial(cast_frozen, config=parameters), frozen)
-    shapes = Weights(trained, frozen, abstract.variables)
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        shapes,
-        weights_shardings(shapes, mesh, family_of(config).partition_rules),
-    )
 
 
 @waits("for the weights to be read or drawn")
@@ -405,16 +365,21 @@ def state_of_checkpoint(
     """
     checkpoints.check(step)
     base = read_base(checkpoints.folder / str(step))
-    like = abstract_state(spec, mesh, run.seed)
+    state = abstract_state(spec, mesh, run.seed)
     if base is None:
-        return continued_state(spec, checkpoints.restore(step, like))
-    if run.initial_weights is None:
+        state = checkpoints.restore(step, state)
+    elif run.initial_weights is None:
         raise InputError(
             f"run.initial_weights is null, but the run was trained on {base.weights}, which its "
             "checkpoints leave out; name that folder"
         )
-    base = base._replace(weights=run.initial_weights)
-    state = checkpoints.restore(step, bare(like))
-    frozen = restore_frozen(base, spec.model, spec.parameters, mesh)
-    checkpoints.base = base
-    return continued_state(spec, state._replace(frozen=frozen))
+    else:
+        checkpoints.base = base._replace(weights=run.initial_weights)
+        state = checkpoints.restore(step, state._replace(frozen={}))
+        frozen = restore_frozen(checkpoints.base, spec.model, spec.parameters, mesh)
+        state = state._replace(frozen=frozen)
+    variables = family_of(spec.model).resumed_variables(spec.model, state.variables)
+    placed = jax.tree.map(
+        lambda new, old: jax.device_put(new, old.sharding), variables, state.variables
+    )
+    return state._replace(variables=placed)

@@ -186,10 +186,15 @@ def initial_frozen(
 def abstract_state(spec: TrainingSpec, mesh: Mesh, seed: int) -> TrainState:
     """Returns shapes, dtypes and shardings of the state, for restoring checkpoints."""
     shapes = jax.eval_shape(_make_state(spec, seed))
+    return with_shardings(shapes, state_shardings(shapes, mesh, spec.rules))
+
+
+def with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:
+    """Shapes and dtypes of a tree with its shardings."""
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         shapes,
-        state_shardings(shapes, mesh, spec.rules),
+        shardings,
     )
 
 
@@ -202,11 +207,9 @@ def state_shardings(state: TrainState, mesh: Mesh, rules: Rules) -> TrainState:
     return TrainState(
         step=replicated(mesh),
         key=replicated(mesh),
-        params=tree_shardings(state.params, mesh, rules),
         ema=zero_shardings(state.ema, mesh, rules),
         opt_state=zero_shardings(state.opt_state, mesh, rules),
-        frozen=tree_shardings(state.frozen, mesh, rules),
-        variables=jax.tree.map(lambda _: replicated(mesh), state.variables),
+        **weights_shardings(state.weights, mesh, rules)._asdict(),
     )
 
 
@@ -244,23 +247,9 @@ def _initial_weights(
     drawn = split_model(build_model(model, nnx.Rngs(key)))
     trained, frozen = split_parameters(drawn.params, parameters)
     # Released weights lack what this project adds, such as predictors of sparse attention.
-    frozen = _replaced(cast_frozen(frozen, parameters), given)
-    return Weights(_replaced(trained, given), frozen, drawn.variables)
-
-
-def _replaced(drawn: PyTree, given: PyTree) -> PyTree:
-    """Takes from `given`, a nested dict or None, what it has of `drawn`."""
-    flat = flatten_dict(drawn)
-    found = flatten_dict(given or {})
-    return unflatten_dict({path: found.get(path, value) for path, value in flat.items()})
-
-
-@waits("for the weights to be read or drawn")
-def continued_state(spec: TrainingSpec, state: TrainState) -> TrainState:
-    """A checkpoint's state as a run with this config continues from it, placed like it."""
-    family = family_of(spec.model)
-    found = family.resumed_variables(spec.model, state.variables)
-    placed = jax.tree.map(
-        lambda new, old: jax.device_put(new, old.sharding), found, state.variables
+    frozen, found = cast_frozen(frozen, parameters), flatten_dict(given or {})
+    trained, frozen = (
+        unflatten_dict({path: found.get(path, value) for path, value in flatten_dict(part).items()})
+        for part in (trained, frozen)
     )
-    return state._replace(variables=placed)
+    return Weights(trained, frozen, drawn.variables)
