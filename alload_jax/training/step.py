@@ -152,7 +152,11 @@ def make_update(
         total = _total(spec, mesh, accumulator) if grouped else accumulator
         after, metrics = apply_gradients(spec, mesh, state, total)
         with jax.named_scope(ACCUMULATION):
-            emptied = _emptied_after(accumulator, metrics)
+            # After a step whose metrics are not finite the loss is not a number, so that a step
+            # that is already under way changes nothing either.
+            emptied = jax.tree.map(jnp.zeros_like, accumulator)
+            mark = jnp.where(_all_finite(metrics), 0.0, jnp.nan).astype(accumulator.loss.dtype)
+            emptied = emptied._replace(loss=emptied.loss + mark)
             if single:
                 emptied = emptied._replace(grads=accumulator.grads)
         shardings = accumulator_shardings(accumulator, spec, mesh, grouped=grouped)
@@ -169,7 +173,11 @@ def make_is_finite(spec: TrainingSpec, mesh: Mesh, *, grouped: bool = False) -> 
 
     @partial(jax.jit, donate_argnums=0)
     def is_finite(accumulator: GradientAccumulator) -> tuple[jax.Array, GradientAccumulator]:
-        finite = _means_are_finite(_total(spec, mesh, accumulator) if grouped else accumulator)
+        total = _total(spec, mesh, accumulator) if grouped else accumulator
+        mean = 1 / jnp.maximum(total.weight, 1e-20)
+        norm = optax.tree.norm(jax.tree.map(lambda g: g * mean, total.grads))
+        auxiliary = jax.tree.map(lambda value: value * mean, total.auxiliary)
+        finite = _all_finite((total.loss * mean, norm, auxiliary))
         zeroed = jax.lax.with_sharding_constraint(
             jax.tree.map(jnp.zeros_like, accumulator),
             accumulator_shardings(accumulator, spec, mesh, grouped=grouped),
@@ -183,25 +191,6 @@ def _total(spec: TrainingSpec, mesh: Mesh, accumulator: GradientAccumulator) -> 
     """The sums over all groups."""
     summed = jax.tree.map(lambda part: jnp.sum(part, 0, jnp.float32), accumulator)
     return jax.lax.with_sharding_constraint(summed, accumulator_shardings(summed, spec, mesh))
-
-
-def _means_are_finite(accumulator: GradientAccumulator) -> Bool[Array, ""]:
-    """Whether the means of loss, gradient and auxiliary values are finite; called in jit."""
-    mean = 1 / jnp.maximum(accumulator.weight, 1e-20)
-    norm = optax.tree.norm(jax.tree.map(lambda g: g * mean, accumulator.grads))
-    auxiliary = jax.tree.map(lambda value: value * mean, accumulator.auxiliary)
-    return _all_finite((accumulator.loss * mean, norm, auxiliary))
-
-
-def _emptied_after(accumulator: GradientAccumulator, metrics: Metrics) -> GradientAccumulator:
-    """Zeros for the next step; called in jit.
-
-    After a step whose metrics are not finite the loss is not a number, so that a step that is
-    already under way changes nothing either.
-    """
-    zeroed = jax.tree.map(jnp.zeros_like, accumulator)
-    mark = jnp.where(_all_finite(metrics), 0.0, jnp.nan).astype(accumulator.loss.dtype)
-    return zeroed._replace(loss=zeroed.loss + mark)
 
 
 def _all_finite(values: PyTree) -> Bool[Array, ""]:
@@ -310,26 +299,16 @@ def accumulator_shardings(
 
     Sums of shape groups, [groups, ...], are split along `data`, each as on the mesh of its group.
     """
-
-    def stacked(sharding: NamedSharding) -> NamedSharding:
-        return NamedSharding(mesh, PartitionSpec(GROUP_AXIS, *sharding.spec))
-
-    others = replicated(mesh)
-    if grouped:
-        one = jax.tree.map(
-            lambda part: jax.ShapeDtypeStruct(part.shape[1:], part.dtype), accumulator.grads
-        )
-        grads = jax.tree.map(stacked, zero_shardings(one, mesh, spec.rules, over=("context",)))
-        others = stacked(others)
-    else:
-        grads = zero_shardings(accumulator.grads, mesh, spec.rules)
-    shardings: PyTree = (
-        grads,
-        others,
-        others,
-        jax.tree.map(lambda _: others, accumulator.auxiliary),
+    shardings: PyTree = jax.tree.map(lambda _: replicated(mesh), accumulator)
+    if not grouped:
+        return shardings._replace(grads=zero_shardings(accumulator.grads, mesh, spec.rules))
+    one = jax.tree.map(
+        lambda part: jax.ShapeDtypeStruct(part.shape[1:], part.dtype), accumulator.grads
     )
-    return GradientAccumulator(*shardings)
+    shardings = shardings._replace(grads=zero_shardings(one, mesh, spec.rules, over=("context",)))
+    return jax.tree.map(
+        lambda each: NamedSharding(mesh, PartitionSpec(GROUP_AXIS, *each.spec)), shardings
+    )
 
 
 def _make_sums(spec: TrainingSpec, mesh: AnyMesh) -> Callable[..., tuple[jax.Array, LossSums]]:
@@ -341,19 +320,16 @@ def _make_sums(spec: TrainingSpec, mesh: AnyMesh) -> Callable[..., tuple[jax.Arr
     ) -> tuple[jax.Array, LossSums]:
         values = weights._replace(params=params).merged()
         if dropout:
-            values = merge_parameters(values, dropout_keys(dropout, _key_of_batch(key, batch)))
+            # A key of the samples and their epochs alone, mixed, so that sums differ where sets
+            # of samples do.
+            epoch, sample = (part.astype(jnp.uint32) for part in (batch.epoch, batch.sample))
+            place = epoch * jnp.uint32(0x9E3779B1) + sample
+            mixed = (place ^ (place >> 15)) * jnp.uint32(0x85EBCA6B)
+            of_batch = jax.random.fold_in(key, jnp.sum(mixed, dtype=jnp.uint32))
+            values = merge_parameters(values, dropout_keys(dropout, of_batch))
         model = nnx.merge(graph, values)
         with jax.named_scope(OBJECTIVE):
             sums = spec.objective(model, batch, key, batch_sharding(mesh))
         return sums.minimised, sums
 
     return sums_of
-
-
-def _key_of_batch(key: jax.Array, batch: AnyBatch) -> jax.Array:
-    """A key that depends on a micro-batch's samples and their epochs alone."""
-    epoch, sample = (part.astype(jnp.uint32) for part in (batch.epoch, batch.sample))
-    place = epoch * jnp.uint32(0x9E3779B1) + sample
-    # Mixed, so that sums differ where sets of samples do.
-    mixed = (place ^ (place >> 15)) * jnp.uint32(0x85EBCA6B)
-    return jax.random.fold_in(key, jnp.sum(mixed, dtype=jnp.uint32))

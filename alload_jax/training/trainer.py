@@ -176,21 +176,21 @@ def shared_programs() -> Iterator[None]:
     if jax.config.values["jax_compilation_cache_dir"] or jax.default_backend() != "gpu":
         yield
         return
+
+    def use(folder: str | None, least_seconds: float) -> None:
+        jax.config.update("jax_compilation_cache_dir", folder)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", least_seconds)
+        compilation_cache.reset_cache()
+
     least = jax.config.values["jax_persistent_cache_min_compile_time_secs"]
     # While it is removed, another thread may still write what it has compiled.
     kept = tempfile.TemporaryDirectory(prefix="alload-programs-", ignore_cleanup_errors=True)
     with kept as folder:
-        _use(folder, 0.0)
+        use(folder, 0.0)
         try:
             yield
         finally:
-            _use(None, least)
-
-
-def _use(folder: str | None, least_seconds: float) -> None:
-    jax.config.update("jax_compilation_cache_dir", folder)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", least_seconds)
-    compilation_cache.reset_cache()
+            use(None, least)
 
 
 def make_trainer(
@@ -237,24 +237,27 @@ class GroupTrainer(Trainer):
         self._update = make_update(spec, mesh, grouped=True)
         self._empty = make_is_finite(spec, mesh, grouped=True)
         self._shardings: GradientAccumulator | None = None
-        accumulate = make_group_accumulate(spec, groups[0].abstract_mesh)
-        self._local = {
-            group: _Group(spec, group, accumulate)
-            for group in dict.fromkeys(groups)
-            if is_local(group)
-        }
+        self._accumulate = make_group_accumulate(spec, groups[0].abstract_mesh)
+        # By mesh of a group with devices of this process: weights, sums [1, ...] and key.
+        self._local: dict[Mesh, tuple[Weights, GradientAccumulator, jax.Array]] = {}
 
     @property
     def _accumulator(self) -> GradientAccumulator:
         """The sums of all groups, each array [groups, ...]."""
-        return join_groups([group.accumulator for group in self._local.values()], self._shardings)
+        return join_groups([sums for _, sums, _ in self._local.values()], self._shardings)
 
     @_accumulator.setter
     def _accumulator(self, accumulator: GradientAccumulator) -> None:
         """Gives every group its part of the state and of the sums, after every update."""
-        self._shardings = accumulator_shardings(accumulator, self._spec, self._mesh, grouped=True)
-        for group in self._local.values():
-            group.take(self.state, accumulator)
+        spec, weights = self._spec, self.state.weights
+        self._shardings = accumulator_shardings(accumulator, spec, self._mesh, grouped=True)
+        for mesh in filter(is_local, dict.fromkeys(self._groups)):
+            sums = accumulator_shardings(accumulator, spec, mesh, grouped=True)
+            self._local[mesh] = (
+                part_of_group(weights, weights_shardings(weights, mesh, spec.rules)),
+                part_of_group(accumulator, sums),
+                part_of_group(self.state.key, replicated(mesh)),
+            )
 
     @override
     def begin(self, state: TrainState) -> None:
@@ -276,16 +279,20 @@ class GroupTrainer(Trainer):
         group, weights = self._groups[0], self.state.weights
         example = on_mesh(largest(shapes), group)
         self._accumulator = zero_accumulator(self._spec, self._mesh, weights, example, group=group)
-        groups = list(self._local.values())
+        groups = list(self._local)
         turns = {signature(shape): number % len(groups) for number, shape in enumerate(shapes)}
         loading = ThreadPoolExecutor(max_workers=os.cpu_count())
+
+        def compile_for(mesh: Mesh, shape: AnyBatch) -> Compiled:
+            of_group, sums, key = self._local[mesh]
+            return self._accumulate.lower(of_group, sums, on_mesh(shape, mesh), key).compile()
 
         def compile_one(shape: AnyBatch) -> dict[Mesh, Compiled]:
             turn = turns[signature(shape)]
             first, *others = [*groups[turn:], *groups[:turn]]
-            programs = [first.compile(shape)]
-            programs += loading.map(lambda group: group.compile(shape), others)
-            return dict(zip((group.mesh for group in (first, *others)), programs, strict=True))
+            programs = {first: compile_for(first, shape)}
+            found = loading.map(lambda mesh: compile_for(mesh, shape), others)
+            return programs | dict(zip(others, found, strict=True))
 
         with shared_programs(), loading:
             for shape, programs in in_parallel(compile_one, shapes, self._compile_update):
@@ -297,38 +304,9 @@ class GroupTrainer(Trainer):
     def _accumulate_all(self, step: PlacedStep) -> None:
         for number, batch in zip(step.groups, step.batches, strict=True):
             mesh = self._groups[number]
-            self._local[mesh].add(self.programs[mesh, signature(batch)], batch)
-
-
-class _Group:
-    """The weights and sums of a shape group on the mesh of the group.
-
-    Attributes:
-      mesh: the mesh of the group.
-      accumulator: sums over the micro-batches since the last update, each array [1, ...].
-    """
-
-    accumulator: GradientAccumulator
-    _weights: Weights
-
-    def __init__(self, spec: TrainingSpec, mesh: Mesh, accumulate: Wrapped):
-        self.mesh, self._spec, self._accumulate = mesh, spec, accumulate
-
-    def take(self, state: TrainState, accumulator: GradientAccumulator) -> None:
-        spec, mesh = self._spec, self.mesh
-        placed = weights_shardings(state.weights, mesh, spec.rules)
-        self._weights = part_of_group(state.weights, placed)
-        self._key = part_of_group(state.key, replicated(mesh))
-        sums = accumulator_shardings(accumulator, spec, mesh, grouped=True)
-        self.accumulator = part_of_group(accumulator, sums)
-
-    def compile(self, shape: AnyBatch) -> Compiled:
-        batch = on_mesh(shape, self.mesh)
-        lowered = self._accumulate.lower(self._weights, self.accumulator, batch, self._key)
-        return lowered.compile()
-
-    def add(self, program: Compiled, batch: AnyBatch) -> None:
-        self.accumulator = program(self._weights, self.accumulator, batch, self._key)
+            weights, sums, key = self._local[mesh]
+            added = self.programs[mesh, signature(batch)](weights, sums, batch, key)
+            self._local[mesh] = weights, added, key
 
 
 def make_group_accumulate(spec: TrainingSpec, group: AbstractMesh) -> Wrapped:

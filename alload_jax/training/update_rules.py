@@ -9,6 +9,7 @@ stored as the number of the nearest code of a fixed table whose codes lie closer
 leave whole, so that quantisation needs no communication under FSDP.
 """
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import jax
@@ -132,22 +133,15 @@ def scale_by_adam8bit(beta1: float, beta2: float, eps: float) -> optax.GradientT
     ) -> tuple[optax.Updates, Adam8bitState]:
         del params
         count = optax.safe_increment(state.steps)
-        mu = jax.tree.map(
-            lambda g, *stored: (
-                beta1 * dequantise(Quantised(*stored), signed=True) + (1 - beta1) * g
-            ),
-            updates,
-            state.mu,
-            state.mu_scale,
-        )
-        nu = jax.tree.map(
-            lambda g, *stored: (
-                beta2 * dequantise(Quantised(*stored), signed=False) + (1 - beta2) * g * g
-            ),
-            updates,
-            state.nu,
-            state.nu_scale,
-        )
+
+        def first(g: jax.Array, *stored: jax.Array) -> jax.Array:
+            return beta1 * dequantise(Quantised(*stored), signed=True) + (1 - beta1) * g
+
+        def second(g: jax.Array, *stored: jax.Array) -> jax.Array:
+            return beta2 * dequantise(Quantised(*stored), signed=False) + (1 - beta2) * g * g
+
+        mu = jax.tree.map(first, updates, state.mu, state.mu_scale)
+        nu = jax.tree.map(second, updates, state.nu, state.nu_scale)
         mu_hat = optax.tree.bias_correction(mu, beta1, count)
         nu_hat = optax.tree.bias_correction(nu, beta2, count)
         found = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + eps), mu_hat, nu_hat)
@@ -157,15 +151,12 @@ def scale_by_adam8bit(beta1: float, beta2: float, eps: float) -> optax.GradientT
 
 
 def _stored(count: jax.Array, mu: optax.Params, nu: optax.Params) -> Adam8bitState:
-    first = jax.tree.map(lambda value: quantise(value, signed=True), mu)
-    second = jax.tree.map(lambda value: quantise(value, signed=False), nu)
-
-    def part(tree: optax.Params, number: int) -> optax.Params:
-        return jax.tree.map(
-            lambda one: one[number], tree, is_leaf=lambda one: isinstance(one, Quantised)
-        )
-
-    return Adam8bitState(count, part(first, 0), part(first, 1), part(second, 0), part(second, 1))
+    parts: list[optax.Params] = []
+    for tree, signed in ((mu, True), (nu, False)):
+        # Tuples, since their structure must be known also of trees without leaves.
+        found = jax.tree.map(lambda value, signed=signed: tuple(quantise(value, signed)), tree)
+        parts += jax.tree.transpose(jax.tree.structure(tree), jax.tree.structure((0, 0)), found)
+    return Adam8bitState(count, *parts)
 
 
 OptimizerName = Literal["adamw", "adamw8bit", "adafactor", "lion", "muon"]
@@ -205,22 +196,29 @@ def update_rule(
     if name == "lion":
         return optax.lion(learning_rate, **moments, **decay)
     if name == "muon":
+
+        def matrices(params: optax.Params) -> optax.Params:
+            """The last two axes, [inputs, outputs]; the axis of layers is a batch axis."""
+            return jax.tree.map(lambda _: MuonDimensionNumbers(-2, -1), params)
+
         of_layers = muon(
             learning_rate,
             eps=eps,
             weight_decay=weight_decay,
             mu_dtype=mu_dtype,
-            muon_weight_dimension_numbers=_all_matrices,
+            muon_weight_dimension_numbers=matrices,
             consistent_rms=_ADAMW_RMS,
         )
-        return optax.partition({"muon": of_layers, "adamw": adamw}, _muon_labels)
+        # The first and the last matrices of a model, which are not stacked, train with AdamW.
+        return _of_matrices("muon", of_layers, "adamw", adamw, lambda leaf: leaf.ndim >= 3)
     if name == "adamw8bit":
-        scaling = optax.partition(
-            {
-                "eight_bits": scale_by_adam8bit(beta1, beta2, eps),
-                "float32": optax.scale_by_adam(beta1, beta2, eps),
-            },
-            _bits,
+        # Embeddings, vectors and small matrices keep float32 moments (arXiv 2110.02861, §2.3).
+        scaling = _of_matrices(
+            "eight_bits",
+            scale_by_adam8bit(beta1, beta2, eps),
+            "float32",
+            optax.scale_by_adam(beta1, beta2, eps),
+            lambda leaf: leaf.size >= SMALLEST,
         )
     else:
         scaling = optax.chain(_scale_by_factored_rms(), optax.stateless(_clip_matrix_rms))
@@ -240,26 +238,21 @@ def _is_matrix(path: KeyPath) -> bool:
     return path_name(path).endswith(("kernel", DOWN, UP))
 
 
-def _bits(params: optax.Params) -> optax.Params:
-    """Embeddings, vectors and small matrices keep float32 moments (arXiv 2110.02861, §2.3)."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: (
-            "eight_bits" if _is_matrix(path) and leaf.size >= SMALLEST else "float32"
-        ),
-        params,
-    )
+def _of_matrices(
+    label: str,
+    rule: optax.GradientTransformation,
+    other_label: str,
+    other: optax.GradientTransformation,
+    takes: Callable[[jax.Array], bool],
+) -> optax.GradientTransformation:
+    """`rule` for the matrices that it takes, and `other` for what else there is."""
 
+    def labels(params: optax.Params) -> optax.Params:
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: label if _is_matrix(path) and takes(leaf) else other_label, params
+        )
 
-def _muon_labels(params: optax.Params) -> optax.Params:
-    """The first and the last matrices of a model, which are not stacked, train with AdamW."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: "muon" if _is_matrix(path) and leaf.ndim >= 3 else "adamw", params
-    )
-
-
-def _all_matrices(params: optax.Params) -> optax.Params:
-    """The last two axes are a matrix [inputs, outputs]; the axis of layers is a batch axis."""
-    return jax.tree.map(lambda _: MuonDimensionNumbers(-2, -1), params)
+    return optax.partition({label: rule, other_label: other}, labels)
 
 
 def _scale_by_factored_rms() -> optax.GradientTransformation:
