@@ -14,8 +14,7 @@ first and the last step are of first order, as in diffusers' UniPCMultistepSched
 """
 
 from collections.abc import Callable
-from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -76,11 +75,6 @@ class Steps(NamedTuple):
     predictor: Weights
 
 
-def start(noise: jax.Array) -> State:
-    """The state before the first step."""
-    return State(noise, noise, jnp.zeros_like(noise), jnp.zeros_like(noise))
-
-
 def advance(slope: "Slope", state: State, step: Steps) -> State:
     """Takes one step: evaluates the model, corrects the latents, predicts those of the next level.
 
@@ -115,19 +109,11 @@ def steps_of(sigmas: np.ndarray | jax.Array) -> Steps:
         constants.
     """
     levels = np.asarray(sigmas, np.float64)
-    _check(levels)
-    predictor, corrector = _updates(levels)
-    # The corrector of an update runs one step later; in the first step it has nothing to correct.
-    delayed = np.column_stack([IDENTITY, corrector[:, :-1]])
-    return Steps(
-        jnp.asarray(levels[:-1], jnp.float32),
-        Weights(*jnp.asarray(delayed, jnp.float32)),
-        Weights(*jnp.asarray(predictor, jnp.float32)),
-    )
-
-
-def _updates(levels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """`Weights` of predictor and corrector from level i to i + 1, each [4, steps] float64."""
+    if len(levels) < 2 or levels[0] > 1 or levels[-1] != 0 or not (np.diff(levels) < 0).all():
+        raise InputError(
+            f"unipc: sigmas are {np.array2string(levels, threshold=6)}; they must decrease, from "
+            "at most 1 to 0"
+        )
     with np.errstate(divide="ignore"):  # λ is infinite at σ = 0 and at σ = 1
         h = np.diff(np.log1p(-levels) - np.log(levels))
     origin = levels[1:] / levels[:-1]
@@ -136,34 +122,26 @@ def _updates(levels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     later = np.full(len(h), 0.5)
 
     # All but the first and the last update are of second order.
-    inverse = -h[1:-1] / h[:-2]  # 1/r for r = (λ before s − λs) / h
-    first, second = _moments(h[1:-1])
+    inner, inverse = h[1:-1], -h[1:-1] / h[:-2]  # 1/r for r = (λ before s − λs) / h
+    # The right-hand sides of UniC's linear system for n = 1 and n = 2, n!·hⁿ·φₙ₊₁(h) / B₂(h) in
+    # the paper's notation, with −h for h because x₀ is predicted.
+    b = np.expm1(-inner)
+    moment = -b / inner - 1
+    first, second = moment / b, 2 * (-moment / inner - 0.5) / b
     solution = (first - second) * inverse / (inverse - 1)
     earlier[1:-1] = inverse / 2
     earlier_corrected[1:-1] = solution * inverse
     later[1:-1] = first - solution
 
     predictor = np.stack([origin, x0, x0 * earlier, np.zeros(len(h))])
-    return predictor, np.stack([origin, x0, x0 * earlier_corrected, x0 * later])
-
-
-def _moments(h: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The right-hand sides of UniC's linear system for n = 1 and n = 2.
-
-    n!·hⁿ·φₙ₊₁(h) / B₂(h) in the paper's notation, with −h for h because x₀ is predicted.
-    """
-    b = np.expm1(-h)
-    first = -b / h - 1
-    second = -first / h - 0.5
-    return first / b, 2 * second / b
-
-
-def _check(levels: np.ndarray) -> None:
-    if len(levels) < 2 or levels[0] > 1 or levels[-1] != 0 or not (np.diff(levels) < 0).all():
-        raise InputError(
-            f"unipc: sigmas are {np.array2string(levels, threshold=6)}; they must decrease, from "
-            "at most 1 to 0"
-        )
+    corrector = np.stack([origin, x0, x0 * earlier_corrected, x0 * later])
+    # The corrector of an update runs one step later; in the first step it has nothing to correct.
+    delayed = np.column_stack([IDENTITY, corrector[:, :-1]])
+    return Steps(
+        jnp.asarray(levels[:-1], jnp.float32),
+        Weights(*jnp.asarray(delayed, jnp.float32)),
+        Weights(*jnp.asarray(predictor, jnp.float32)),
+    )
 
 
 Velocity = Callable[[jax.Array, jax.Array, PyTree], jax.Array]
@@ -174,9 +152,6 @@ The condition is a pytree of arrays [B, ...]: labels, embeddings of text, or bot
 
 Slope = Callable[[jax.Array, jax.Array], jax.Array]
 """A `Velocity` with a fixed condition: (latents [B, ...], sigma scalar) → velocity [B, ...]."""
-
-_Carry = TypeVar("_Carry")
-_Inputs = TypeVar("_Inputs")
 
 
 def guided(model: Velocity, null_condition: PyTree, guidance: float) -> Velocity:
@@ -233,18 +208,19 @@ def sample(
     def slope(latents: jax.Array, sigma: jax.Array) -> jax.Array:
         return velocity(latents, jnp.full(latents.shape[0], sigma), condition)
 
+    def unipc_step(state: State, step: Steps) -> tuple[State, None]:
+        return advance(slope, state, step), None
+
+    def euler_step(
+        latents: jax.Array, levels: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, None]:
+        sigma, next_sigma = levels
+        return latents + (next_sigma - sigma) * slope(latents, sigma), None
+
     check_sampler(sampler)
     if sampler == "unipc":
-        return _scanned(partial(advance, slope), start(noise), steps_of(sigmas)).latents
-    return _scanned(partial(_euler_step, slope), noise, (sigmas[:-1], sigmas[1:]))
-
-
-def _scanned(step: Callable[[_Carry, _Inputs], _Carry], state: _Carry, inputs: _Inputs) -> _Carry:
-    """The state after all steps, whose inputs lie along the first axis."""
-    state, _ = jax.lax.scan(lambda state, each: (step(state, each), None), state, inputs)
-    return state
-
-
-def _euler_step(slope: Slope, latents: jax.Array, levels: tuple[jax.Array, jax.Array]) -> jax.Array:
-    sigma, next_sigma = levels
-    return latents + (next_sigma - sigma) * slope(latents, sigma)
+        zero = jnp.zeros_like(noise)
+        begin = State(noise, noise, zero, zero)
+        return jax.lax.scan(unipc_step, begin, steps_of(sigmas))[0].latents
+    levels = jnp.asarray(sigmas[:-1]), jnp.asarray(sigmas[1:])
+    return jax.lax.scan(euler_step, noise, levels)[0]

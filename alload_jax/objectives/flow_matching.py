@@ -243,12 +243,22 @@ class FlowMatching:
         Raises:
           InputError: the model cannot have a given first frame.
         """
-        if self.given_first_frame:
-            _require_first_frame(model.config)
+        config, packed = model.config, isinstance(batch, PackedBatch)
+        of_frame = family_of(config).has_first_frame_timestep and config.patch_size[0] == 1
+        if self.given_first_frame and not of_frame:
+            raise InputError(
+                f"objective.given_first_frame is set, but model.family {config.family} with "
+                f"model.patch_size {config.patch_size} has no timestep of its own for the first "
+                "frame; set it to 0"
+            )
         if self.weighting == "token":
-            seq_len = _seq_len(batch, model.config)
+            if isinstance(batch, PackedBatch):
+                seq_len = batch.seq_len
+            else:
+                volume = math.prod(config.patch_size)
+                seq_len = jnp.asarray(math.prod(batch.latents.shape[1:4]) // volume)
             batch = batch._replace(weight=batch.weight * seq_len.astype(jnp.float32))
-        run = _packed if isinstance(batch, PackedBatch) else _bucketed
+        run = _packed if packed else _bucketed
         loss, auxiliary = run(model, batch, key, self, sharding)  # type: ignore[arg-type]
         sums = {name: _weighted_sum(batch.weight, value) for name, value in auxiliary.items()}
         minimised = loss
@@ -278,22 +288,6 @@ class FlowMatching:
         """
         noisy = noised(batch, key, self, model.config, sigma)
         return _errors(model, batch, noisy, self, sharding)[0]
-
-
-def _require_first_frame(model: ModelConfig) -> None:
-    if not family_of(model).has_first_frame_timestep or model.patch_size[0] != 1:
-        raise InputError(
-            f"objective.given_first_frame is set, but model.family {model.family} with "
-            f"model.patch_size {model.patch_size} has no timestep of its own for the first frame; "
-            "set it to 0"
-        )
-
-
-def _seq_len(batch: AnyBatch, model: ModelConfig) -> jax.Array:
-    """Tokens of the batch's samples: int32 scalar if bucketed, [R, M] if packed."""
-    if isinstance(batch, PackedBatch):
-        return batch.seq_len
-    return jnp.asarray(math.prod(batch.latents.shape[1:4]) // math.prod(model.patch_size))
 
 
 def _weighted_sum(weight: jax.Array, value: jax.Array) -> jax.Array:
@@ -331,7 +325,7 @@ def _errors(
         given = noisy.given & (frames > 1)
         is_given = given[:, None] & (jnp.arange(frames) == 0)
         latents = jnp.where(is_given[:, :, None, None, None], batch.latents, latents)
-        first = _first_frame_timestep(noisy.sigma, given)
+        first = jnp.where(given, 0.0, noisy.sigma * TIMESTEP_SCALE)
     predicted = model.forward(
         _with_given(latents, batch.given, 1),
         noisy.sigma * TIMESTEP_SCALE,
@@ -364,7 +358,7 @@ def _packed(
         tokens = jnp.where(is_given[..., None], batch.tokens, tokens)
         predicted_tokens = batch.seq_len - jnp.where(given, batch.frame_tokens, 0)
         token_weight = token_weight * batch.seq_len / jnp.maximum(predicted_tokens, 1)
-        first = _first_frame_timestep(noisy.sigma, given)
+        first = jnp.where(given, 0.0, noisy.sigma * TIMESTEP_SCALE)
     predicted = model.forward_packed(
         _with_given(tokens, batch.given, math.prod(model.config.patch_size)),
         batch.position,
@@ -389,11 +383,6 @@ def _by_noise(weight: jax.Array, sigma: jax.Array, config: FlowMatching) -> jax.
 def _present(**arguments: jax.Array | None) -> dict[str, jax.Array]:
     """The arguments that are not None, so that a family need not take the others."""
     return {name: value for name, value in arguments.items() if value is not None}
-
-
-def _first_frame_timestep(sigma: jax.Array, given: jax.Array) -> jax.Array:
-    """Timestep of the tokens of first frames: 0 where given, else that of the sample."""
-    return jnp.where(given, 0.0, sigma * TIMESTEP_SCALE)
 
 
 def _with_given(latents: jax.Array, given: jax.Array | None, volume: int) -> jax.Array:

@@ -3,12 +3,11 @@
 `split_data` says which samples these are.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -115,8 +114,20 @@ def split_data(
       InputError: no samples are left on a side, or the other folder cannot be read.
     """
     if config.folder is not None:
-        held_out_source = _opened(config, read_by)
-        _warn_of_overlap(source.manifest, held_out_source.manifest)
+        try:
+            held_out_source = open_source(config.folder, config.source or read_by)
+            held_out_source.require_settings()
+        except InputError as error:
+            words = str(error).replace("data.folder", "validation.folder")
+            raise InputError(f"validation.folder: {words}") from error
+        ours, theirs = source.manifest, held_out_source.manifest
+        if ours.tells_content and theirs.tells_content:
+            same = int(np.isin(theirs.checksum, ours.checksum).sum())
+            if same and first_process():
+                print_stderr(
+                    f"warning: {same:,} of {len(theirs):,} samples of validation.folder are also "
+                    "trained on; leave them out of one of the folders"
+                )
         return source, held_out_source, excluded
     if config.share is None:
         return source, None, excluded
@@ -133,29 +144,6 @@ def split_data(
             )
     among_training = np.flatnonzero(left_out[training]).tolist()
     return Subset(source, training), Subset(source, kept), frozenset(map(int, among_training))
-
-
-def _warn_of_overlap(training: Manifest, held_out: Manifest) -> None:
-    """Says how many samples of the validation have the content of samples to train on."""
-    if not (training.tells_content and held_out.tells_content):
-        return
-    same = np.isin(held_out.checksum, training.checksum)
-    if (count := int(same.sum())) and first_process():
-        print_stderr(
-            f"warning: {count:,} of {len(held_out):,} samples of validation.folder are also "
-            "trained on; leave them out of one of the folders"
-        )
-
-
-def _opened(config: ValidationConfig, read_by: SourceConfig | None) -> SampleSource:
-    assert config.folder is not None
-    try:
-        source = open_source(config.folder, config.source or read_by)
-        source.require_settings()
-    except InputError as error:
-        words = str(error).replace("data.folder", "validation.folder")
-        raise InputError(f"validation.folder: {words}") from error
-    return source
 
 
 @dataclass(frozen=True)
@@ -227,7 +215,12 @@ def choose_samples(
     sizes = np.diff(buckets.offsets)
     most = min(len(sizes), max_shapes or len(sizes), max_samples or len(sizes))
     kept = np.sort(np.argsort(-sizes, kind="stable")[:most])
-    counts = _shares(sizes[kept], max_samples)
+    counts = sizes[kept]
+    if max_samples is not None and counts.sum() > max_samples:  # the largest remainder first
+        others = counts - 1
+        exact = 1 + others * ((max_samples - len(counts)) / max(1, others.sum()))
+        counts = np.floor(exact).astype(np.int64)
+        counts[np.argsort(counts - exact, kind="stable")[: max_samples - counts.sum()]] += 1
     order = content_order(manifest.checksum)
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
@@ -239,28 +232,6 @@ def choose_samples(
         tokens = int(buckets.seq_len[bucket]) + condition_tokens
         chosen.append(SizeClass((frames, height, width), tokens, first))
     return chosen
-
-
-def _shares(sizes: np.ndarray, most: int | None) -> np.ndarray:
-    """Divides `most` places by size, at least one each: the largest remainder first.
-
-    Args:
-      sizes: [K] int64, at most `most` of them.
-      most: places in all; None for as many as there are.
-
-    Returns:
-      [K] int64, at most `sizes`.
-    """
-    if most is None or sizes.sum() <= most:
-        return sizes
-    exact = 1 + (sizes - 1) * ((most - len(sizes)) / max(1, (sizes - 1).sum()))
-    counts = np.floor(exact).astype(np.int64)
-    left = np.argsort(counts - exact, kind="stable")[: most - counts.sum()]
-    counts[left] += 1
-    return counts
-
-
-T = TypeVar("T")
 
 
 class Validator:
@@ -307,7 +278,13 @@ class Validator:
         self.classes = choose_samples(
             manifest, patch, config.max_samples, config.max_shapes, condition_tokens=beside
         )
-        self.measured_set = _measured_set(config, self.classes, manifest.checksum)
+        chosen = [
+            np.asarray(column)
+            for each in self.classes
+            for column in (each.shape, manifest.checksum[each.samples])
+        ]
+        settings = np.asarray([config.seed, config.weights == "ema"], np.int64)
+        self.measured_set = digest(settings, np.asarray(config.noise_levels), *chosen)
         self._config, self._mesh, self._tokens = config, mesh, tokens
         self._held_out = manifest
         self._ranks = ranks_of(mesh)
@@ -358,11 +335,15 @@ class Validator:
 
     def _errors(self, values: PyTree, of_class: SizeClass) -> ClassErrors:
         program, parts = self._programs[of_class.name], []
-        steps = of_class.steps(self._ranks, self._tokens)
-        for batch in _read_ahead(partial(self._read, step) for step in steps):
-            placed = place_batch(batch, self._mesh)
-            found = [program(values, placed, key, sigma) for sigma, key in self._keys]
-            parts.append(np.stack([np.asarray(one) for one in found]))
+        steps = list(of_class.steps(self._ranks, self._tokens))
+        with ThreadPoolExecutor(1) as pool:  # which reads the next batch meanwhile
+            pending = pool.submit(self._read, steps[0])
+            for following in (*steps[1:], None):
+                placed = place_batch(pending.result(), self._mesh)
+                if following is not None:
+                    pending = pool.submit(self._read, following)
+                found = [program(values, placed, key, sigma) for sigma, key in self._keys]
+                parts.append(np.stack([np.asarray(one) for one in found]))
         together = np.concatenate(parts, axis=2)[:, :, : len(of_class.samples)]
         return ClassErrors(of_class.name, together[:, 0], together[0, 1] > 0)
 
@@ -421,23 +402,3 @@ def _level_keys(
         return sigma, jax.random.key_data(jax.random.fold_in(jax.random.key(seed), bits))
 
     return [make(jnp.float32(level)) for level in levels]
-
-
-def _measured_set(
-    config: ValidationConfig, classes: Sequence[SizeClass], checksums: np.ndarray
-) -> str:
-    chosen = [column for each in classes for column in (each.shape, checksums[each.samples])]
-    settings = np.asarray([config.seed, config.weights == "ema"], np.int64)
-    return digest(settings, np.asarray(config.noise_levels), *map(np.asarray, chosen))
-
-
-def _read_ahead(jobs: Iterable[Callable[[], T]]) -> Iterator[T]:
-    """Yields the results of the jobs in order; the next one runs meanwhile."""
-    with ThreadPoolExecutor(1) as pool:
-        pending: deque[Future[T]] = deque()
-        for job in jobs:
-            pending.append(pool.submit(job))
-            if len(pending) > 1:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
