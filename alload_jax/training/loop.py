@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import jax
 import numpy as np
@@ -101,7 +101,9 @@ class BadSamples:
             self._stop(values, ", and finite in parts")
         remembered = _Remembered(self._collator.reader)
         self._collator = replace(self._collator, reader=remembered)
-        samples = self._samples()
+        parts = self._plan.plan.step(number).micro_batches
+        distinct = dict.fromkeys(sample for part in parts for sample in part.samples)
+        samples = [each for each in distinct if each not in self._bad | self._collator.excluded]
         found = self._search(samples, [], values)
         self._bad |= frozenset(found)
         if len(samples) > 1 and len(found) == len(samples):
@@ -115,12 +117,6 @@ class BadSamples:
         step = self._place(collate(self._plan.plan.step(number)))
         self._collator = replace(self._collator, reader=remembered.reader)
         return step
-
-    def _samples(self) -> list[int]:
-        """The distinct samples of the step, in the order of its micro-batches."""
-        parts = self._plan.plan.step(self._number).micro_batches
-        samples = dict.fromkeys(sample for part in parts for sample in part.samples)
-        return [each for each in samples if each not in self._bad | self._collator.excluded]
 
     def _search(
         self, samples: Sequence[int], found: list[int], values: Mapping[str, float]
@@ -182,13 +178,6 @@ class _Remembered(SampleReader):
         return found
 
 
-class _InFlight(NamedTuple):
-    """A dispatched step without its arrays."""
-
-    number: int
-    metrics: dict[str, jax.Array]
-
-
 class Loop:
     """Runs steps and calls callbacks in list order.
 
@@ -219,7 +208,7 @@ class Loop:
         self.done, self.total = start, total
         self.signal, self.refusal = 0, ""
         self._trainer, self._callbacks, self._repair = trainer, callbacks, repair
-        self._in_flight: _InFlight | None = None
+        self._in_flight: tuple[int, dict[str, jax.Array]] | None = None
 
     @property
     def state(self) -> TrainState:
@@ -253,7 +242,7 @@ class Loop:
                     break
                 if self.complete:
                     break
-                self._interrupt()
+                self._act([callback for callback in self._callbacks if callback.due(self)])
                 if self.refusal:
                     break
             self._settle()
@@ -275,7 +264,7 @@ class Loop:
         # The devices have work while the metrics of the step before are read.
         if self._failed():  # and then this step has changed nothing either
             return self._repeat() and self._step(step._replace(wait_seconds=0.0))
-        self._in_flight = _InFlight(step.number, metrics)
+        self._in_flight = step.number, metrics
         self.done = step.number + 1
         self._call("on_step_end", step, metrics)
         return True
@@ -292,7 +281,7 @@ class Loop:
         """Waits for the step in flight; returns whether one of its metrics is not finite."""
         if self._in_flight is None:
             return False
-        return not all(math.isfinite(value) for value in self._in_flight.metrics.values())
+        return not all(math.isfinite(value) for value in self._in_flight[1].values())
 
     def _repeat(self) -> bool:
         """Dispatches the step in flight, which has changed nothing, as it is after its repair."""
@@ -302,11 +291,8 @@ class Loop:
         step = self._repair(number, {name: float(value) for name, value in metrics.items()})
         return self._step(step)
 
-    def _interrupt(self) -> None:
-        """Calls `act` of the callbacks that are due, with no step in flight."""
-        self._act([callback for callback in self._callbacks if callback.due(self)])
-
     def _act(self, due: Sequence[Callback]) -> None:
+        """Calls `act` of some callbacks, with no step in flight."""
         if not due or not self._settle():
             return
         self._call("on_pause")

@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import IO
@@ -94,8 +93,7 @@ class MetricsLog:
 
     def __init__(self, folder: Path, resumed_at: int):
         path = folder / "metrics.jsonl"
-        kept = [row for row in read_metrics(path) if row["step"] <= resumed_at]
-        write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
+        kept = drop_later(path, resumed_at)
         self.folder = folder
         self._file = open_own(path, buffering=1)
         self.validations: list[Json] = [row for row in kept if is_validation(row)]
@@ -136,8 +134,13 @@ class BadRecords:
     """The distinct damaged records of a run over all its starts, one per line on disk."""
 
     def __init__(self, path: Path, cluster: Cluster):
+
+        def known() -> list[str]:
+            require_regular(path, "remove it")
+            return path.read_text(errors="replace").splitlines() if path.exists() else []
+
         self._path = path
-        self._known = set(cluster.broadcast(partial(_lines, path)))
+        self._known = set(cluster.broadcast(known))
 
     def __len__(self) -> int:
         return len(self._known)
@@ -158,11 +161,6 @@ class BadRecords:
             return ""
         listed = f"{count} others are" if count > 1 else "another is"
         return f" ({listed} in {self._path}; delete it where they are restored)"
-
-
-def _lines(path: Path) -> list[str]:
-    require_regular(path, "remove it")
-    return path.read_text(errors="replace").splitlines() if path.exists() else []
 
 
 def read_metrics(path: Path) -> list[Json]:
@@ -187,14 +185,29 @@ def read_metrics(path: Path) -> list[Json]:
     return found
 
 
+def drop_later(path: Path, step: int) -> list[Json]:
+    """Removes the lines of later steps from a metrics.jsonl, if there is one; returns the others.
+
+    Raises:
+      InputError: a line is not a JSON object with a step.
+    """
+    kept = [row for row in read_metrics(path) if row["step"] <= step]
+    if path.exists():
+        write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
+    return kept
+
+
 def append_environment(path: Path, argv: list[str], step: int) -> None:
     """Appends the environment of this start: versions, devices, host, command."""
-    starts = read_json(path) or []
-    write_json(path, [*starts, {"step": step} | _environment(argv)])
 
+    def version(package: str) -> str:
+        try:
+            return metadata.version(package)
+        except metadata.PackageNotFoundError:
+            return "not installed"
 
-def _environment(argv: list[str]) -> Json:
-    return {
+    environment = {
+        "step": step,
         "command": " ".join([program(), *argv]),
         "python": sys.version.split()[0],
         "platform": platform.platform(),
@@ -203,8 +216,9 @@ def _environment(argv: list[str]) -> Json:
         "devices": [device.device_kind for device in jax.devices()],
         "processes": jax.process_count(),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": {name: version(name) for name in PACKAGES},
     }
+    write_json(path, [*(read_json(path) or []), environment])
 
 
 def peak_memory() -> int | None:
@@ -248,13 +262,6 @@ def open_own(path: Path, mode: str = "a", buffering: int = -1) -> IO[str]:
     return open_regular(path, mode, buffering)
 
 
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
-
-
 LOCK_NAME = "lock.json"
 """File in a run folder that its run holds, with who that is. It stays when the run ends."""
 
@@ -275,53 +282,39 @@ def locked(folder: Path, cluster: Cluster) -> Iterator[None]:
         yield
         return
     folder.mkdir(parents=True, exist_ok=True)
+    root = folder.resolve()
     with cluster.report_failures():
-        _refuse_links(folder)
+        for parent, folders, files in os.walk(root):
+            for path in (Path(parent) / name for name in (*folders, *files)):
+                if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root):
+                    raise InputError(
+                        f"{path}: is a link out of the run folder; remove it (run.folder itself "
+                        "may be a link)"
+                    )
     with open_own(folder / LOCK_NAME, "a+") as file:
         with cluster.report_failures():
             _take(file, folder)
         remove_unfinished(folder)
         file.seek(0)
         file.truncate()
-        json.dump(_self(), file)
+        since = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        json.dump({"host": platform.node(), "process": os.getpid(), "since": since}, file)
         file.flush()
         yield
-
-
-def _refuse_links(folder: Path) -> None:
-    root = folder.resolve()
-    for parent, folders, files in os.walk(root):
-        for name in (*folders, *files):
-            path = Path(parent) / name
-            if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root):
-                raise InputError(
-                    f"{path}: is a link out of the run folder; remove it (run.folder itself may be "
-                    "a link)"
-                )
 
 
 def _take(file: IO[str], folder: Path) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
+        file.seek(0)
+        holder = ""
+        with suppress(ValueError, KeyError, TypeError):  # as far as the file says it
+            known = parse_json(file.read(), LOCK_NAME, "remove it")
+            holder = f" (process {known['process']} on {known['host']} since {known['since']})"
         raise InputError(
-            f"{folder}: another run trains here{_holder(file)}; stop it, wait for its end, or "
-            "choose another run.folder"
+            f"{folder}: another run trains here{holder}; stop it, wait for its end, or choose "
+            "another run.folder"
         ) from error
     except OSError as error:  # some network file systems have no locks
         print(f"note: {folder}: cannot be locked ({error.strerror}); start no other run there")
-
-
-def _holder(file: IO[str]) -> str:
-    """Who holds the lock, as far as it says so."""
-    file.seek(0)
-    try:
-        known = parse_json(file.read(), LOCK_NAME, "remove it")
-        return f" (process {known['process']} on {known['host']} since {known['since']})"
-    except (ValueError, KeyError, TypeError):
-        return ""
-
-
-def _self() -> dict[str, object]:
-    since = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    return {"host": platform.node(), "process": os.getpid(), "since": since}

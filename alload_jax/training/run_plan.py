@@ -75,23 +75,18 @@ def run_costs(model: ModelConfig, planning: PlanningConfig) -> CostFile:
     """
     costs, layers = planning.costs(), first_layers(model)
     if not planning.cost_model and planning.p is None:
-        costs = _analytic(model)
+        device, remat = DEVICES[_ASSUMED_DEVICE], model.policies
+        try:
+            architecture = from_fields(model.architecture())
+            costs = CostFile(
+                quadratic=step_cost(architecture, device, remat),
+                bytes_per_split_token=bytes_per_split_token(
+                    architecture, remat, device.compute_bytes
+                ),
+            )
+        except InputError:  # no costs of such models are known
+            costs = CostFile()
     return costs if layers is None else with_layers(costs, layers)
-
-
-def _analytic(model: ModelConfig) -> CostFile:
-    """Time by arithmetic; an empty file for models of which no costs are known."""
-    try:
-        architecture = from_fields(model.architecture())
-    except InputError:
-        return CostFile()
-    device = DEVICES[_ASSUMED_DEVICE]
-    return CostFile(
-        quadratic=step_cost(architecture, device, model.policies),
-        bytes_per_split_token=bytes_per_split_token(
-            architecture, model.policies, device.compute_bytes
-        ),
-    )
 
 
 _LEAST_STEPS = 20
@@ -259,10 +254,21 @@ class RunPlan:
         return known[-1] if known else self._layers[0][1]
 
     def _recalibrate(self, epoch: int, first: int) -> None:
-        """Plans from `epoch` on, whose first step is `first`, by the model of the steps so far."""
+        """Plans from `epoch` on, whose first step is `first`, by the model of the steps so far.
+
+        That is the fitted model if enough steps are timed, for the layers shortly before `first`.
+        """
         self._decided = epoch
         self._add_times(first)
-        found = self._cluster.broadcast(lambda: self._next_model(first))
+
+        def next_model() -> Json | None:
+            layers, times = self._layers_of(first - _LAG), self._times
+            fitted = times.fitted() if times and times.steps >= _LEAST_STEPS else None
+            if layers and isinstance(model := fitted or self._predictor, SparseCost):
+                return asdict(model.at(layers))
+            return asdict(fitted) if fitted else None
+
+        found = self._cluster.broadcast(next_model)
         if found is not None and (model := cost_of_fields(found)) != self._cost_model(epoch):
             self.plan = self.plan.recalibrated(epoch, model)
 
@@ -270,14 +276,3 @@ class RunPlan:
         """Takes over the times of all steps but the last ones before `next_step`."""
         while self._times and self._pending and self._pending[0][0] < next_step - _LAG:
             self._times.add(*self._pending.popleft()[1:])
-
-    def _next_model(self, first: int) -> Json | None:
-        """The fitted model if enough steps are timed, for the layers shortly before step `first`.
-
-        None if neither is known.
-        """
-        layers, times = self._layers_of(first - _LAG), self._times
-        fitted = times.fitted() if times and times.steps >= _LEAST_STEPS else None
-        if layers and isinstance(model := fitted or self._predictor, SparseCost):
-            return asdict(model.at(layers))
-        return asdict(fitted) if fitted else None

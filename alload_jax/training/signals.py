@@ -83,7 +83,8 @@ class StopRequest:
         return bool(self.number)
 
     def __enter__(self) -> Self:
-        numbers = [number for number in self._SIGNALS if not _ignored_interrupt(number)]
+        ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        numbers = self._SIGNALS[1:] if ignored else self._SIGNALS
         self._before = {number: signal.signal(number, self._note) for number in numbers}
         return self
 
@@ -109,10 +110,6 @@ class StopRequest:
     def _restore(self) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
-
-
-def _ignored_interrupt(number: int) -> bool:
-    return number == signal.SIGINT and signal.getsignal(number) is signal.SIG_IGN
 
 
 _LIBRARIES = ("/orbax/", "/asyncio/", "/tensorstore/", "/tensorboardX/", "/humanize/")

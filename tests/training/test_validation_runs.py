@@ -77,7 +77,7 @@ def test_a_crashed_run_continues_with_equal_validations_and_best_checkpoints(
     whole = train(*flags, folder="whole")
     assert "\nvalidation: " in runs.told
     assert "validation at step 2: loss " in runs.told
-    validate = Validating._validate
+    validate = Validating.act
 
     def failing(self, run):
         if run.done < step or logged:
@@ -86,7 +86,7 @@ def test_a_crashed_run_continues_with_equal_validations_and_best_checkpoints(
             raise RuntimeError("power is out")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Validating, "_validate", failing)
+        patched.setattr(Validating, "act", failing)
         with pytest.raises(RuntimeError, match="power is out"):
             train(*flags)
     assert checkpoints(whole.parent / "run")[-1] == saved

@@ -4,7 +4,6 @@ import json
 import math
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -21,23 +20,13 @@ from alload_jax.training.progress import ProgressBar
 from alload_jax.training.run_files import (
     BadRecords,
     MetricsLog,
+    drop_later,
     open_own,
-    read_metrics,
-    write_atomically,
 )
 from alload_jax.training.run_plan import RunPlan
 from alload_jax.training.trackers import Tracker
 
 _SMOOTHING = 0.95
-
-
-class _Dispatched(NamedTuple):
-    """A dispatched step without its arrays."""
-
-    number: int
-    epoch: int
-    problems: tuple[str, ...]
-    metrics: dict[str, jax.Array]
 
 
 class Telemetry(Callback):
@@ -74,7 +63,8 @@ class Telemetry(Callback):
         self._log, self._tracker, self._bar = log, tracker, bar
         self._bad_records, self._max_bad_records = bad_records, max_bad_records
         self._guard = guard
-        self._in_flight: _Dispatched | None = None
+        # Without its arrays, and with its metrics.
+        self._in_flight: tuple[PlacedStep, dict[str, jax.Array]] | None = None
         self._settled_at = self._waited = 0.0
         self._loss = self._tokens_per_second = math.nan
 
@@ -86,7 +76,7 @@ class Telemetry(Callback):
     @override
     def on_step_start(self, run: Run, step: PlacedStep) -> None:
         """Refuses a step with more damaged records than allowed."""
-        if self._in_flight is not None and self._in_flight.number == step.number:
+        if self._in_flight is not None and self._in_flight[0].number == step.number:
             self._in_flight = None  # its metrics were not finite, and it starts again
             self._restart_clock()
         self._waited += step.wait_seconds
@@ -103,7 +93,7 @@ class Telemetry(Callback):
     def on_step_end(self, run: Run, step: PlacedStep, metrics: dict[str, jax.Array]) -> None:
         """Settles the previous step."""
         self.settle()
-        self._in_flight = _Dispatched(step.number, step.epoch, step.problems, metrics)
+        self._in_flight = step._replace(batches=()), metrics
 
     @override
     def on_pause(self, run: Run) -> None:
@@ -136,8 +126,8 @@ class Telemetry(Callback):
         """
         if self._in_flight is None:
             return
-        step, self._in_flight = self._in_flight, None
-        values = {name: float(value) for name, value in step.metrics.items()}
+        (step, metrics), self._in_flight = self._in_flight, None
+        values = {name: float(value) for name, value in metrics.items()}
         now = time.perf_counter()
         seconds, waited = now - self._settled_at, self._waited
         self._restart_clock()
@@ -168,14 +158,11 @@ class Telemetry(Callback):
         self._log.write({"step": step.number + 1} | row)
         figures = {name: value for name, value in row.items() if isinstance(value, int | float)}
         self._tracker.log(step.number + 1, figures | {"tokens_per_second": speed})
-        self._show(values["loss"], speed)
+        self._loss = _smoothed(self._loss, values["loss"])
+        self._tokens_per_second = _smoothed(self._tokens_per_second, speed)
+        self._bar.advance(f"loss {self._loss:.4f} · {self._tokens_per_second:,.0f} tokens/s")
         if self._guard is not None:
             self._guard.add(step.number, values["loss"], values["grad_norm"])
-
-    def _show(self, loss: float, tokens_per_second: float) -> None:
-        self._loss = _smoothed(self._loss, loss)
-        self._tokens_per_second = _smoothed(self._tokens_per_second, tokens_per_second)
-        self._bar.advance(f"loss {self._loss:.4f} · {self._tokens_per_second:,.0f} tokens/s")
 
 
 def _smoothed(before: float, now: float) -> float:
@@ -202,10 +189,7 @@ class LayerLog(Callback):
           InputError: a line of the file is not a JSON object.
         """
         self._path, self._model = folder / LAYER_LOG, model
-        kept = [row for row in read_metrics(self._path) if row["step"] <= resumed_at]
-        if self._path.exists():
-            text = "".join(json.dumps(row) + "\n" for row in kept)
-            write_atomically(self._path, text)
+        drop_later(self._path, resumed_at)
 
     @override
     def due(self, run: Run) -> bool:

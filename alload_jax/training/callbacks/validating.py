@@ -152,10 +152,6 @@ class Validating(Callback):
     def missed(self, run: Run) -> bool:
         return self.due(run) and not self._is_validated(run.done)
 
-    @override
-    def act(self, run: Run) -> None:
-        self._validate(run)
-
     def on_stop(self, run: Run) -> None:
         """See `Callback.on_stop`; validates the last step of the run, unless an earlier start has.
 
@@ -163,7 +159,7 @@ class Validating(Callback):
           InputError: a checkpoint could not be written.
         """
         if run.complete and not self._is_validated(run.done):
-            self._validate(run)
+            self.act(run)
             self._best.finish()
 
     def _is_validated(self, step: int) -> bool:
@@ -172,7 +168,8 @@ class Validating(Callback):
             row["step"] == step and row.get(MEASURED_SET) == name for row in self._log.validations
         )
 
-    def _validate(self, run: Run) -> None:
+    @override
+    def act(self, run: Run) -> None:
         began = time.monotonic()
         validator = self._validator
         figures = validation_figures(validator.measure(run.state), validator.levels)
@@ -185,16 +182,14 @@ class Validating(Callback):
             print_stderr(text)
             return
         seconds = time.monotonic() - began
-        self._say(f"{_told(Measured(known[LOSS], run.done), self.measured)} · {seconds:,.1f} s")
-        if self._best.add(Measured(known[LOSS], run.done)):
+        now, lowest = Measured(known[LOSS], run.done), min(self.measured)
+        before = f"lowest {lowest.loss:.4f} at step {lowest.step}"
+        compared = "the lowest so far" if lowest == now else before
+        self._say(
+            f"validation at step {now.step}: loss {now.loss:.4f}, {compared} · {seconds:,.1f} s"
+        )
+        if self._best.add(now):
             self._save(run)
-
-
-def _told(now: Measured, measured: Sequence[Measured]) -> str:
-    lowest = min(measured)
-    before = f"lowest {lowest.loss:.4f} at step {lowest.step}"
-    compared = "the lowest so far" if lowest == now else before
-    return f"validation at step {now.step}: loss {now.loss:.4f}, {compared}"
 
 
 @waits("for samples to be measured")

@@ -138,16 +138,15 @@ class Watchdog(Callback):
         waited, limit = self._clock() - self._since, self.limit()
         if waited > limit:
             self._give_up(waited)
-        elif waited > _WARN_AT * self._least(limit) and not self._warned:
+            return
+        # A start is told as soon as a step would be, though it may take longer.
+        until = min(limit, self._config.step_seconds) if self._starting else limit
+        if waited > _WARN_AT * until and not self._warned:
             self._warned = True
             print_stderr(f"warning: {self._stall(waited)}; the run ends after {limit:.0f} s")
 
-    def _least(self, limit: float) -> float:
-        """A start is told as soon as a step would be, though it may take longer."""
-        return min(limit, self._config.step_seconds) if self._starting else limit
-
     def _stall(self, waited: float) -> str:
-        words = self._waiting()
+        words = waiting_for(sys._current_frames().get(self._watched))
         self._cluster.set_waiting("" if words == FOR_OTHERS else words)
         usual = ""
         if self._seconds and not self._pausing:
@@ -158,9 +157,6 @@ class Watchdog(Callback):
             f"no progress for {waited:.0f} s{usual} {when}: it waits {words}"
             f"{others and f'; {others}'}"
         )
-
-    def _waiting(self) -> str:
-        return waiting_for(sys._current_frames().get(self._watched))
 
     def _give_up(self, waited: float) -> None:
         reason = self._stall(waited)
