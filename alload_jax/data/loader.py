@@ -19,7 +19,7 @@ from alload_jax.data.batch import AnyBatch
 from alload_jax.data.collate import HostStep
 from alload_jax.data.sources import SampleReader, SampleSource
 from alload_jax.data.store import BadRecordError
-from alload_jax.distributed.cluster import Cluster, Consensus, PendingDecision
+from alload_jax.distributed.cluster import Cluster, Consensus, Decision
 from alload_jax.errors import require_fields, require_positive
 from alload_jax.planning.epoch import Step
 from alload_jax.planning.plan import Plan
@@ -188,7 +188,7 @@ def place_ahead(
       consensus: consensus of the processes on signals and problems; None for a single process.
     """
     consensus = consensus or Consensus(Cluster(), mesh)
-    in_flight: deque[tuple[HostStep, tuple[AnyBatch, ...], PendingDecision]] = deque()
+    in_flight: deque[tuple[HostStep, tuple[AnyBatch, ...], Callable[[], Decision]]] = deque()
     waited = 0.0
     while True:
         began = time.perf_counter()
@@ -201,8 +201,8 @@ def place_ahead(
         if not in_flight:
             return
         if step is None or len(in_flight) > depth:
-            due, placed, proposal = in_flight.popleft()
-            problems, signal, save = consensus.result(proposal)
+            due, placed, decision = in_flight.popleft()
+            problems, signal, save = decision()
             yield PlacedStep(*due[:2], placed, problems, signal, waited, due.groups, save)
             waited = 0.0
 

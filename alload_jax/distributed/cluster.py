@@ -45,6 +45,7 @@ class Cluster:
       num_processes: number of processes of the run.
       process_id: number of this one.
       store: what they share; None for a single process.
+      heartbeat: finds lost processes and tells the others of this one; None for a single process.
     """
 
     def __init__(
@@ -57,12 +58,12 @@ class Cluster:
         self.num_processes = process.num_processes if process else 1
         self.process_id = process.process_id if process else 0
         self.store: KeyValueStore | None = None
-        self._heartbeat: Heartbeat | None = None
+        self.heartbeat: Heartbeat | None = None
         if process and seal:
             self.store = KeyValueStore(seal)
             from alload_jax.distributed import heartbeat  # one process needs none
 
-            self._heartbeat = heartbeat.Heartbeat(self.store, process, lost_after)
+            self.heartbeat = heartbeat.Heartbeat(self.store, process, lost_after)
         self._calls = 0
         self._status: int | None = None
 
@@ -72,14 +73,14 @@ class Cluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        if self._heartbeat is None:
+        if self.heartbeat is None:
             return
         if error is not None:
-            self._heartbeat.report_failure(error)
+            self.heartbeat.report_failure(error)
             status = _print_error(error) if self._status is None else self._status
-            self._heartbeat.exit_process(status)
+            self.heartbeat.exit_process(status)
         self.all_gather(None)
-        self._heartbeat.close()
+        self.heartbeat.close()
         jax.distributed.shutdown()
 
     @contextmanager
@@ -88,37 +89,10 @@ class Cluster:
         try:
             yield
         except BaseException as error:
-            if self._heartbeat:
-                self._heartbeat.report_failure(error)
+            if self.heartbeat:
+                self.heartbeat.report_failure(error)
                 self._status = _print_error(error)
             raise
-
-    def set_remedy(self, remedy: Callable[[], str]) -> None:
-        """Sets the function that returns the advice to print when a process is lost."""
-        if self._heartbeat:
-            self._heartbeat.remedy = remedy
-
-    def set_step(self, step: int) -> None:
-        """Sets the number of the current step, from 1, for messages about lost processes."""
-        if self._heartbeat:
-            self._heartbeat.step = step
-
-    def set_waiting(self, what: str) -> None:
-        """Sets what this process waits for unusually long, apart from the others; "" for none."""
-        if self._heartbeat:
-            self._heartbeat.waiting = what
-
-    def held_up_by(self) -> str:
-        """Names the processes that hold this one up; empty if none is known to."""
-        return self._heartbeat.held_up_by() if self._heartbeat else ""
-
-    def give_up(self, reason: str) -> None:
-        """Tells the other processes that this one is about to end, for a reason in one line.
-
-        If one of them holds this one up, it is given the time to say so first.
-        """
-        if self._heartbeat:
-            self._heartbeat.give_up(reason)
 
     def broadcast(self, compute: Callable[[], T]) -> T:
         """Calls `compute` in process 0 and returns its result in all processes.
@@ -185,23 +159,6 @@ def _print_error(error: BaseException) -> int:
     return run_command(fail, sys.argv)
 
 
-class PendingDecision(NamedTuple):
-    """A decision on a later step whose all-reduce is still under way.
-
-    Attributes:
-      step: number of the step.
-      problems: damaged records that this process has read for the step, one text each.
-      save: whether this process wants a checkpoint after the step.
-      maximum: [3] int32, the largest count of damaged records, the largest number of a reason to
-        stop, and whether a checkpoint is wanted, over all processes; None for a single process.
-    """
-
-    step: int
-    problems: tuple[str, ...]
-    save: bool
-    maximum: jax.Array | None
-
-
 class Decision(NamedTuple):
     """What all processes know of a step.
 
@@ -243,29 +200,32 @@ class Consensus:
         )
         self._max = jax.jit(lambda rows: rows.max(axis=0), out_shardings=replicated(mesh))
 
-    def submit(self, step: int, problems: tuple[str, ...]) -> PendingDecision:
-        """Submits what this process knows of a step. Does not wait; a collective operation."""
-        save, store = self._wants_save(), self._cluster.store
-        if store is None:
-            return PendingDecision(step, problems, save, None)
+    def submit(self, step: int, problems: tuple[str, ...]) -> Callable[[], Decision]:
+        """Submits what this process knows of a step. Does not wait; a collective operation.
+
+        Returns:
+          A function that gives the decision, once the step is due; it waits for its all-reduce.
+        """
+        save, store, heartbeat = self._wants_save(), self._cluster.store, self._cluster.heartbeat
+        if store is None or heartbeat is None:
+            return lambda: Decision(problems, self._signal(), save)
         if problems:
             store.put(f"problems/{step}/{self._cluster.process_id}", json.dumps(problems))
         row = np.array([[len(problems), self._signal(), save]], np.int32)
         rows = jax.make_array_from_process_local_data(
             self._row_sharding, row.repeat(self._num_rows, axis=0)
         )
-        return PendingDecision(step, problems, save, self._max(rows))
+        maximum = self._max(rows)
 
-    def result(self, pending: PendingDecision) -> Decision:
-        """Returns the decision, once the step is due; waits for its all-reduce."""
-        store = self._cluster.store
-        self._cluster.set_step(pending.step + 1)
-        if pending.maximum is None or store is None:
-            return Decision(pending.problems, self._signal(), pending.save)
-        damaged, signal, save = np.asarray(pending.maximum).tolist()
-        found = store.get_prefix(f"problems/{pending.step}") if damaged else {}
-        texts = [text for process in sorted(found, key=int) for text in json.loads(found[process])]
-        return Decision(tuple(dict.fromkeys(texts)), signal, bool(save))
+        @waits(FOR_OTHERS)
+        def decision() -> Decision:
+            heartbeat.step = step + 1
+            damaged, signal, wanted = np.asarray(maximum).tolist()
+            found = store.get_prefix(f"problems/{step}") if damaged else {}
+            texts = [text for n in sorted(found, key=int) for text in json.loads(found[n])]
+            return Decision(tuple(dict.fromkeys(texts)), signal, bool(wanted))
+
+        return decision
 
     def signal(self) -> int:
         """Returns the largest number of a reason to stop of all processes; waits for all."""

@@ -116,7 +116,8 @@ def train(
     """
     began, folder = time.monotonic(), Path(config.run.folder)
     use_compilation_cache(config.run)
-    cluster.set_remedy(partial(after_loss, folder, config.cluster))
+    if cluster.heartbeat:
+        cluster.heartbeat.remedy = partial(after_loss, folder, config.cluster)
     cluster.require_same(values_of(config), "start all processes with the same config")
 
     # ---------------------------------------------------------------- data

@@ -21,7 +21,6 @@ from alload_jax.data.sources import SampleReader
 from alload_jax.data.store import BadRecordError
 from alload_jax.errors import InputError, print_stderr
 from alload_jax.processes import waits
-from alload_jax.training.callbacks import Callback
 from alload_jax.training.run_files import write_json
 from alload_jax.training.run_plan import RunPlan
 from alload_jax.training.state import TrainState
@@ -176,6 +175,53 @@ class _Remembered(SampleReader):
         if isinstance(found, BadRecordError):
             raise found
         return found
+
+
+class Callback:
+    """Hooks on the training loop; each does nothing unless overridden.
+
+    In a cluster, all processes call the same hooks at the same steps. If the metrics of a step are
+    not finite, it starts again without its bad samples, and so does the step behind it: the hooks
+    around these steps are called again.
+    """
+
+    def on_start(self, run: "Loop") -> None:
+        """Runs before the first step of this start."""
+
+    def on_step_start(self, run: "Loop", step: PlacedStep) -> None:
+        """Runs before a step is dispatched; `run.refuse` prevents the step."""
+
+    def on_step_end(self, run: "Loop", step: PlacedStep, metrics: dict[str, jax.Array]) -> None:
+        """Runs after a step is dispatched; its metrics may not be computed yet."""
+
+    def due(self, run: "Loop") -> bool:
+        """Returns whether to call `act` after `run.done` steps; not called after the last step."""
+        return False
+
+    def missed(self, run: "Loop") -> bool:
+        """Returns whether to call `act` before the first step of this start.
+
+        An earlier start may have ended between saving the state and acting.
+        """
+        return False
+
+    def act(self, run: "Loop") -> None:
+        """Runs slow work between two steps; its time does not count as step time."""
+
+    def on_pause(self, run: "Loop") -> None:
+        """Runs before callbacks act; waits for the step in flight."""
+
+    def on_resume(self, run: "Loop") -> None:
+        """Runs after callbacks have acted."""
+
+    def on_stop(self, run: "Loop") -> None:
+        """Runs after the last step of this start, also if the run was stopped early."""
+
+    def on_finish(self, run: "Loop") -> None:
+        """Runs after all steps are done and checkpoints are written."""
+
+    def close(self) -> None:
+        """Releases resources at the end, also after an error."""
 
 
 class Loop:

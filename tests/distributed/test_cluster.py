@@ -201,13 +201,13 @@ class EndsAtOnce:
 @pytest.mark.parametrize("reported", [True, False])
 def test_one_of_several_processes_ends_like_a_single_one(capsys, error, status, said, reported):
     cluster = Cluster()
-    cluster._heartbeat = EndsAtOnce()
+    cluster.heartbeat = EndsAtOnce()
     reports = cluster.report_failures() if reported else contextlib.nullcontext()
     with pytest.raises(SystemExit) as end, cluster, reports:
         raise error
     assert end.value.code == status
     assert capsys.readouterr().err == said
-    assert cluster._heartbeat.error is error
+    assert cluster.heartbeat.error is error
 
 
 class FakeCluster(Cluster):

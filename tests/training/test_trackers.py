@@ -20,7 +20,7 @@ from alload_jax.training.trackers import TRACKERS, TensorBoard, TrackerContext, 
 from alload_jax.training.trackers.services import (
     InBackground,
     MlflowConfig,
-    TrackedRuns,
+    TrackedRun,
     TrackioConfig,
     WandbConfig,
 )
@@ -185,15 +185,35 @@ def test_other_processes_write_nothing(monkeypatch):
     assert recorder.calls == []
 
 
+class Placed(TrackedRun):
+    """A service that names its runs after the place; `known` is what it was asked to continue."""
+
+    def __init__(self, place, folder, resumed_at):
+        super().__init__(None, TrackerContext(folder, resumed_at, VALUES))
+        self.place = place
+
+    def _place(self):
+        return self.place
+
+    def _open(self, known):
+        self.known = known
+        return SimpleNamespace(finish=lambda: None), f"run of {self.place}"
+
+
 def test_resumed_runs_continue_and_new_ones_begin(tmp_path):
-    first = TrackedRuns(tmp_path, 0)
-    assert first.known("a") is None
-    first.keep("a", "one")
-    assert first.known("a") == "one"  # closed and opened again by the same start
-    first.keep("b", "two")
-    assert TrackedRuns(tmp_path, 7).known("a") == "one"
-    assert TrackedRuns(tmp_path, 7).known("c") is None
-    assert TrackedRuns(tmp_path, 0).known("a") is None
+    def known(place, resumed_at, times=1):
+        run = Placed(place, tmp_path, resumed_at)
+        for _ in range(times):
+            run._opened()
+            run.close()
+        return run.known
+
+    assert known("a", 0) is None
+    assert known("a", 0, times=2) == "run of a"  # closed and opened again by the same start
+    assert known("b", 0) is None
+    assert known("a", 7) == "run of a"
+    assert known("c", 7) is None
+    assert known("a", 0) is None
 
 
 # ---------------------------------------------------------------- what each service is told

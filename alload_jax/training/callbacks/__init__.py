@@ -1,4 +1,4 @@
-"""The hooks of callbacks, their registry, and two that a config can add: profile, time limit."""
+"""The registry of callbacks, and two that a config can add: profile, time limit."""
 
 import time
 from dataclasses import dataclass
@@ -11,77 +11,8 @@ from typing_extensions import override
 from alload_jax.data.loader import PlacedStep
 from alload_jax.errors import require_fields
 from alload_jax.registry import Registry
+from alload_jax.training.loop import Callback, Loop
 from alload_jax.training.signals import TIME_LIMIT, StopRequest
-from alload_jax.training.state import TrainState
-
-
-class Run(Protocol):
-    """The interface of the loop for callbacks; see `training.loop.Loop`."""
-
-    done: int
-    total: int
-    signal: int
-
-    @property
-    def state(self) -> TrainState:
-        """The current training state."""
-        ...
-
-    @property
-    def complete(self) -> bool:
-        """Whether all steps of the run are done."""
-        ...
-
-    def refuse(self, reason: str) -> None:
-        """Stops the run before the step that is about to start."""
-        ...
-
-
-class Callback:
-    """Hooks on the training loop; each does nothing unless overridden.
-
-    In a cluster, all processes call the same hooks at the same steps. If the metrics of a step are
-    not finite, it starts again without its bad samples, and so does the step behind it: the hooks
-    around these steps are called again.
-    """
-
-    def on_start(self, run: Run) -> None:
-        """Runs before the first step of this start."""
-
-    def on_step_start(self, run: Run, step: PlacedStep) -> None:
-        """Runs before a step is dispatched; `run.refuse` prevents the step."""
-
-    def on_step_end(self, run: Run, step: PlacedStep, metrics: dict[str, jax.Array]) -> None:
-        """Runs after a step is dispatched; its metrics may not be computed yet."""
-
-    def due(self, run: Run) -> bool:
-        """Returns whether to call `act` after `run.done` steps; not called after the last step."""
-        return False
-
-    def missed(self, run: Run) -> bool:
-        """Returns whether to call `act` before the first step of this start.
-
-        An earlier start may have ended between saving the state and acting.
-        """
-        return False
-
-    def act(self, run: Run) -> None:
-        """Runs slow work between two steps; its time does not count as step time."""
-
-    def on_pause(self, run: Run) -> None:
-        """Runs before callbacks act; waits for the step in flight."""
-
-    def on_resume(self, run: Run) -> None:
-        """Runs after callbacks have acted."""
-
-    def on_stop(self, run: Run) -> None:
-        """Runs after the last step of this start, also if the run was stopped early."""
-
-    def on_finish(self, run: Run) -> None:
-        """Runs after all steps are done and checkpoints are written."""
-
-    def close(self) -> None:
-        """Releases resources at the end, also after an error."""
 
 
 class CallbackContext(NamedTuple):
@@ -147,14 +78,14 @@ class Profile(Callback):
         self._seen, self._running = 0, False
 
     @override
-    def on_step_start(self, run: Run, step: PlacedStep) -> None:
+    def on_step_start(self, run: Loop, step: PlacedStep) -> None:
         if self._seen == self._first:
             jax.block_until_ready(run.state.step)
             jax.profiler.start_trace(str(self._folder))
             self._running = True
 
     @override
-    def on_step_end(self, run: Run, step: PlacedStep, metrics: dict[str, jax.Array]) -> None:
+    def on_step_end(self, run: Loop, step: PlacedStep, metrics: dict[str, jax.Array]) -> None:
         if self._running and self._seen == self._last:
             jax.block_until_ready(metrics)
             self.close()
@@ -197,10 +128,10 @@ class TimeLimit(Callback):
         self._stop, self._seconds = stop, seconds
 
     @override
-    def on_start(self, run: Run) -> None:
+    def on_start(self, run: Loop) -> None:
         self._ends = time.monotonic() + self._seconds
 
     @override
-    def on_step_end(self, run: Run, step: PlacedStep, metrics: dict[str, jax.Array]) -> None:
+    def on_step_end(self, run: Loop, step: PlacedStep, metrics: dict[str, jax.Array]) -> None:
         if time.monotonic() > self._ends:
             self._stop.request(TIME_LIMIT)

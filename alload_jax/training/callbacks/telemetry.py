@@ -14,8 +14,8 @@ from alload_jax.data.loader import PlacedStep
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.families import family_of
 from alload_jax.processes import waits
-from alload_jax.training.callbacks import Callback, Run
 from alload_jax.training.divergence import DivergenceGuard
+from alload_jax.training.loop import Callback, Loop
 from alload_jax.training.progress import ProgressBar
 from alload_jax.training.run_files import (
     BadRecords,
@@ -69,12 +69,12 @@ class Telemetry(Callback):
         self._loss = self._tokens_per_second = math.nan
 
     @override
-    def on_start(self, run: Run) -> None:
+    def on_start(self, run: Loop) -> None:
         self._bar.start()
         self._restart_clock()
 
     @override
-    def on_step_start(self, run: Run, step: PlacedStep) -> None:
+    def on_step_start(self, run: Loop, step: PlacedStep) -> None:
         """Refuses a step with more damaged records than allowed."""
         if self._in_flight is not None and self._in_flight[0].number == step.number:
             self._in_flight = None  # its metrics were not finite, and it starts again
@@ -90,21 +90,21 @@ class Telemetry(Callback):
             )
 
     @override
-    def on_step_end(self, run: Run, step: PlacedStep, metrics: dict[str, jax.Array]) -> None:
+    def on_step_end(self, run: Loop, step: PlacedStep, metrics: dict[str, jax.Array]) -> None:
         """Settles the previous step."""
         self.settle()
         self._in_flight = step._replace(batches=()), metrics
 
     @override
-    def on_pause(self, run: Run) -> None:
+    def on_pause(self, run: Loop) -> None:
         self.settle()
 
     @override
-    def on_resume(self, run: Run) -> None:
+    def on_resume(self, run: Loop) -> None:
         self._restart_clock()
 
     @override
-    def on_stop(self, run: Run) -> None:
+    def on_stop(self, run: Loop) -> None:
         self.settle()
 
     @override
@@ -192,11 +192,11 @@ class LayerLog(Callback):
         drop_later(self._path, resumed_at)
 
     @override
-    def due(self, run: Run) -> bool:
+    def due(self, run: Loop) -> bool:
         return run.done % _EVERY == 0
 
     @override
-    def act(self, run: Run) -> None:
+    def act(self, run: Loop) -> None:
         variables = run.state.variables
         found = family_of(self._model).layer_records(self._model, variables)
         if not found:
@@ -206,5 +206,5 @@ class LayerLog(Callback):
             file.write(json.dumps({"step": run.done} | values) + "\n")
 
     @override
-    def on_finish(self, run: Run) -> None:
+    def on_finish(self, run: Loop) -> None:
         self.act(run)

@@ -17,8 +17,8 @@ from alload_jax.sampling.pictures import Picture
 from alload_jax.sampling.progress_grid import Progress
 from alload_jax.sampling.samples import SampleWriter
 from alload_jax.training import CheckpointConfig
-from alload_jax.training.callbacks import Callback, Run
 from alload_jax.training.checkpoint import BestCheckpoints, Checkpoints, Measured
+from alload_jax.training.loop import Callback, Loop
 from alload_jax.training.progress import ProgressBar
 from alload_jax.training.run_files import MetricsLog
 from alload_jax.training.run_plan import RunPlan
@@ -45,15 +45,15 @@ class Checkpointing(Callback):
         return minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
 
     @override
-    def on_start(self, run: Run) -> None:
+    def on_start(self, run: Loop) -> None:
         self._saved_at, self._saved_step = time.monotonic(), run.done
 
     @override
-    def on_step_start(self, run: Run, step: PlacedStep) -> None:
+    def on_step_start(self, run: Loop, step: PlacedStep) -> None:
         # The step behind a checkpoint was requested to be saved before there was that checkpoint.
         self._requested = step.save and step.number > self._saved_step
 
-    def on_step_end(self, run: Run, step: PlacedStep, metrics: dict[str, jax.Array]) -> None:
+    def on_step_end(self, run: Loop, step: PlacedStep, metrics: dict[str, jax.Array]) -> None:
         """See `Callback.on_step_end`.
 
         Raises:
@@ -62,15 +62,15 @@ class Checkpointing(Callback):
         self._checkpoints.check_writing()
 
     @override
-    def due(self, run: Run) -> bool:
+    def due(self, run: Loop) -> bool:
         every = self._config.every
         return self._requested or (every is not None and run.done % every == 0)
 
     @override
-    def act(self, run: Run) -> None:
+    def act(self, run: Loop) -> None:
         self.save(run)
 
-    def on_stop(self, run: Run) -> None:
+    def on_stop(self, run: Loop) -> None:
         """See `Callback.on_stop`; waits until the checkpoint is on disk.
 
         Raises:
@@ -79,7 +79,7 @@ class Checkpointing(Callback):
         self.save(run)
         self._checkpoints.wait()
 
-    def save(self, run: Run) -> None:
+    def save(self, run: Loop) -> None:
         """Saves the state after `run.done` steps, unless it is saved.
 
         Raises:
@@ -106,7 +106,7 @@ class Validating(Callback):
         tracker: Tracker,
         say: Callable[[str], None],
         best: BestCheckpoints,
-        save: Callable[[Run], None],
+        save: Callable[[Loop], None],
     ):
         """Validates every `every` steps and at the end; None for only at the end.
 
@@ -145,14 +145,14 @@ class Validating(Callback):
         }
 
     @override
-    def due(self, run: Run) -> bool:
+    def due(self, run: Loop) -> bool:
         return self._every is not None and run.done % self._every == 0
 
     @override
-    def missed(self, run: Run) -> bool:
+    def missed(self, run: Loop) -> bool:
         return self.due(run) and not self._is_validated(run.done)
 
-    def on_stop(self, run: Run) -> None:
+    def on_stop(self, run: Loop) -> None:
         """See `Callback.on_stop`; validates the last step of the run, unless an earlier start has.
 
         Raises:
@@ -169,7 +169,7 @@ class Validating(Callback):
         )
 
     @override
-    def act(self, run: Run) -> None:
+    def act(self, run: Loop) -> None:
         began = time.monotonic()
         validator = self._validator
         figures = validation_figures(validator.measure(run.state), validator.levels)
@@ -206,7 +206,7 @@ class Evaluation(Callback):
         self._evaluators, self._writer, self._seed = evaluators, writer, seed
 
     @override
-    def on_finish(self, run: Run) -> None:
+    def on_finish(self, run: Loop) -> None:
         values = run.state.averaged_weights.merged()
         writer = self._writer
         tokens, origin = writer.condition_tokens, writer.origin
@@ -234,24 +234,24 @@ class Drawing(Callback):
         self._progress = progress
 
     @override
-    def due(self, run: Run) -> bool:
+    def due(self, run: Loop) -> bool:
         return self._every is not None and run.done % self._every == 0
 
     @override
-    def missed(self, run: Run) -> bool:
+    def missed(self, run: Loop) -> bool:
         return self._writer.count > 0 and self.due(run) and run.done not in self._progress
 
     @override
-    def act(self, run: Run) -> None:
+    def act(self, run: Loop) -> None:
         self._draw(run, lambda name: None)
 
     @override
-    def on_finish(self, run: Run) -> None:
+    def on_finish(self, run: Loop) -> None:
         with ProgressBar("drawing", self._writer.count) as bar:
             self._draw(run, bar.advance)
         self._tracker.close()
 
-    def _draw(self, run: Run, on_picture: Callable[[str], None]) -> None:
+    def _draw(self, run: Loop, on_picture: Callable[[str], None]) -> None:
         """Draws in all processes, to the end, and writes in the first one."""
         for picture in self._writer.pictures(run.done, run.state.averaged_weights.merged()):
             if first_process():

@@ -21,7 +21,7 @@ from alload_jax.errors import print_stderr
 from alload_jax.files import open_regular
 from alload_jax.processes import FOR_OTHERS, waiting_for
 from alload_jax.training import WatchdogConfig
-from alload_jax.training.callbacks import Callback, Run
+from alload_jax.training.loop import Callback, Loop
 from alload_jax.training.signals import StopRequest, stop_name
 
 _RECENT_STEPS = 33
@@ -82,40 +82,41 @@ class Watchdog(Callback):
         self._closed.set()
 
     @override
-    def on_start(self, run: Run) -> None:
+    def on_start(self, run: Loop) -> None:
         self._step, self._pausing, self._starting = run.done, False, False
         self.progress()
 
     @override
-    def on_step_end(self, run: Run, step: PlacedStep, metrics: dict[str, jax.Array]) -> None:
+    def on_step_end(self, run: Loop, step: PlacedStep, metrics: dict[str, jax.Array]) -> None:
         self._seconds.append(self._clock() - self._since)
         self._step = run.done
         self.progress()
 
     @override
-    def on_pause(self, run: Run) -> None:
+    def on_pause(self, run: Loop) -> None:
         self._pausing = True
         self.progress()
 
     @override
-    def on_resume(self, run: Run) -> None:
+    def on_resume(self, run: Loop) -> None:
         self._pausing = False
         self.progress()
 
     @override
-    def on_stop(self, run: Run) -> None:
+    def on_stop(self, run: Loop) -> None:
         """Saving counts as a pause."""
         self.on_pause(run)
 
     @override
-    def on_finish(self, run: Run) -> None:
+    def on_finish(self, run: Loop) -> None:
         """Everything is saved, and the rest may take its time."""
         self._closed.set()
 
     def progress(self) -> None:
         """Notes that the run is not stalled."""
         self._since, self._warned = self._clock(), False
-        self._cluster.set_waiting("")
+        if self._cluster.heartbeat:
+            self._cluster.heartbeat.waiting = ""
 
     def limit(self) -> float:
         """Seconds without progress after which the run is ended."""
@@ -146,12 +147,13 @@ class Watchdog(Callback):
             print_stderr(f"warning: {self._stall(waited)}; the run ends after {limit:.0f} s")
 
     def _stall(self, waited: float) -> str:
-        words = waiting_for(sys._current_frames().get(self._watched))
-        self._cluster.set_waiting("" if words == FOR_OTHERS else words)
+        words, others = waiting_for(sys._current_frames().get(self._watched)), ""
+        if heartbeat := self._cluster.heartbeat:
+            heartbeat.waiting = "" if words == FOR_OTHERS else words
+            others = heartbeat.held_up_by()
         usual = ""
         if self._seconds and not self._pausing:
             usual = f" (usually {statistics.median(self._seconds):.3g} s)"
-        others = self._cluster.held_up_by()
         when = "before the first step" if self._starting else f"after step {self._step}"
         return (
             f"no progress for {waited:.0f} s{usual} {when}: it waits {words}"
@@ -171,7 +173,8 @@ class Watchdog(Callback):
         except OSError as error:  # a storage that does not answer may be what is waited for
             reason += f"; the stacks cannot be written ({error.strerror})"
         try:
-            self._cluster.give_up(reason)
+            if self._cluster.heartbeat:
+                self._cluster.heartbeat.give_up(reason)
             print_stderr(f"error: {reason}; {self._remedy()}")
         finally:
             self._end(1)

@@ -111,27 +111,6 @@ class InBackground(Tracker):
             )
 
 
-class TrackedRuns:
-    """trackers.json in the run folder: the id of the tracked run by service and place.
-
-    A resumed run continues its tracked runs; a run from the start begins new ones.
-    """
-
-    def __init__(self, folder: Path, resumed_at: int):
-        self._path = folder / "trackers.json"
-        self._resumed = resumed_at > 0
-
-    def known(self, place: str) -> str | None:
-        """Returns the id of the tracked run to continue; None for a new one."""
-        found = (read_json(self._path) or {}).get(place) if self._resumed else None
-        return None if found is None else str(found)
-
-    def keep(self, place: str, run: str) -> None:
-        """Stores the id of a tracked run, which later starts and calls continue."""
-        write_json(self._path, (read_json(self._path) or {}) | {place: run})
-        self._resumed = True
-
-
 class ServiceConfig(TrackerConfig):
     """The config of a tracker that is a service, whose package has the tracker's name.
 
@@ -161,13 +140,17 @@ class ServiceConfig(TrackerConfig):
 
 
 class TrackedRun(Tracker, ABC):
-    """A `Tracker` whose run is opened by the first call, and continued by later starts."""
+    """A `Tracker` whose run is opened by the first call, and continued by later starts.
+
+    trackers.json in the run folder has the id of the tracked run by service and place. A resumed
+    run continues its tracked runs; a run from the start begins new ones.
+    """
 
     def __init__(self, config: ServiceConfig, context: TrackerContext):
         self._config: Any = config
         self._context = context
         self._folder_name = context.folder.absolute().name
-        self._runs = TrackedRuns(context.folder, context.resumed_at)
+        self._continues = context.resumed_at > 0
         self._run: Any = None
 
     @abstractmethod
@@ -180,8 +163,12 @@ class TrackedRun(Tracker, ABC):
 
     def _opened(self) -> Any:
         if self._run is None:
-            self._run, run_id = self._open(self._runs.known(self._place()))
-            self._runs.keep(self._place(), run_id)
+            place, path = self._place(), self._context.folder / "trackers.json"
+            known = read_json(path) or {}
+            of_place = known.get(place) if self._continues else None
+            self._run, run_id = self._open(None if of_place is None else str(of_place))
+            write_json(path, known | {place: run_id})
+            self._continues = True
         return self._run
 
     @override
