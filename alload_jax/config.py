@@ -83,14 +83,6 @@ class DataConfig:
             )
 
 
-def _default_model() -> ModelConfig:
-    return FAMILIES.get(DEFAULT_FAMILY).config()
-
-
-def _default_objective() -> Objective:
-    return OBJECTIVES.get(DEFAULT_OBJECTIVE)()
-
-
 @dataclass(frozen=True)
 class Config:
     """Config of a training run.
@@ -118,8 +110,8 @@ class Config:
     run: RunConfig
     data: DataConfig
     planning: PlanningConfig
-    model: ModelConfig = field(default_factory=_default_model)
-    objective: Objective = field(default_factory=_default_objective)
+    model: ModelConfig = field(default_factory=lambda: FAMILIES.get(DEFAULT_FAMILY).config())
+    objective: Objective = field(default_factory=lambda: OBJECTIVES.get(DEFAULT_OBJECTIVE)())
     parameters: ParametersConfig = field(default_factory=ParametersConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
@@ -134,9 +126,7 @@ class Config:
     trackers: tuple[TrackerConfig, ...] = (TensorBoardConfig(),)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "parameters", self._completed_parameters())
-        self._check_lora()
-        self._complete_optimizer()
+        self._complete()
         if self.checkpoint.keep_best and not self.validation.enabled:
             raise InputError(
                 f"checkpoint.keep_best is {self.checkpoint.keep_best}, but nothing is validated; "
@@ -161,25 +151,19 @@ class Config:
                 f"{self.mesh.context}; set only mesh.context, which applies to both"
             )
 
-    def _check_lora(self) -> None:
-        if self.run.initial_lora is not None and self.model.lora is None:
+    def _complete(self) -> None:
+        """Trains adapters, and predictors of sparse attention by an optimizer of their own."""
+        sparse = self.model.sparse_attention
+        predicts = sparse is not None and sparse.selector == "predictor"
+        if self.model.lora is not None:
+            parameters = self.parameters.with_lora((PREDICTOR_PATTERN,) if predicts else ())
+            object.__setattr__(self, "parameters", parameters)
+        elif self.run.initial_lora is not None:
             raise InputError(
                 f"run.initial_lora is {self.run.initial_lora}, but model.lora is null; set "
                 "model.lora.rank to that of the file"
             )
-
-    def _completed_parameters(self) -> ParametersConfig:
-        """What is trained where there are adapters: they, and predictors of sparse attention."""
-        if self.model.lora is None:
-            return self.parameters
-        sparse = self.model.sparse_attention
-        predicts = sparse is not None and sparse.selector == "predictor"
-        return self.parameters.with_lora((PREDICTOR_PATTERN,) if predicts else ())
-
-    def _complete_optimizer(self) -> None:
-        """Gives the predictors of sparse attention an optimizer of their own, if they have none."""
-        sparse = self.model.sparse_attention
-        if sparse is None or sparse.selector != "predictor":
+        if not predicts:
             return
         if not self.parameters.trains(PREDICTOR_NAME):
             raise InputError(
@@ -224,7 +208,8 @@ def run_steps(run: RunConfig, plan: Plan) -> int:
     """Returns the number of optimizer steps of a run; its epochs are those of the plan."""
     if run.epochs is not None:
         return plan.first_step(run.epochs)
-    return run.given_steps
+    assert run.steps is not None  # `RunConfig` sees to it
+    return run.steps
 
 
 def read_config(argv: Sequence[str], prog: str = "train.py") -> Config:

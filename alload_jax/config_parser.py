@@ -1,5 +1,6 @@
 """Reads and writes configs: YAML files and flags; errors are reported in one line."""
 
+import copy
 import dataclasses
 import difflib
 import math
@@ -93,21 +94,19 @@ def _check_value(file: str, value: Any, hint: Any, key: str) -> None:
             first = dataclasses.fields(section)[0].name
             raise InputError(f"{file}: {key} is {value!r}; give its keys, such as {first}: ...")
         check_kinds(file, value, section, f"{key}.")
-    elif typing.get_origin(hint) in (list, tuple):
-        _check_items(file, value, typing.get_args(hint)[0], key)
-
-
-def _check_items(file: str, value: Any, item: Any, key: str) -> None:
+        return
+    if typing.get_origin(hint) not in (list, tuple):
+        return
     if not isinstance(value, list):
         raise InputError(f"{file}: {key} is {value!r}; give a list")
-    if not dataclasses.is_dataclass(item) and typing.get_origin(item) is not dict:
+    item: Any = typing.get_args(hint)[0]
+    fields = dataclasses.fields(item) if dataclasses.is_dataclass(item) else ()
+    if not fields and typing.get_origin(item) is not dict:
         return
     for each in value:
         if not isinstance(each, dict):
             raise InputError(f"{file}: {key} holds {each!r}; give mappings, as in - {{key: value}}")
-        if not dataclasses.is_dataclass(item):
-            continue
-        for part in dataclasses.fields(item):
+        for part in fields:
             required = part.default is part.default_factory is dataclasses.MISSING
             if required and part.name not in each:
                 raise InputError(f"{file}: {key}: {each!r} lacks {part.name}; add it")
@@ -174,7 +173,10 @@ def parse_config(
         raise InputError(_reason_in_union(str(error))) from error
     values = {part.name: parsed[part.name] for part in dataclasses.fields(config)}
     for section in {key.partition(".")[0] for key in kinds if "." in key}:
-        values[section] = _plain_section(values[section])
+        found = values[section]
+        plain = type(found).__bases__[0]  # from which `_with_types` derived its type
+        fields = dataclasses.fields(plain)
+        values[section] = plain(**{each.name: getattr(found, each.name) for each in fields})
     for key, registry in lists.items():
         values[key] = tuple(build_named(key, item, registry) for item in values[key])
     return values
@@ -223,7 +225,16 @@ def _kind_of(
     flag = f"--{part.key}.{part.name}"
     for before, after in pairwise((*argv, "")):
         if part.default is None and before.partition("=")[0] == f"--{part.key}":
-            found = _inline_section(part, before.partition("=")[2] or after)
+            text = before.partition("=")[2] or after
+            try:
+                found = parse_yaml(text, "", "") or {}  # a section as one flag; none for null
+            except InputError:
+                found = text
+            if not isinstance(found, dict):
+                raise InputError(
+                    f"--{part.key} is {text!r}; give its keys, such as "
+                    f"--{part.key}.{part.name} NAME"
+                )
             name, given = found.get(part.name, name), given or bool(found)
         if before == flag or before.startswith(f"{flag}="):
             named = before.partition("=")[2] or after
@@ -246,23 +257,6 @@ def _same_keys(part: Part, *names: str | None) -> bool:
         return len({part.kind(str(name)) for name in names}) == 1
     except InputError:  # one is unknown
         return False
-
-
-def _inline_section(part: Part, text: str) -> dict[str, Any]:
-    """The keys of a section that is given as one flag; none for null.
-
-    Raises:
-      InputError: they are no mapping.
-    """
-    try:
-        found = parse_yaml(text, "", "") or {}
-    except InputError:
-        found = text
-    if not isinstance(found, dict):
-        raise InputError(
-            f"--{part.key} is {text!r}; give its keys, such as --{part.key}.{part.name} NAME"
-        )
-    return found
 
 
 def _typed(
@@ -293,7 +287,8 @@ def _with_types(kind: type[Any], types: Mapping[str, Any]) -> type[Any]:
             fields.append((each.name, hint))
         elif typing.get_origin(hint) is list:
             default = () if each.default is dataclasses.MISSING else each.default
-            items = partial(_values_of_items, default)
+            values = [dataclasses.asdict(item) for item in default]
+            items = partial(copy.deepcopy, values)
             fields.append((each.name, hint, dataclasses.field(default_factory=items)))
         elif dataclasses.is_dataclass(hint):
             factory: Any = hint
@@ -305,21 +300,11 @@ def _with_types(kind: type[Any], types: Mapping[str, Any]) -> type[Any]:
     return made
 
 
-def _values_of_items(items: Sequence[Any]) -> list[dict[str, Any]]:
-    """The values of the configs in a list."""
-    return [dataclasses.asdict(item) for item in items]
-
-
-def _plain_section(section: Any) -> Any:
-    """Converts a section to the dataclass from which `_with_types` derived its type."""
-    kind = type(section).__bases__[0]
-    return kind(**{each.name: getattr(section, each.name) for each in dataclasses.fields(kind)})
-
-
 def build_named(key: str, item: Any, registry: Registry[type[Any]]) -> Any:
     """Builds one item of a list of configs with names from its values."""
     if not isinstance(item, dict) or "name" not in item:
-        raise InputError(f"{key}: {item!r} has no name; choose one of {_known_names(registry)}")
+        known = ", ".join(registry.names()) or "none"
+        raise InputError(f"{key}: {item!r} has no name; choose one of {known}")
     kind = registry.get(item["name"])
     parser = _Parser(prog=key)
     parser.known_keys, parser.place = list(_keys(kind)), f"{key}: {item['name']}"
@@ -331,10 +316,6 @@ def build_named(key: str, item: Any, registry: Registry[type[Any]]) -> Any:
     except ValueError as error:
         raise InputError(_reason_in_union(str(error))) from error
     return kind(**{part.name: parsed[part.name] for part in dataclasses.fields(kind)})
-
-
-def _known_names(registry: Registry[type[Any]]) -> str:
-    return ", ".join(registry.names()) or "none"
 
 
 def _keys(kind: type[Any], prefix: str = "") -> Iterator[str]:

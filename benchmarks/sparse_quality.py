@@ -55,7 +55,7 @@ from alload_jax.models.families import abstract_model
 from alload_jax.planning.factory import make_plan
 from alload_jax.sharding.host_memory import set_xla_flags
 from alload_jax.sharding.mesh import local_plan_ranks, make_mesh, ranks_of
-from alload_jax.training.callbacks import Callback, Run
+from alload_jax.training.callbacks import Callback
 from alload_jax.training.callbacks.telemetry import LayerLog, Telemetry
 from alload_jax.training.loop import Loop
 from alload_jax.training.optimizer import learning_rate_schedule
@@ -266,15 +266,15 @@ class HeldOut(Callback):
         self._at = {round(steps * (n + 1) / EVALUATIONS) for n in range(EVALUATIONS)}
         self.found: dict[int, np.ndarray] = {}
 
-    def on_start(self, run: Run) -> None:
+    def on_start(self, run: Loop) -> None:
         """See `Callback.on_start`."""
         self.act(run)
 
-    def due(self, run: Run) -> bool:
+    def due(self, run: Loop) -> bool:
         """See `Callback.due`."""
         return run.done in self._at
 
-    def act(self, run: Run) -> None:
+    def act(self, run: Loop) -> None:
         """See `Callback.act`."""
         self.found[run.done] = self._measure(run.state.weights)
 
@@ -311,7 +311,7 @@ def train(
       follow: the layers' choices to follow instead of its own; None for its own.
       measure: gives losses on held-out clips; None to measure none.
     """
-    folder, steps, mesh = Path(config.run.folder), config.run.given_steps, make_mesh(config.mesh)
+    folder, steps, mesh = Path(config.run.folder), config.run.steps or 0, make_mesh(config.mesh)
     folder.mkdir(parents=True, exist_ok=True)
     samples = manifest.samples(config.model.patch_size)
     plan = make_plan(config.planning, samples, ranks_of(mesh), config.run.seed)

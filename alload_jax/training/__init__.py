@@ -50,17 +50,6 @@ class RunConfig:
             object.__setattr__(self, "steps", _DEFAULT_STEPS)
         require_fields("run.", self, "seed", lambda value: value >= 0, "0 or more")
 
-    @property
-    def given_steps(self) -> int:
-        """The number of steps.
-
-        Raises:
-          ValueError: it follows from `epochs` and the plan; see `run_steps`.
-        """
-        if self.steps is None:
-            raise ValueError(f"run.epochs is {self.epochs}; find the steps by run_steps")
-        return self.steps
-
 
 @dataclass(frozen=True)
 class CheckpointConfig:

@@ -3,7 +3,7 @@
 `split_data` says which samples these are.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -292,7 +292,14 @@ class Validator:
         reader = PatientReader(held_out.source)
         self._collate = Collator(reader, local_plan_ranks(mesh, self._ranks), self._collation)
         self._marks = manifest.checksum.astype(np.uint32).view(np.int32)
-        self._keys = _level_keys(config.seed, self.levels, mesh)
+
+        @partial(jax.jit, out_shardings=replicated(mesh))
+        def level_key(sigma: jax.Array) -> tuple[jax.Array, jax.Array]:
+            """(σ, key data of its noise), on every device. It depends on no other level."""
+            bits = jax.lax.bitcast_convert_type(sigma, jnp.uint32)
+            return sigma, jax.random.key_data(jax.random.fold_in(jax.random.key(config.seed), bits))
+
+        self._keys = [level_key(jnp.float32(level)) for level in self.levels]
         self._measure = make_measure(spec, mesh)
         self._programs: dict[str, Compiled] = {}
         self._reported: set[str] = set()
@@ -389,16 +396,3 @@ def make_measure(spec: TrainingSpec, mesh: Mesh) -> Wrapped:
         return jnp.stack([errors, batch.weight])
 
     return measure
-
-
-def _level_keys(
-    seed: int, levels: Sequence[float], mesh: Mesh
-) -> list[tuple[jax.Array, jax.Array]]:
-    """(σ, key data of its noise) of each level, on every device. It depends on no other level."""
-
-    @partial(jax.jit, out_shardings=replicated(mesh))
-    def make(sigma: jax.Array) -> tuple[jax.Array, jax.Array]:
-        bits = jax.lax.bitcast_convert_type(sigma, jnp.uint32)
-        return sigma, jax.random.key_data(jax.random.fold_in(jax.random.key(seed), bits))
-
-    return [make(jnp.float32(level)) for level in levels]
