@@ -243,7 +243,7 @@ class FlowMatching:
         Raises:
           InputError: the model cannot have a given first frame.
         """
-        config, packed = model.config, isinstance(batch, PackedBatch)
+        config = model.config
         of_frame = family_of(config).has_first_frame_timestep and config.patch_size[0] == 1
         if self.given_first_frame and not of_frame:
             raise InputError(
@@ -258,9 +258,18 @@ class FlowMatching:
                 volume = math.prod(config.patch_size)
                 seq_len = jnp.asarray(math.prod(batch.latents.shape[1:4]) // volume)
             batch = batch._replace(weight=batch.weight * seq_len.astype(jnp.float32))
-        run = _packed if packed else _bucketed
-        loss, auxiliary = run(model, batch, key, self, sharding)  # type: ignore[arg-type]
-        sums = {name: _weighted_sum(batch.weight, value) for name, value in auxiliary.items()}
+        if isinstance(batch, PackedBatch):
+            loss, auxiliary = _packed(model, batch, key, self, sharding)
+        else:
+            noisy = noised(batch, key, self, config)
+            error, auxiliary = _errors(model, batch, noisy, self, sharding)
+            loss = jnp.sum(_by_noise(batch.weight, noisy.sigma, self) * error)
+        sums, weight = {}, batch.weight  # weight: [B] or [R, M], value: [B, ...] or [R, M, ...]
+        for name, value in auxiliary.items():
+            counts = (weight > 0).reshape(*weight.shape, *(1,) * (value.ndim - weight.ndim))
+            # Values of padding may not be finite, and 0·NaN is NaN.
+            finite = jnp.where(counts, value.astype(jnp.float32), 0.0)
+            sums[name] = jnp.tensordot(weight, finite, axes=weight.ndim)
         minimised = loss
         for name, value in sums.items():
             if name.endswith(_MINIMISED):
@@ -288,31 +297,6 @@ class FlowMatching:
         """
         noisy = noised(batch, key, self, model.config, sigma)
         return _errors(model, batch, noisy, self, sharding)[0]
-
-
-def _weighted_sum(weight: jax.Array, value: jax.Array) -> jax.Array:
-    """Computes Σ weight·value over samples.
-
-    Args:
-      weight: [B] or [R, M].
-      value: [B, ...] or [R, M, ...].
-
-    Returns:
-      [...] float32.
-    """
-    counts = (weight > 0).reshape(*weight.shape, *(1,) * (value.ndim - weight.ndim))
-    # Values of padding may not be finite, and 0·NaN is NaN.
-    finite = jnp.where(counts, value.astype(jnp.float32), 0.0)
-    return jnp.tensordot(weight, finite, axes=weight.ndim)
-
-
-def _bucketed(
-    model: Model, batch: Batch, key: jax.Array, config: FlowMatching, sharding: NamedSharding
-) -> tuple[jax.Array, Auxiliary]:
-    noisy = noised(batch, key, config, model.config)
-    error, auxiliary = _errors(model, batch, noisy, config, sharding)
-    weight = _by_noise(batch.weight, noisy.sigma, config)
-    return jnp.sum(weight * error), auxiliary
 
 
 def _errors(

@@ -58,7 +58,12 @@ from alload_jax.training.loop import BadSamples, Loop
 from alload_jax.training.optimizer import OptimizerConfig, learning_rate_schedule
 from alload_jax.training.parameters import describe_trained
 from alload_jax.training.progress import ProgressBar
-from alload_jax.training.remat_choice import require_memory, resolved_model
+from alload_jax.training.remat_choice import (
+    least_budget,
+    replicas_of,
+    require_fit,
+    resolved_model,
+)
 from alload_jax.training.restore import CHECKPOINTS, new_state, state_of_checkpoint
 from alload_jax.training.run_files import (
     BadRecords,
@@ -178,9 +183,18 @@ def train(
             cluster=cluster,
             folder=folder,
         )
-        require_memory(
-            model, config.parameters, config.optimizer, config.mesh, planning, plan, cluster
-        )
+        if (budget := least_budget(model, cluster)) is not None:
+            epoch = plan.epoch(0)
+            require_fit(
+                model=model,
+                tokens=int((epoch.rows * epoch.padded_len).max()),
+                budget=budget,
+                parameters=config.parameters,
+                optimizer=config.optimizer,
+                mesh=config.mesh,
+                replicas=replicas_of(config.mesh),
+                single=planning.single_gradient,
+            )
         spec = training_spec(
             model=model,
             optimizer=config.optimizer,

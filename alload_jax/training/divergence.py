@@ -97,10 +97,6 @@ class Divergence:
             if ago := self._above(_LOSS, bound):
                 self._stopped = self.risen = True
                 return Finding(self._words(_LOSS), ago, stops=True)
-        return self._rise() or self._single(loss)
-
-    def _rise(self) -> Finding | None:
-        """A level that has risen; that of a loss that stays up is told once."""
         bounds = (self._loss_bound(RISEN), self._norm_bound())
         found = [(part, ago) for part in (0, 1) if (ago := self._above(part, bounds[part]))]
         above = [
@@ -109,10 +105,10 @@ class Divergence:
         ]
         self.suspected = len(above) - above.index(True) if any(above) else 0
         before, self.risen = self.risen, bool(found) or (self.risen and any(above))
-        if before or not found:
-            return None
-        part, ago = found[0]
-        return Finding(self._words(part), ago)
+        if found and not before:  # a level that stays up is told once
+            part, ago = found[0]
+            return Finding(self._words(part), ago)
+        return self._single(loss)
 
     def _single(self, loss: float) -> Finding | None:
         """A single loss of a size that no model can have that has learned anything."""

@@ -256,19 +256,15 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedul
                 f"{decay} steps, more than the {steps} of the schedule; lower "
                 "optimizer.warmup_steps, optimizer.decay_steps or optimizer.decay_fraction"
             )
-        falling = _one_minus_sqrt if config.decay_shape == "sqrt" else optax.linear_schedule
-        after = optax.join_schedules([after, falling(peak, end, decay)], [steps - decay - warmup])
+
+        def one_minus_sqrt(count: jax.Array) -> jax.Array:
+            progress = jnp.clip(jnp.asarray(count, jnp.float32) / decay, 0.0, 1.0)
+            return end + (peak - end) * (1 - jnp.sqrt(progress))
+
+        linear = optax.linear_schedule(peak, end, decay)
+        falling = one_minus_sqrt if config.decay_shape == "sqrt" else linear
+        after = optax.join_schedules([after, falling], [steps - decay - warmup])
     return optax.join_schedules([optax.linear_schedule(first, peak, warmup), after], [warmup])
-
-
-def _one_minus_sqrt(peak: float, end: float, steps: int) -> optax.Schedule:
-    """Falls from `peak` to `end` over `steps` as 1 − √progress."""
-
-    def schedule(count: jax.Array) -> jax.Array:
-        progress = jnp.clip(jnp.asarray(count, jnp.float32) / steps, 0.0, 1.0)
-        return end + (peak - end) * (1 - jnp.sqrt(progress))
-
-    return schedule
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:

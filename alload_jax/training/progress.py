@@ -2,7 +2,6 @@
 
 import sys
 import time
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console
@@ -45,9 +44,7 @@ class ProgressBar:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def start(self) -> None:

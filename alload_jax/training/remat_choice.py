@@ -29,7 +29,6 @@ from alload_jax.planning.analytic import (
 from alload_jax.planning.architecture import from_fields
 from alload_jax.planning.cost import MemoryModel
 from alload_jax.planning.devices import DEVICES, Device, device_named
-from alload_jax.planning.plan import Plan
 from alload_jax.planning.remat import (
     AUTO_REMAT,
     LADDER,
@@ -279,7 +278,7 @@ def resolved_model(
     """
     if model.remat != AUTO_REMAT:
         return model
-    budget = _budget(model, cluster)
+    budget = least_budget(model, cluster)
 
     def choose() -> tuple[Sequence[str], str]:
         """The policies, and what is said of them."""
@@ -298,19 +297,23 @@ def resolved_model(
             "budget": budget,
             "shards": mesh.fsdp * mesh.tensor,
             # Shape groups have sums of gradients of their own, not split over the others.
-            "replicas": 1 if independent else _replicas(mesh),
+            "replicas": 1 if independent else replicas_of(mesh),
             "device": jax.local_devices()[0].device_kind,
         }
         path = folder / CHOICE
-        before, changed = _read_choice(path), []
+        before, changed = read_json(path), []
         if before is not None:
+            known = isinstance(before, dict) and isinstance(before.get("for"), dict)
+            policies = before.get("policies") if known and before["for"] else None
+            chosen = set(policies) if isinstance(policies, list) else set()
+            if not chosen or not chosen <= set(get_args(RematPolicy)):
+                raise InputError(f"{path}: is not a choice of model.remat auto; remove it")
             changed = [  # an older version wrote fewer conditions
                 f"{name} was {before['for'][name]} and is {value}"
                 for name, value in conditions.items()
                 if before["for"].get(name, value) != value
             ]
-            if not changed:
-                policies = before["policies"]
+            if not changed and policies:
                 return policies, f"model.remat: {in_words(policies)}, as this run began"
         from alload_jax.training import trial_step as trial  # what other policies don't need
 
@@ -347,61 +350,15 @@ def resolved_model(
     return dataclasses.replace(model, **chosen)
 
 
-def require_memory(
-    model: ModelConfig,
-    parameters: ParametersConfig,
-    optimizer: OptimizerConfig,
-    mesh: MeshConfig,
-    planning: PlanningConfig,
-    plan: Plan,
-    cluster: Cluster,
-) -> None:
-    """Checks before anything is compiled that a step can fit a device; see `require_fit`.
-
-    Raises:
-      InputError: it cannot.
-    """
-    if (budget := _budget(model, cluster)) is None:
-        return
-    epoch = plan.epoch(0)
-    require_fit(
-        model=model,
-        tokens=int((epoch.rows * epoch.padded_len).max()),
-        budget=budget,
-        parameters=parameters,
-        optimizer=optimizer,
-        mesh=mesh,
-        replicas=_replicas(mesh),
-        single=planning.single_gradient,
-    )
-
-
-def _replicas(mesh: MeshConfig) -> int:
-    """Of the weights, over which the rest of the state is split."""
-    return max(1, jax.device_count() // (mesh.fsdp * mesh.tensor))
-
-
-def _budget(model: ModelConfig, cluster: Cluster) -> float | None:
+def least_budget(model: ModelConfig, cluster: Cluster) -> float | None:
     """The least that a device of any process has, in bytes; None if unknown."""
     budgets = cluster.all_gather(memory_budget(model))
     return min((each for each in budgets if each is not None), default=None)
 
 
-def _read_choice(path: Path) -> Json | None:
-    """What an earlier start of the run chose; None if there is none.
-
-    Raises:
-      InputError: the file holds something else.
-    """
-    content = read_json(path)
-    if content is None:
-        return None
-    known = isinstance(content, dict) and isinstance(content.get("for"), dict) and content["for"]
-    policies = content.get("policies") if known else None
-    chosen = set(policies) if isinstance(policies, list) else set()
-    if not chosen or not chosen <= set(get_args(RematPolicy)):
-        raise InputError(f"{path}: is not a choice of model.remat auto; remove it")
-    return content
+def replicas_of(mesh: MeshConfig) -> int:
+    """Number of replicas of the weights, over which the rest of the state is split."""
+    return max(1, jax.device_count() // (mesh.fsdp * mesh.tensor))
 
 
 def _work_space(model: ModelConfig, mesh: MeshConfig, shapes: Sequence[AnyBatch]) -> int:

@@ -105,7 +105,6 @@ def find_step(folder: Path, step: StepChoice = None) -> int:
     return steps[-1] if step is None else step
 
 
-@waits("for the weights to be read or drawn")
 def restore_weights(
     folder: Path,
     step: int,
@@ -175,7 +174,6 @@ def restore_weights(
     return Weights(found[_FIELDS[weights]], found.get("frozen", {}), found.get("variables", {}))
 
 
-@waits("for the weights to be read or drawn")
 def restore_frozen(
     base: Base, config: ModelConfig, parameters: ParametersConfig, mesh: Mesh
 ) -> PyTree:
@@ -195,7 +193,6 @@ def restore_frozen(
     return frozen
 
 
-@waits("for the weights to be read or drawn")
 def given_parameters(
     place: str | Path,
     config: ModelConfig,
@@ -318,7 +315,20 @@ def new_state(
     given, lacking = None, ""
     if place is not None:
         given = given_parameters(place, spec.model, spec.parameters, mesh)
-        lacking = _lacking(place, given, spec)
+        # Layers begin anew that are not there; adapters and predictors always do.
+        names = flatten_dict(abstract_model(spec.model).params, sep="/")
+        found = {name.removesuffix(f"/{VALUES}") for name in flatten_dict(given, sep="/")}
+        layers = sorted({name.rpartition("/")[0] for name in names if name not in found})
+        new = [name for name in layers if name + "/" + DOWN not in names]
+        new = [name for name in new if "sparse_attention" not in name]
+        for layer in new:
+            of_layer = [name for name in names if name.startswith(f"{layer}/")]
+            if not any(map(spec.parameters.trains, of_layer)):
+                raise InputError(
+                    f"{place}: has no {layer} that fits the model, and parameters freezes it, so "
+                    f"that it would stay random; add ^{layer}/ to parameters.trained"
+                )
+        lacking = f"{', '.join(new)} begins anew" if new else ""
     if run.initial_lora is not None:
         from alload_jax.models.lora_files import given_adapters, read_lora
 
@@ -331,26 +341,6 @@ def new_state(
     if place is not None and not is_run(place) and jax.tree.leaves(state.frozen):
         checkpoints.base = Base(place, run.seed, checksum(state.frozen))
     return state, lambda: state, lacking
-
-
-def _lacking(place: str, given: PyTree, spec: TrainingSpec) -> str:
-    """Names the layers that begin anew, but for adapters and predictors, which always do.
-
-    Raises:
-      InputError: one of them is frozen, so that it would stay random.
-    """
-    names = flatten_dict(abstract_model(spec.model).params, sep="/")
-    found = {name.removesuffix(f"/{VALUES}") for name in flatten_dict(given, sep="/")}
-    layers = sorted({name.rpartition("/")[0] for name in names if name not in found})
-    new = [name for name in layers if name + "/" + DOWN not in names]
-    new = [name for name in new if "sparse_attention" not in name]
-    for layer in new:
-        if not any(spec.parameters.trains(name) for name in names if name.startswith(f"{layer}/")):
-            raise InputError(
-                f"{place}: has no {layer} that fits the model, and parameters freezes it, so that "
-                f"it would stay random; add ^{layer}/ to parameters.trained"
-            )
-    return f"{', '.join(new)} begins anew" if new else ""
 
 
 @waits("for the weights to be read or drawn")

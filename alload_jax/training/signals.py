@@ -88,9 +88,7 @@ class StopRequest:
         self._before = {number: signal.signal(number, self._note) for number in numbers}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._restore()
 
     def request(self, number: int) -> None:

@@ -150,7 +150,6 @@ def init_state(spec: TrainingSpec, mesh: Mesh, seed: int, params: PyTree = None)
     return jax.jit(make, out_shardings=shardings, donate_argnums=0)(params)
 
 
-@waits("for the weights to be read or drawn")
 def state_to_draw(
     spec: TrainingSpec, mesh: Mesh, seed: int
 ) -> tuple[TrainState, Callable[[], TrainState]]:
@@ -170,7 +169,6 @@ def state_to_draw(
     return shapes, lambda: compiled.result()()
 
 
-@waits("for the weights to be read or drawn")
 def initial_frozen(
     model: ModelConfig, parameters: ParametersConfig, mesh: Mesh, seed: int, params: PyTree
 ) -> PyTree:

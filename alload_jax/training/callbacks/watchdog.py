@@ -9,7 +9,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import jax
@@ -76,9 +75,7 @@ class Watchdog(Callback):
             threading.Thread(target=self._loop, daemon=True, name="watchdog").start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._closed.set()
 
     @override
@@ -102,10 +99,7 @@ class Watchdog(Callback):
         self._pausing = False
         self.progress()
 
-    @override
-    def on_stop(self, run: Loop) -> None:
-        """Saving counts as a pause."""
-        self.on_pause(run)
+    on_stop = on_pause  # saving counts as a pause
 
     @override
     def on_finish(self, run: Loop) -> None:

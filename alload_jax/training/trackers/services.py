@@ -403,7 +403,10 @@ class Wandb(TrackedRun):
         import wandb
 
         config, run_id = self._config, known or secrets.token_hex(4)
-        mode = _mode(config.mode)
+        mode = config.mode or os.environ.get("WANDB_MODE") or "online"
+        if mode == "online" and not _has_login():  # it would ask for one
+            _warn("there is no login", "`wandb login` once, and `wandb sync`")
+            mode = "offline"
         arguments = {
             "project": config.project,
             "entity": config.entity,
@@ -429,25 +432,16 @@ class Wandb(TrackedRun):
             return wandb.init(**arguments, mode=mode), run_id
         except wandb.Error as error:
             self._unreachable = True
-            _warn(f"{reason_of(error)}, so the run is written", "run `wandb sync` for this run")
+            _warn(reason_of(error), "`wandb sync`")
             wandb.teardown()  # else the id of the failed attempt is in use
             return wandb.init(**offline), run_id
 
 
 def _warn(reason: str, remedy: str) -> None:
-    print_stderr(f"warning: trackers: wandb: {reason} to wandb/ in the run folder; {remedy}")
-
-
-def _mode(mode: Mode | None) -> str:
-    """The mode of a start; without a login `online` would ask for one."""
-    found = mode or os.environ.get("WANDB_MODE") or "online"
-    if found != "online" or _has_login():
-        return found
-    _warn(
-        "there is no login, so the run is written",
-        "run `wandb login` once, and `wandb sync` for this run",
+    print_stderr(
+        f"warning: trackers: wandb: {reason}, so the run is written to wandb/ in the run folder; "
+        f"run {remedy} for this run"
     )
-    return "offline"
 
 
 def _has_login() -> bool:
