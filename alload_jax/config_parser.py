@@ -151,8 +151,9 @@ def parse_config(
     """
     argv = with_examples(argv)
     files = {file: read_yaml(file) for file in config_files(argv)}
-    kinds = {part.key: _kind_of(part, argv, files) for part in parts}
-    typed = _typed(config, kinds, lists)
+    kinds: dict[str, Any] = dict.fromkeys(lists, list[dict[str, Any]])
+    kinds |= {part.key: _kind_of(part, argv, files) for part in parts}
+    typed = _typed(config, kinds)
     for file, content in files.items():
         check_kinds(file, content, typed)
     parser = _Parser(prog=prog, description=config.__doc__, allow_abbrev=False)
@@ -174,7 +175,7 @@ def parse_config(
     values = {part.name: parsed[part.name] for part in dataclasses.fields(config)}
     for section in {key.partition(".")[0] for key in kinds if "." in key}:
         found = values[section]
-        plain = type(found).__bases__[0]  # from which `_with_types` derived its type
+        plain = type(found).__bases__[0]  # from which `_typed` derived its type
         fields = dataclasses.fields(plain)
         values[section] = plain(**{each.name: getattr(found, each.name) for each in fields})
     for key, registry in lists.items():
@@ -259,29 +260,24 @@ def _same_keys(part: Part, *names: str | None) -> bool:
         return False
 
 
-def _typed(
-    config: type[Any], kinds: Mapping[str, type[Any] | None], lists: Mapping[str, Any]
-) -> type[Any]:
-    """Returns the config's dataclass with the types that were selected by name."""
-    changed: dict[str, Any] = dict.fromkeys(lists, list[dict[str, Any]])
-    inner: dict[str, dict[str, Any]] = {}
-    for key, kind in kinds.items():
-        section, _, field = key.partition(".")
-        if not field:
-            changed[section] = kind
-        else:
-            optional = type(None) if kind is None else kind | None
-            inner.setdefault(section, {})[field] = optional
-    for section, each in inner.items():
-        changed[section] = _with_types(typing.get_type_hints(config)[section], each)
-    return _with_types(config, changed)
+def _typed(kind: type[Any], kinds: Mapping[str, Any], prefix: str = "") -> type[Any]:
+    """Derives a dataclass from `kind` with the types that were selected by name.
 
-
-def _with_types(kind: type[Any], types: Mapping[str, Any]) -> type[Any]:
-    """Derives a dataclass from `kind` with other types for some of its fields."""
+    Args:
+      kind: dataclass of the config, or of a section.
+      kinds: types by dotted key; in a section None for a missing part.
+      prefix: dotted key of the section, with a dot behind it.
+    """
     fields: list[Any] = []
     for each in dataclasses.fields(kind):
-        if (hint := types.get(each.name)) is None:
+        key, hint = prefix + each.name, None
+        if key in kinds:
+            hint = kinds[key]
+            if prefix:
+                hint = type(None) if hint is None else hint | None
+        elif any(other.startswith(f"{key}.") for other in kinds):
+            hint = _typed(typing.get_type_hints(kind)[each.name], kinds, f"{key}.")
+        if hint is None:
             continue
         if each.default is each.default_factory is dataclasses.MISSING:
             fields.append((each.name, hint))

@@ -4,6 +4,7 @@ import dataclasses
 import random
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -190,7 +191,8 @@ NAMED = {"data.source": "store", "data.dataset": "digits", "validation.source": 
 def keys():
     """Every key of a config, with those of a data set, a source and each named part."""
     kinds = {part.key: part.kind(part.default or NAMED[part.key]) for part in _PARTS}
-    for key in config_parser._keys(config_parser._typed(Config, kinds, _LISTS)):
+    kinds |= dict.fromkeys(_LISTS, list[dict[str, Any]])
+    for key in config_parser._keys(config_parser._typed(Config, kinds)):
         named = [f"--{part}.name={name}" for part, name in NAMED.items() if key.startswith(part)]
         yield named, key
 

@@ -29,7 +29,7 @@ from alload_jax.planning.settings import PlanningConfig
 from alload_jax.sharding.mesh import MeshConfig, group_meshes, make_mesh, ranks_of, ranks_per_group
 from alload_jax.training.device_memory import out_of_memory
 from alload_jax.training.state import init_state
-from alload_jax.training.trainer import make_trainer
+from alload_jax.training.trainer import Trainer
 from alload_jax.training.trial_step import training_spec, without_zeros
 
 
@@ -54,7 +54,7 @@ def run_steps(
     placed = place_ahead((collate(plan.step(number)) for number in chosen), mesh, groups=groups)
     steps = jax.block_until_ready(list(placed))
     spec = training_spec(model)
-    trainer = make_trainer(spec, mesh, without_zeros(init_state(spec, mesh, 0)), groups)
+    trainer = Trainer(spec, mesh, without_zeros(init_state(spec, mesh, 0)), groups)
 
     def run(step: PlacedStep) -> None:
         loss = float(trainer.step(step)["loss"])

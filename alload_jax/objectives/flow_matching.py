@@ -6,7 +6,6 @@ same noise for a sample in an epoch.
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
@@ -27,7 +26,7 @@ from alload_jax.diffusion.timesteps import (
 )
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ModelConfig
-from alload_jax.models.common.embedding import TIMESTEP_SCALE, ConditionTokens
+from alload_jax.models.common.embedding import TIMESTEP_SCALE
 from alload_jax.models.common.parts import Auxiliary, unpatchify
 from alload_jax.models.common.segments import PADDING, to_tokens
 from alload_jax.models.families import Model, family_of
@@ -122,10 +121,7 @@ def noised(
     tokens = jax.vmap(token_noise, in_axes=(0, None, None))(draws.noise, jnp.arange(seq_len), size)
     noise = unpatchify(tokens, batch.latents.shape, model.patch_size)
     latents = interpolate(batch.latents, noise, draws.sigma)
-    if isinstance(batch.condition, dict):
-        condition = _without_dropped(batch.condition, draws.dropped[:, None], model)
-    else:
-        condition = _drop_conditions(batch.condition, draws.dropped, model)
+    condition = _drop_conditions(batch.condition, draws.dropped, model)
     target = velocity(batch.latents, noise)
     return Noised(latents, target, draws.sigma, condition, draws.given)
 
@@ -144,39 +140,28 @@ def noised_rows(
     token_noise = jax.vmap(jax.vmap(_token_noise, in_axes=(0, 0, None)), in_axes=(0, 0, None))
     noise = token_noise(to_tokens(draws.noise, ids), place, batch.tokens.shape[-1])
     tokens = interpolate(batch.tokens, noise, to_tokens(draws.sigma, ids))
-    if isinstance(batch.condition, dict):
-        condition = _without_dropped(batch.condition, draws.dropped, model)
-    else:
-        dropped = to_tokens(draws.dropped, batch.metadata.condition.ids)
-        condition = _drop_conditions(batch.condition, dropped, model)
+    dropped = draws.dropped
+    if not isinstance(batch.condition, dict):
+        dropped = to_tokens(dropped, batch.metadata.condition.ids)
+    condition = _drop_conditions(batch.condition, dropped, model)
     return Noised(tokens, velocity(batch.tokens, noise), draws.sigma, condition, draws.given)
 
 
-def _without_dropped(
-    condition: Mapping[str, ConditionTokens], dropped: jax.Array, model: ModelConfig
-) -> PyTree:
-    """Takes their tokens from samples whose condition is dropped, but for those they keep.
+def _drop_conditions(condition: PyTree, dropped: jax.Array, model: ModelConfig) -> PyTree:
+    """Replaces dropped conditions by the null condition, or takes their tokens from samples.
 
     Args:
-      condition: tokens by name.
-      dropped: [R, M] bool.
+      condition: [B, ...] or [R, C, ...]; or tokens by name, of which samples may keep some.
+      dropped: [B] or [R, C] bool; [B] or [R, M] with tokens.
       model: the model's config.
     """
-    kept = {part.name for part in model.condition_parts() if not part.dropped}
-    return {
-        name: tokens if name in kept else tokens.without(dropped)
-        for name, tokens in condition.items()
-    }
-
-
-def _drop_conditions(condition: jax.Array, dropped: jax.Array, model: ModelConfig) -> jax.Array:
-    """Replaces dropped conditions by the null condition.
-
-    Args:
-      condition: [B, ...] or [R, C, ...].
-      dropped: [B] or [R, C] bool.
-      model: the model's config.
-    """
+    if isinstance(condition, dict):
+        dropped = dropped if dropped.ndim > 1 else dropped[:, None]
+        kept = {part.name for part in model.condition_parts() if not part.dropped}
+        return {
+            name: tokens if name in kept else tokens.without(dropped)
+            for name, tokens in condition.items()
+        }
     dropped = dropped.reshape(*dropped.shape, *(1,) * (condition.ndim - dropped.ndim))
     null = 0 if model.text else model.num_classes
     return jnp.where(dropped, jnp.asarray(null, condition.dtype), condition)

@@ -85,7 +85,7 @@ from alload_jax.training.signals import (
 from alload_jax.training.state import TrainingSpec, TrainState, training_spec
 from alload_jax.training.step import auxiliary_shapes
 from alload_jax.training.trackers import TrackerContext, Trackers
-from alload_jax.training.trainer import Trainer, largest, make_trainer, on_mesh
+from alload_jax.training.trainer import Trainer, largest, on_mesh
 from alload_jax.training.validation.validator import Validator
 from pallas_kernels.first_use import COMPARISONS
 
@@ -229,7 +229,7 @@ def train(
             state, state_to_train, source = _begin(spec, mesh, config.run, checkpoints, start)
             if start:
                 run_plan.restore(checkpoints.restore_recalibration(start))
-            trainer = make_trainer(spec, mesh, state, groups, single=planning.single_gradient)
+            trainer = Trainer(spec, mesh, state, groups, single=planning.single_gradient)
 
             # -------------------------------------------------------- run folder, compilation
             square = cluster.broadcast(lambda: mean_square(collator.reader))

@@ -11,7 +11,7 @@ import os
 import tempfile
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TypeVar
 
@@ -20,7 +20,6 @@ import jax.numpy as jnp
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AbstractMesh, Mesh
 from jax.stages import Compiled, Wrapped
-from typing_extensions import override
 
 from alload_jax.data.batch import AnyBatch, signature
 from alload_jax.data.loader import PlacedStep
@@ -50,32 +49,86 @@ T = TypeVar("T")
 
 @waits("for the devices to take a step")
 class Trainer:
-    """Runs planned steps.
+    """Runs planned steps. Of shape groups, a process runs those whose devices it has.
 
     Attributes:
       state: the current training state, or its shapes before `begin`.
-      programs: compiled gradient programs by shape of micro-batch.
+      programs: compiled gradient programs by mesh, of a group of this process or else of all
+        devices, and by shape of micro-batch.
     """
 
-    _accumulator: GradientAccumulator
+    def __init__(
+        self,
+        spec: TrainingSpec,
+        mesh: Mesh,
+        state: TrainState,
+        groups: Sequence[Mesh] = (),
+        *,
+        single: bool = False,
+    ):
+        """Builds the jitted functions, and compiles nothing yet.
 
-    def __init__(self, spec: TrainingSpec, mesh: Mesh, state: TrainState, *, single: bool = False):
-        """Takes `state`, whose buffers each step donates; `single` as in `make_accumulate`."""
+        Args:
+          spec: what training computes.
+          mesh: mesh of all devices.
+          state: initial state, or its shapes with shardings until `begin`; its buffers are donated.
+          groups: mesh of each of the plan's shape groups; empty if all ranks are one group.
+          single: whether steps have one micro-batch, which takes less memory where all ranks are
+            one group; see `make_accumulate`.
+        """
         self.state = state
-        self.programs: dict[Hashable, Compiled] = {}
-        self._spec, self._mesh, self._single = spec, mesh, single
-        self._accumulate = make_accumulate(spec, mesh, single=single)
-        self._update: Wrapped | Compiled = make_update(spec, mesh, single=single)
-        self._empty = make_is_finite(spec, mesh)
+        self.programs: dict[tuple[Mesh, Hashable], Compiled] = {}
+        self._spec, self._mesh, self._groups = spec, mesh, tuple(groups)
+        self._single, grouped = single and not groups, bool(groups)
+        self._update: Wrapped | Compiled = make_update(
+            spec, mesh, single=self._single, grouped=grouped
+        )
+        self._empty = make_is_finite(spec, mesh, grouped=grouped)
+        if grouped:
+            self._accumulate = make_group_accumulate(spec, groups[0].abstract_mesh)
+        else:
+            self._accumulate = make_accumulate(spec, mesh, single=single)
+        # Weights, sums and key by mesh; the sums of a group are [1, ...].
+        self._local: dict[Mesh, tuple[Weights, GradientAccumulator, jax.Array]] = {}
+        self._shardings: GradientAccumulator | None = None
+
+    @property
+    def _accumulator(self) -> GradientAccumulator:
+        """The sums, of all groups if there are any: each array [groups, ...]."""
+        sums = [each for _, each, _ in self._local.values()]
+        return join_groups(sums, self._shardings) if self._groups else sums[0]
+
+    @_accumulator.setter
+    def _accumulator(self, accumulator: GradientAccumulator) -> None:
+        """Gives every group its part of the state and of the sums, after every update."""
+        spec, weights, key = self._spec, self.state.weights, self.state.key
+        if not self._groups:
+            self._local[self._mesh] = weights, accumulator, key
+            return
+        self._shardings = accumulator_shardings(accumulator, spec, self._mesh, grouped=True)
+        for mesh in filter(is_local, dict.fromkeys(self._groups)):
+            sums = accumulator_shardings(accumulator, spec, mesh, grouped=True)
+            self._local[mesh] = (
+                part_of_group(weights, weights_shardings(weights, mesh, spec.rules)),
+                part_of_group(accumulator, sums),
+                part_of_group(key, replicated(mesh)),
+            )
 
     def begin(self, state: TrainState) -> None:
         """Takes the state whose shapes it has compiled for."""
         self.state = state
+        if self._local:
+            self._accumulator = self._accumulator
 
     def compile(self, shapes: Sequence[AnyBatch]) -> Iterator[AnyBatch]:
         """Compiles the gradients of all micro-batches in parallel and yields each shape when done.
 
         A shape that cannot be compiled fails here instead of days into a run.
+
+        Each epoch assigns shapes to groups differently, so every group needs all shapes. A shape is
+        traced and lowered once, on the groups' abstract mesh. One group compiles it, and the others
+        load its program (`shared_programs`). The groups take turns, so that XLA's timings of
+        algorithms, one at a time on a device, run on all devices at once.
 
         Args:
           shapes: shapes and dtypes of the micro-batches of all ranks.
@@ -84,19 +137,36 @@ class Trainer:
             return
         # Traced here, the largest one measures kernels of which nothing is known while the GPU is
         # idle; below, compilers use it.
-        example, weights = on_mesh(largest(shapes), self._mesh), self.state.weights
+        group = self._groups[0] if self._groups else None
+        example = on_mesh(largest(shapes), group or self._mesh)
         self._accumulator = zero_accumulator(
-            self._spec, self._mesh, weights, example, single=self._single
+            spec=self._spec,
+            mesh=self._mesh,
+            weights=self.state.weights,
+            batch=example,
+            single=self._single,
+            group=group,
         )
+        meshes = list(self._local)
+        turns = {signature(shape): number % len(meshes) for number, shape in enumerate(shapes)}
+        loading = ThreadPoolExecutor(max_workers=os.cpu_count())
 
-        def compile_one(shape: AnyBatch) -> Compiled:
-            batch, state = on_mesh(shape, self._mesh), self.state
-            lowered = self._accumulate.lower(state.weights, self._accumulator, batch, state.key)
-            return lowered.compile()
+        def compile_for(mesh: Mesh, shape: AnyBatch) -> Compiled:
+            weights, sums, key = self._local[mesh]
+            return self._accumulate.lower(weights, sums, on_mesh(shape, mesh), key).compile()
 
-        for shape, program in in_parallel(compile_one, shapes, self._compile_update):
-            self.programs[signature(shape)] = program
-            yield shape
+        def compile_one(shape: AnyBatch) -> dict[Mesh, Compiled]:
+            turn = turns[signature(shape)]
+            first, *others = [*meshes[turn:], *meshes[:turn]]
+            programs = {first: compile_for(first, shape)}
+            found = loading.map(lambda mesh: compile_for(mesh, shape), others)
+            return programs | dict(zip(others, found, strict=True))
+
+        with shared_programs() if self._groups else nullcontext(), loading:
+            for shape, programs in in_parallel(compile_one, shapes, self._compile_update):
+                for mesh, program in programs.items():
+                    self.programs[mesh, signature(shape)] = program
+                yield shape
 
     def _compile_update(self) -> None:
         assert isinstance(self._update, Wrapped)
@@ -126,11 +196,13 @@ class Trainer:
     def _accumulate_all(self, step: PlacedStep) -> None:
         if self._single and len(step.batches) != 1:
             raise ValueError(f"a step has {len(step.batches)} micro-batches; give single=False")
-        for batch in step.batches:
-            gradient = self.programs[signature(batch)]
-            self._accumulator = gradient(
-                self.state.weights, self._accumulator, batch, self.state.key
-            )
+        meshes = [self._groups[number] for number in step.groups] if self._groups else None
+        for mesh, batch in zip(
+            meshes or [self._mesh] * len(step.batches), step.batches, strict=True
+        ):
+            weights, sums, key = self._local[mesh]
+            added = self.programs[mesh, signature(batch)](weights, sums, batch, key)
+            self._local[mesh] = weights, added, key
 
 
 def largest(shapes: Sequence[AnyBatch]) -> AnyBatch:
@@ -191,122 +263,6 @@ def shared_programs() -> Iterator[None]:
             yield
         finally:
             use(None, least)
-
-
-def make_trainer(
-    spec: TrainingSpec,
-    mesh: Mesh,
-    state: TrainState,
-    groups: Sequence[Mesh] = (),
-    *,
-    single: bool = False,
-) -> Trainer:
-    """Builds the trainer that runs a plan's steps on a mesh.
-
-    Args:
-      spec: what training computes.
-      mesh: mesh of all devices.
-      state: initial state, or its shapes with shardings until `begin`; the trainer donates its
-        buffers.
-      groups: mesh of each of the plan's shape groups; empty if all ranks are one group.
-      single: whether steps have one micro-batch, which takes less memory where all ranks are one
-        group; see `make_accumulate`.
-    """
-    if groups:
-        return GroupTrainer(spec, mesh, state, groups)
-    return Trainer(spec, mesh, state, single=single)
-
-
-@waits("for the devices to take a step")
-class GroupTrainer(Trainer):
-    """Runs planned steps of independent ranks.
-
-    A process compiles, feeds and dispatches the groups whose devices it has.
-
-    Attributes:
-      state: the current training state, or its shapes before `begin`.
-      programs: compiled gradient programs by mesh of a group of this process and by shape of
-        micro-batch.
-    """
-
-    def __init__(self, spec: TrainingSpec, mesh: Mesh, state: TrainState, groups: Sequence[Mesh]):
-        """Takes `state`, whose buffers each step donates; `groups` as in `make_trainer`."""
-        self.state = state
-        self.programs = {}
-        self._spec, self._mesh, self._groups = spec, mesh, tuple(groups)
-        self._update = make_update(spec, mesh, grouped=True)
-        self._empty = make_is_finite(spec, mesh, grouped=True)
-        self._shardings: GradientAccumulator | None = None
-        self._accumulate = make_group_accumulate(spec, groups[0].abstract_mesh)
-        # By mesh of a group with devices of this process: weights, sums [1, ...] and key.
-        self._local: dict[Mesh, tuple[Weights, GradientAccumulator, jax.Array]] = {}
-
-    @property
-    def _accumulator(self) -> GradientAccumulator:
-        """The sums of all groups, each array [groups, ...]."""
-        return join_groups([sums for _, sums, _ in self._local.values()], self._shardings)
-
-    @_accumulator.setter
-    def _accumulator(self, accumulator: GradientAccumulator) -> None:
-        """Gives every group its part of the state and of the sums, after every update."""
-        spec, weights = self._spec, self.state.weights
-        self._shardings = accumulator_shardings(accumulator, spec, self._mesh, grouped=True)
-        for mesh in filter(is_local, dict.fromkeys(self._groups)):
-            sums = accumulator_shardings(accumulator, spec, mesh, grouped=True)
-            self._local[mesh] = (
-                part_of_group(weights, weights_shardings(weights, mesh, spec.rules)),
-                part_of_group(accumulator, sums),
-                part_of_group(self.state.key, replicated(mesh)),
-            )
-
-    @override
-    def begin(self, state: TrainState) -> None:
-        self.state = state
-        if self._shardings is not None:
-            self._accumulator = self._accumulator
-
-    @override
-    def compile(self, shapes: Sequence[AnyBatch]) -> Iterator[AnyBatch]:
-        """Compiles the gradient of every micro-batch for every group; see `Trainer.compile`.
-
-        Each epoch assigns shapes to groups differently, so every group needs all shapes. A shape is
-        traced and lowered once, on the groups' abstract mesh. One group compiles it, and the others
-        load its program (`shared_programs`). The groups take turns, so that XLA's timings of
-        algorithms, one at a time on a device, run on all devices at once.
-        """
-        if not shapes:
-            return
-        group, weights = self._groups[0], self.state.weights
-        example = on_mesh(largest(shapes), group)
-        self._accumulator = zero_accumulator(self._spec, self._mesh, weights, example, group=group)
-        groups = list(self._local)
-        turns = {signature(shape): number % len(groups) for number, shape in enumerate(shapes)}
-        loading = ThreadPoolExecutor(max_workers=os.cpu_count())
-
-        def compile_for(mesh: Mesh, shape: AnyBatch) -> Compiled:
-            of_group, sums, key = self._local[mesh]
-            return self._accumulate.lower(of_group, sums, on_mesh(shape, mesh), key).compile()
-
-        def compile_one(shape: AnyBatch) -> dict[Mesh, Compiled]:
-            turn = turns[signature(shape)]
-            first, *others = [*groups[turn:], *groups[:turn]]
-            programs = {first: compile_for(first, shape)}
-            found = loading.map(lambda mesh: compile_for(mesh, shape), others)
-            return programs | dict(zip(others, found, strict=True))
-
-        with shared_programs(), loading:
-            for shape, programs in in_parallel(compile_one, shapes, self._compile_update):
-                for mesh, program in programs.items():
-                    self.programs[mesh, signature(shape)] = program
-                yield shape
-
-    @override
-    def _accumulate_all(self, step: PlacedStep) -> None:
-        for number, batch in zip(step.groups, step.batches, strict=True):
-            mesh = self._groups[number]
-            weights, sums, key = self._local[mesh]
-            added = self.programs[mesh, signature(batch)](weights, sums, batch, key)
-            self._local[mesh] = weights, added, key
 
 
 def make_group_accumulate(spec: TrainingSpec, group: AbstractMesh) -> Wrapped:

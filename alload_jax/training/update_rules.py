@@ -153,9 +153,10 @@ def scale_by_adam8bit(beta1: float, beta2: float, eps: float) -> optax.GradientT
 def _stored(count: jax.Array, mu: optax.Params, nu: optax.Params) -> Adam8bitState:
     parts: list[optax.Params] = []
     for tree, signed in ((mu, True), (nu, False)):
-        # Tuples, since their structure must be known also of trees without leaves.
-        found = jax.tree.map(lambda value, signed=signed: tuple(quantise(value, signed)), tree)
-        parts += jax.tree.transpose(jax.tree.structure(tree), jax.tree.structure((0, 0)), found)
+        leaves, structure = jax.tree.flatten(tree)
+        found = [quantise(value, signed) for value in leaves]
+        parts.append(jax.tree.unflatten(structure, [each.codes for each in found]))
+        parts.append(jax.tree.unflatten(structure, [each.scale for each in found]))
     return Adam8bitState(count, *parts)
 
 

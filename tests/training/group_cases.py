@@ -16,7 +16,7 @@ from alload_jax.sharding.mesh import MeshConfig, group_meshes, local_plan_ranks,
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.state import TrainingSpec, init_state, state_to_draw
 from alload_jax.training.step import make_accumulate, make_update, zero_accumulator
-from alload_jax.training.trainer import make_trainer
+from alload_jax.training.trainer import Trainer
 
 MODEL = WanConfig(dim=16, ffn_dim=24, num_heads=2, num_layers=1, freq_dim=8, dtype="float32")
 OPTIMIZER = OptimizerConfig(learning_rate=0.03, warmup_steps=0, eps=1e-2)
@@ -68,7 +68,7 @@ def steps_on(manifest, plan, mesh, steps, change=lambda step: step):
 def trainer_on(manifest, plan, mesh):
     """With every program compiled, while the state is not drawn yet."""
     shapes, draw = state_to_draw(SPEC, mesh, seed=0)
-    trainer = make_trainer(SPEC, mesh, shapes, group_meshes(mesh, plan))
+    trainer = Trainer(SPEC, mesh, shapes, group_meshes(mesh, plan))
     assert len(list(trainer.compile(collation_of(manifest, plan).shapes(plan)))) == len(SIZES)
     trainer.begin(draw())
     return trainer

@@ -32,7 +32,7 @@ from alload_jax.training.divergence import Divergence, DivergenceGuard
 from alload_jax.training.loop import BadSamples, Loop
 from alload_jax.training.run_plan import RunPlan
 from alload_jax.training.state import init_state
-from alload_jax.training.trainer import make_trainer
+from alload_jax.training.trainer import Trainer
 
 SAMPLES, STEPS = 12, 6
 HUGE = {4: 3e38, 9: 1e25}
@@ -100,7 +100,7 @@ class Training:
         self.run_plan = RunPlan(self.plan, planning, Cluster(), number=self.manifest.number)
         state = init_state(SPEC, self.mesh, seed=0)
         if name not in TRAINERS:
-            TRAINERS[name] = make_trainer(SPEC, self.mesh, state, self.groups)
+            TRAINERS[name] = Trainer(SPEC, self.mesh, state, self.groups)
             list(TRAINERS[name].compile(collation.shapes(self.plan)))
         self.trainer = TRAINERS[name]
         self.trainer.begin(state)
