@@ -22,7 +22,7 @@ _FUNCTIONS = {
     "restore": "alload_jax.run.training:state_of_checkpoint",
     "compile": "alload_jax.run.training:_compile",
     "steps": "alload_jax.training.loop:Loop._step",
-    "validation": "alload_jax.training.callbacks.validating:Validating._validate",
+    "validation": "alload_jax.training.callbacks.validating:Validating.act",
     "sampling": "alload_jax.training.callbacks.validating:Drawing.act",
     "end": "alload_jax.run.training:_finish",
 }
