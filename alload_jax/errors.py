@@ -114,7 +114,10 @@ def one_line(text: str) -> str:
     """
     text = without_secrets(text)
     if not text.isprintable():
-        text = "".join(each if each.isprintable() else _escaped(each) for each in text)
+        text = "".join(
+            each if each.isprintable() else each.encode("unicode_escape", "surrogatepass").decode()
+            for each in text
+        )
     if len(text) <= _LONGEST_VALUE:
         return text
     quoted = r"""(?<!\w)('[^']*'|"[^"]*")(?!\w)"""
@@ -131,10 +134,6 @@ def first_line(error: BaseException) -> str:
 def without_secrets(text: str) -> str:
     """A text without the names, passwords and tokens of the addresses in it."""
     return _SECRETS.sub(lambda part: f"{part[1] or part[2] or part[3]}***", text)
-
-
-def _escaped(character: str) -> str:
-    return character.encode("unicode_escape", "surrogatepass").decode()
 
 
 def _cut(text: str, most: int) -> str:

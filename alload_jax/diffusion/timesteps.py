@@ -140,7 +140,15 @@ class TimestepConfig:
             return
         low, high = self.lowest, self.highest
         if self.distribution == "logit_normal":
-            low, high = self._bulk(log_shift)
+            # The ends of where most of the range's levels lie.
+            mean = self.mean + log_shift
+            ends = [(_logit(end) - mean) / self.std for end in (low, high)]
+            sign = -1 if sum(ends) < 0 else 1
+            near, far = sorted(sign * end for end in ends)
+            near = max(near, -1.0)
+            far = min(far, near + 1 / max(near, 1.0))
+            logits = sorted(mean + self.std * sign * end for end in (near, far))
+            low, high = ((1 + math.tanh(logit / 2)) / 2 for logit in logits)
         spacing = max(np.spacing(np.float32(high)), np.finfo(np.float32).tiny)
         if not high - low >= _FEWEST_LEVELS * spacing:
             remedy = ", or move mean towards it" if self.distribution == "logit_normal" else ""
@@ -150,25 +158,10 @@ class TimestepConfig:
                 f"{high:.8g}; widen the range{remedy}"
             )
 
-    def _bulk(self, log_shift: float) -> tuple[float, float]:
-        """The ends of where most of a range's levels lie, of `logit_normal` at a shift."""
-        mean = self.mean + log_shift
-        ends = [(_logit(end) - mean) / self.std for end in (self.lowest, self.highest)]
-        sign = -1 if sum(ends) < 0 else 1
-        near, far = sorted(sign * end for end in ends)
-        near = max(near, -1.0)
-        far = min(far, near + 1 / max(near, 1.0))
-        low, high = sorted(mean + self.std * sign * end for end in (near, far))
-        return _sigmoid(low), _sigmoid(high)
-
 
 def _logit(sigma: float) -> float:
     """log(σ / (1 − σ)), infinite at 0 and 1."""
     return math.log(sigma / (1 - sigma)) if 0 < sigma < 1 else math.copysign(math.inf, sigma - 0.5)
-
-
-def _sigmoid(logit: float) -> float:
-    return (1 + math.tanh(logit / 2)) / 2
 
 
 def sample_sigma(key: jax.Array, config: TimestepConfig, seq_len: int | jax.Array) -> jax.Array:

@@ -199,8 +199,15 @@ def _process_info(config: ClusterConfig) -> ProcessInfo | None:
         assert config.processes is not None
         assert config.process is not None
         return ProcessInfo(config.coordinator, config.processes, config.process)
-    launcher = _launcher() if config.detect else None
-    if launcher is None:
+    # Not SLURM_NTASKS: it is also set in the shell of an allocation, where a single process may
+    # be started by hand.
+    if config.detect and _task_count("SLURM_STEP_NUM_TASKS") > 1:
+        launcher = "Slurm"
+    elif config.detect and _task_count("OMPI_COMM_WORLD_SIZE") > 1:
+        launcher = "Open MPI"
+    elif config.detect and os.environ.keys() >= {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"}:
+        launcher = "Kubernetes"
+    else:
         return None
     remedy = (
         "give --cluster.coordinator, --cluster.processes and --cluster.process, or "
@@ -213,19 +220,6 @@ def _process_info(config: ClusterConfig) -> ProcessInfo | None:
     if process is None:
         raise InputError(f"{launcher}: JAX cannot detect the processes of the run; {remedy}")
     return process
-
-
-def _launcher() -> str | None:
-    """Name of the launcher that started several processes; None for a single process."""
-    # Not SLURM_NTASKS: it is also set in the shell of an allocation, where a single process may
-    # be started by hand.
-    if _task_count("SLURM_STEP_NUM_TASKS") > 1:
-        return "Slurm"
-    if _task_count("OMPI_COMM_WORLD_SIZE") > 1:
-        return "Open MPI"
-    if {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= os.environ.keys():
-        return "Kubernetes"
-    return None
 
 
 def _task_count(variable: str) -> int:

@@ -23,7 +23,6 @@ from alload_jax.config import (
 from alload_jax.data.batch import AnyBatch, describe
 from alload_jax.data.condition import unread
 from alload_jax.data.loader import place_ahead
-from alload_jax.data.manifest import Manifest
 from alload_jax.data.selection import weights_identity
 from alload_jax.data.store import mean_square
 from alload_jax.distributed.cluster import Cluster, Consensus, first_process
@@ -252,7 +251,13 @@ def train(
             )
             show_opening(opening, changed_settings(before, values))
             write_config(config, folder / "config.yaml")
-            _write_facts(folder, data.manifest, argv, start)
+            facts = {  # which `alload sample` needs of the data, wherever they go
+                "vae_stride": list(data.manifest.vae_stride),
+                "text_length": data.manifest.longest_text(),
+                "origin": data.manifest.origin,
+            }
+            write_json(folder / "data.json", facts)
+            append_environment(folder / "environment.json", list(argv), start)
             missing: Sequence[AnyBatch] = ()
             if start < total:
                 missing = collator.collation.shapes(run_plan.plan)
@@ -378,17 +383,6 @@ def _begin(
         source += f"; {lacking}" if lacking else ""
     trained = describe_trained(state.params, state.frozen, spec.parameters)
     return state, state_to_train, f"{source}; {trained}" if trained else source
-
-
-def _write_facts(folder: Path, manifest: Manifest, argv: Sequence[str], start: int) -> None:
-    """Writes what `alload sample` needs of the data, wherever they go, and the environment."""
-    known = {
-        "vae_stride": list(manifest.vae_stride),
-        "text_length": manifest.longest_text(),
-        "origin": manifest.origin,
-    }
-    write_json(folder / "data.json", known)
-    append_environment(folder / "environment.json", list(argv), start)
 
 
 def share_comparisons(cluster: Cluster, trace: Callable[[], object]) -> None:
