@@ -65,16 +65,30 @@ Accumulate = Callable[[Weights, GradientAccumulator, AnyBatch, jax.Array], Gradi
 Metrics = dict[str, jax.Array]
 
 
-def make_accumulate(spec: TrainingSpec, mesh: Mesh, *, single: bool = False) -> Wrapped:
+def make_accumulate(
+    spec: TrainingSpec, mesh: AnyMesh, *, single: bool = False, grouped: bool = False
+) -> Wrapped:
     """Builds a jitted function (weights, accumulator, batch, key) → accumulator.
 
     It is compiled for each shape of batch. `accumulator` is donated. Arguments are those of
-    `accumulation`.
+    `accumulation`. With `grouped` the mesh is that of any shape group, and sums are [1, ...], the
+    group's part of all sums.
     """
+    accumulate = accumulation(spec, mesh, single=single)
+
+    def add(
+        weights: Weights, accumulator: GradientAccumulator, batch: AnyBatch, key: jax.Array
+    ) -> GradientAccumulator:
+        squeezed = jax.tree.map(lambda part: jnp.squeeze(part, 0), accumulator)
+        added = accumulate(weights, squeezed, batch, key)
+        stacked = jax.tree.map(lambda part: part[None], added)
+        shardings = accumulator_shardings(accumulator, spec, mesh, grouped=True)
+        return jax.lax.with_sharding_constraint(stacked, shardings)
+
     # Where nothing is added, the accumulator's gradient is an unused argument: kept, so that the
     # result takes its memory.
     return jax.jit(
-        accumulation(spec, mesh, single=single),
+        add if grouped else accumulate,
         donate_argnums=1,
         keep_unused=single,
         compiler_options=compiler_options(spec.model),

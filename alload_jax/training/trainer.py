@@ -12,18 +12,15 @@ import tempfile
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import TypeVar
 
 import jax
-import jax.numpy as jnp
 from jax.experimental.compilation_cache import compilation_cache
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import Mesh
 from jax.stages import Compiled, Wrapped
 
 from alload_jax.data.batch import AnyBatch, signature
 from alload_jax.data.loader import PlacedStep
-from alload_jax.models.families import compiler_options
 from alload_jax.processes import waits
 from alload_jax.sharding.mesh import (
     batch_sharding,
@@ -36,7 +33,6 @@ from alload_jax.training.state import TrainingSpec, TrainState, Weights, weights
 from alload_jax.training.step import (
     GradientAccumulator,
     Metrics,
-    accumulation,
     accumulator_shardings,
     make_accumulate,
     make_is_finite,
@@ -84,10 +80,12 @@ class Trainer:
             spec, mesh, single=self._single, grouped=grouped
         )
         self._empty = make_is_finite(spec, mesh, grouped=grouped)
-        if grouped:
-            self._accumulate = make_group_accumulate(spec, groups[0].abstract_mesh)
-        else:
-            self._accumulate = make_accumulate(spec, mesh, single=single)
+        self._accumulate = make_accumulate(
+            spec,
+            groups[0].abstract_mesh if grouped else mesh,
+            single=self._single,
+            grouped=grouped,
+        )
         # Weights, sums and key by mesh; the sums of a group are [1, ...].
         self._local: dict[Mesh, tuple[Weights, GradientAccumulator, jax.Array]] = {}
         self._shardings: GradientAccumulator | None = None
@@ -263,23 +261,3 @@ def shared_programs() -> Iterator[None]:
             yield
         finally:
             use(None, least)
-
-
-def make_group_accumulate(spec: TrainingSpec, group: AbstractMesh) -> Wrapped:
-    """`make_accumulate` on any group's mesh, with sums [1, ...], the group's part of all sums."""
-    accumulate = accumulation(spec, group)
-
-    @partial(jax.jit, donate_argnums=1, compiler_options=compiler_options(spec.model))
-    def add(
-        weights: Weights,
-        accumulator: GradientAccumulator,
-        batch: AnyBatch,
-        key: jax.Array,
-    ) -> GradientAccumulator:
-        squeezed = jax.tree.map(lambda part: jnp.squeeze(part, 0), accumulator)
-        added = accumulate(weights, squeezed, batch, key)
-        stacked = jax.tree.map(lambda part: part[None], added)
-        shardings = accumulator_shardings(accumulator, spec, group, grouped=True)
-        return jax.lax.with_sharding_constraint(stacked, shardings)
-
-    return add
