@@ -121,8 +121,8 @@ def test_groups_train_as_one_device_that_takes_all_their_micro_batches(
     assert kernel.addressable_shards[0].data.size == kernel.size // mesh.size
     whole = trainer.state.params["blocks"]["feed_forward"]["hidden"]["kernel"]
     pointers = {s.device: s.data.unsafe_buffer_pointer() for s in whole.addressable_shards}
-    for group in trainer._local.values():
-        part = group._weights.params["blocks"]["feed_forward"]["hidden"]["kernel"]
+    for weights, _, _ in trainer._local.values():
+        part = weights.params["blocks"]["feed_forward"]["hidden"]["kernel"]
         for shard in part.addressable_shards:
             assert shard.data.unsafe_buffer_pointer() == pointers[shard.device]
 
