@@ -5,14 +5,17 @@ folder with a `Family`, add its line to `FAMILIES` and those of its costs to
 `planning/architecture.py`.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import is_dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, get_args, get_type_hints
+from typing import Any, ClassVar, NamedTuple, Protocol, get_args, get_type_hints
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.traverse_util import flatten_dict
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 from typing_extensions import override
@@ -417,7 +420,14 @@ class TransformerFamily(Family):
 
     The sparse attention of its blocks is their module `sparse_attention`. Blocks have a leading
     layer axis. `tensor` splits heads and the hidden width as in Megatron-LM (arXiv 1909.08053).
+
+    Attributes:
+      tensor_names: by naming, our layers, and parameters that belong to none, such as
+        `blocks/self_attention/query`, and their names in checkpoints, in the order of these; {}
+        stands for the number of the block. A model need not have all of them.
     """
+
+    tensor_names: ClassVar[Mapping[Naming, Mapping[str, str]]]
 
     partition_rules = (
         (r"head/out/kernel$", PartitionSpec("fsdp", None)),
@@ -428,6 +438,33 @@ class TransformerFamily(Family):
         (r"kernel$|embedding$", PartitionSpec(None, "fsdp")),
         (r".", PartitionSpec()),
     )
+
+    @override
+    def tensors(self, config: TransformerConfig, naming: Naming) -> list[Tensor]:
+        """Tensors of the parameters that have names, block by block."""
+        if naming not in self.tensor_names:
+            raise InputError(
+                f"model.family {self.name}: the names of its own repository are not known; "
+                "choose diffusers'"
+            )
+        shapes = flatten_dict(abstract_model(config).params, sep="/")
+        found: list[Tensor] = []
+        for stacked, names in groupby(
+            self.tensor_names[naming].items(), key=lambda names: "{}" in names[1]
+        ):
+            parts = [
+                (path, theirs)
+                for ours, theirs in names
+                for path in (ours, *(f"{ours}/{leaf}" for leaf in _ENDINGS))
+                if path in shapes
+            ]
+            layers = range(shapes[parts[0][0]].shape[0] if parts else 0) if stacked else [None]
+            for layer in layers:
+                for path, theirs in parts:
+                    shape = shapes[path].shape[0 if layer is None else 1 :]
+                    key = theirs.format(layer)
+                    found.append(_tensor(key, shape, path, layer, config.patch_size))
+        return found
 
     @override
     def packing_unsupported_reason(self, config: TransformerConfig) -> str:
@@ -464,6 +501,26 @@ class TransformerFamily(Family):
         if config.sparse_attention is None:
             return {}
         return switch_records(config.sparse_attention, _switches(variables))
+
+
+_ENDINGS = {"kernel": "weight", "scale": "weight", "embedding": "weight", "bias": "bias"}
+"""Names of a layer's parameters, ours and PyTorch's."""
+
+
+def _tensor(
+    key: str, shape: tuple[int, ...], path: str, layer: int | None, patch: Triple
+) -> Tensor:
+    """The tensor of a parameter of this shape, of one layer; `key` is the layer's name there."""
+    leaf = path.rpartition("/")[2]
+    if leaf not in _ENDINGS:
+        return Tensor(key, (1, *shape), path, layer, "leading")
+    key = f"{key}.{_ENDINGS[leaf]}"
+    if path == "patch_embedding/kernel":
+        inputs, width = shape
+        return Tensor(key, (width, inputs // math.prod(patch), *patch), path, layer, "patch")
+    if leaf == "kernel":
+        return Tensor(key, shape[::-1], path, layer, "matrix")
+    return Tensor(key, shape, path, layer, "same")
 
 
 def _switches(variables: PyTree) -> Auxiliary:

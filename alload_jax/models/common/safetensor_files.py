@@ -2,7 +2,7 @@
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -255,17 +255,3 @@ class Tensor:
             split = value.reshape(*patch, channels, width)
             return np.ascontiguousarray(split.transpose(4, 3, 0, 1, 2))
         return np.ascontiguousarray(value).reshape(self.shape)
-
-
-def linear_tensors(
-    key: str, path: str, outputs: int, inputs: int, layer: int | None = None
-) -> Iterator[Tensor]:
-    """Weight and bias of a linear layer, as PyTorch names them."""
-    yield Tensor(f"{key}.weight", (outputs, inputs), f"{path}/kernel", layer, "matrix")
-    yield Tensor(f"{key}.bias", (outputs,), f"{path}/bias", layer, "same")
-
-
-def norm_tensors(key: str, path: str, size: int, layer: int | None = None) -> Iterator[Tensor]:
-    """Weight and bias of an affine LayerNorm, as PyTorch names them."""
-    yield Tensor(f"{key}.weight", (size,), f"{path}/scale", layer, "same")
-    yield Tensor(f"{key}.bias", (size,), f"{path}/bias", layer, "same")

@@ -4,23 +4,17 @@ The table follows diffusers' WanTransformer3DModel (0.42.1) and the Wan 2.1 repo
 which compute the same function with different names and layouts.
 """
 
-import math
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 from flax import nnx
 from typing_extensions import override
 
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ImageConfig, TextConfig
-from alload_jax.models.common.safetensor_files import Naming, Tensor, linear_tensors, norm_tensors
-from alload_jax.models.families import (
-    SamplingDefaults,
-    TransformerFamily,
-    require_fields,
-)
+from alload_jax.models.common.safetensor_files import Naming
+from alload_jax.models.families import SamplingDefaults, TransformerFamily, require_fields
 from alload_jax.models.wan.transformer import WanConfig, WanTransformer
 from alload_jax.planning.samples import Triple
 
@@ -85,107 +79,54 @@ def _none_if_default(value: int | None, default: int) -> int | None:
     return None if value in (None, default) else value
 
 
-def _outside_blocks(config: WanConfig) -> Iterator[Tensor]:
-    dim, patch = config.dim, config.patch_size
-    yield Tensor(
-        "patch_embedding.weight",
-        (dim, config.in_channels, *patch),
-        "patch_embedding/kernel",
-        None,
-        "patch",
-    )
-    yield Tensor("patch_embedding.bias", (dim,), "patch_embedding/bias", None, "same")
-    time = "condition_embedder.time_embedder"
-    yield from linear_tensors(f"{time}.linear_1", "time_embedding/hidden", dim, config.freq_dim)
-    yield from linear_tensors(f"{time}.linear_2", "time_embedding/out", dim, dim)
-    yield from linear_tensors(
-        "condition_embedder.time_proj", "time_embedding/modulation", 6 * dim, dim
-    )
-    if config.text:
-        text = "condition_embedder.text_embedder"
-        yield from linear_tensors(
-            f"{text}.linear_1", "condition_embedding/hidden", dim, config.text.dim
-        )
-        yield from linear_tensors(f"{text}.linear_2", "condition_embedding/out", dim, dim)
-    if config.image:
-        yield from _image(config.image.dim, config.image.positions, dim)
-    outputs = math.prod(patch) * config.latent_channels
-    yield from linear_tensors("proj_out", "head/out", outputs, dim)
-    yield Tensor("scale_shift_table", (1, 2, dim), "head/modulation", None, "leading")
-
-
-def _image(size: int, positions: int | None, dim: int) -> Iterator[Tensor]:
-    key = "condition_embedder.image_embedder"
-    yield from norm_tensors(f"{key}.norm1", "image_embedding/norm_in", size)
-    yield from linear_tensors(f"{key}.ff.net.0.proj", "image_embedding/hidden", size, size)
-    yield from linear_tensors(f"{key}.ff.net.2", "image_embedding/out", dim, size)
-    yield from norm_tensors(f"{key}.norm2", "image_embedding/norm_out", dim)
-    if positions:
-        shape = (1, positions, size)
-        yield Tensor(f"{key}.pos_embed", shape, "image_embedding/position", None, "leading")
-
-
-def _block(config: WanConfig, layer: int) -> Iterator[Tensor]:
-    dim, key = config.dim, f"blocks.{layer}"
-    shape = (1, 6, dim)
-    yield Tensor(f"{key}.scale_shift_table", shape, "blocks/modulation", layer, "leading")
-    yield from _attention(config, f"{key}.attn1", "blocks/self_attention", layer)
-    yield from _attention(config, f"{key}.attn2", "blocks/cross_attention", layer)
-    if config.image:
-        path = "blocks/cross_attention"
-        yield from linear_tensors(f"{key}.attn2.add_k_proj", f"{path}/image_key", dim, dim, layer)
-        yield from linear_tensors(f"{key}.attn2.add_v_proj", f"{path}/image_value", dim, dim, layer)
-        if config.qk_norm:
-            name, place = f"{key}.attn2.norm_added_k.weight", f"{path}/image_key_norm/scale"
-            yield Tensor(name, (dim,), place, layer, "same")
-    if config.cross_norm:
-        yield from norm_tensors(f"{key}.norm2", "blocks/cross_norm", dim, layer)
-    hidden, out = "blocks/feed_forward/hidden", "blocks/feed_forward/out"
-    yield from linear_tensors(f"{key}.ffn.net.0.proj", hidden, config.ffn_dim, dim, layer)
-    yield from linear_tensors(f"{key}.ffn.net.2", out, dim, config.ffn_dim, layer)
-
-
-def _attention(config: WanConfig, key: str, path: str, layer: int) -> Iterator[Tensor]:
-    dim = config.dim
-    for theirs, ours in (("q", "query"), ("k", "key"), ("v", "value"), ("out.0", "out")):
-        yield from linear_tensors(f"{key}.to_{theirs}", f"{path}/{ours}", dim, dim, layer)
-    if config.qk_norm:
-        for theirs, ours in (("norm_q", "query_norm"), ("norm_k", "key_norm")):
-            yield Tensor(f"{key}.{theirs}.weight", (dim,), f"{path}/{ours}/scale", layer, "same")
-
-
-_RENAMED = (
-    (r"^condition_embedder\.time_embedder\.linear_1", "time_embedding.0"),
-    (r"^condition_embedder\.time_embedder\.linear_2", "time_embedding.2"),
-    (r"^condition_embedder\.text_embedder\.linear_1", "text_embedding.0"),
-    (r"^condition_embedder\.text_embedder\.linear_2", "text_embedding.2"),
-    (r"^condition_embedder\.time_proj", "time_projection.1"),
-    (r"^condition_embedder\.image_embedder\.norm1", "img_emb.proj.0"),
-    (r"^condition_embedder\.image_embedder\.ff\.net\.0\.proj", "img_emb.proj.1"),
-    (r"^condition_embedder\.image_embedder\.ff\.net\.2", "img_emb.proj.3"),
-    (r"^condition_embedder\.image_embedder\.norm2", "img_emb.proj.4"),
-    (r"^condition_embedder\.image_embedder\.pos_embed", "img_emb.emb_pos"),
-    (r"^scale_shift_table", "head.modulation"),
-    (r"^proj_out", "head.head"),
-    (r"\.scale_shift_table", ".modulation"),
-    (r"\.norm2\.", ".norm3."),  # the original numbers its norms in another order
-    (r"\.ffn\.net\.0\.proj", ".ffn.0"),
-    (r"\.ffn\.net\.2", ".ffn.2"),
-    (r"\.attn2\.add_k_proj", ".cross_attn.k_img"),
-    (r"\.attn2\.add_v_proj", ".cross_attn.v_img"),
-    (r"\.attn2\.norm_added_k", ".cross_attn.norm_k_img"),
-    (r"\.attn1\.", ".self_attn."),
-    (r"\.attn2\.", ".cross_attn."),
-    (r"\.to_out\.0\.", ".o."),
-    (r"\.to_([qkv])\.", r".\1."),
-)
-"""Patterns that turn diffusers' names into those of Wan's repository, applied in order."""
-
-
-def _original(key: str) -> str:
-    for pattern, name in _RENAMED:
-        key = re.sub(pattern, name, key)
-    return key
+_NAMES = {
+    "patch_embedding": ("patch_embedding", "patch_embedding"),
+    "time_embedding/hidden": ("condition_embedder.time_embedder.linear_1", "time_embedding.0"),
+    "time_embedding/out": ("condition_embedder.time_embedder.linear_2", "time_embedding.2"),
+    "time_embedding/modulation": ("condition_embedder.time_proj", "time_projection.1"),
+    "condition_embedding/hidden": ("condition_embedder.text_embedder.linear_1", "text_embedding.0"),
+    "condition_embedding/out": ("condition_embedder.text_embedder.linear_2", "text_embedding.2"),
+    "image_embedding/norm_in": ("condition_embedder.image_embedder.norm1", "img_emb.proj.0"),
+    "image_embedding/hidden": (
+        "condition_embedder.image_embedder.ff.net.0.proj",
+        "img_emb.proj.1",
+    ),
+    "image_embedding/out": ("condition_embedder.image_embedder.ff.net.2", "img_emb.proj.3"),
+    "image_embedding/norm_out": ("condition_embedder.image_embedder.norm2", "img_emb.proj.4"),
+    "image_embedding/position": ("condition_embedder.image_embedder.pos_embed", "img_emb.emb_pos"),
+    "head/out": ("proj_out", "head.head"),
+    "head/modulation": ("scale_shift_table", "head.modulation"),
+    "blocks/modulation": ("blocks.{}.scale_shift_table", "blocks.{}.modulation"),
+    "blocks/self_attention/query": ("blocks.{}.attn1.to_q", "blocks.{}.self_attn.q"),
+    "blocks/self_attention/key": ("blocks.{}.attn1.to_k", "blocks.{}.self_attn.k"),
+    "blocks/self_attention/value": ("blocks.{}.attn1.to_v", "blocks.{}.self_attn.v"),
+    "blocks/self_attention/out": ("blocks.{}.attn1.to_out.0", "blocks.{}.self_attn.o"),
+    "blocks/self_attention/query_norm": ("blocks.{}.attn1.norm_q", "blocks.{}.self_attn.norm_q"),
+    "blocks/self_attention/key_norm": ("blocks.{}.attn1.norm_k", "blocks.{}.self_attn.norm_k"),
+    "blocks/cross_attention/query": ("blocks.{}.attn2.to_q", "blocks.{}.cross_attn.q"),
+    "blocks/cross_attention/key": ("blocks.{}.attn2.to_k", "blocks.{}.cross_attn.k"),
+    "blocks/cross_attention/value": ("blocks.{}.attn2.to_v", "blocks.{}.cross_attn.v"),
+    "blocks/cross_attention/out": ("blocks.{}.attn2.to_out.0", "blocks.{}.cross_attn.o"),
+    "blocks/cross_attention/query_norm": ("blocks.{}.attn2.norm_q", "blocks.{}.cross_attn.norm_q"),
+    "blocks/cross_attention/key_norm": ("blocks.{}.attn2.norm_k", "blocks.{}.cross_attn.norm_k"),
+    "blocks/cross_attention/image_key": (
+        "blocks.{}.attn2.add_k_proj",
+        "blocks.{}.cross_attn.k_img",
+    ),
+    "blocks/cross_attention/image_value": (
+        "blocks.{}.attn2.add_v_proj",
+        "blocks.{}.cross_attn.v_img",
+    ),
+    "blocks/cross_attention/image_key_norm": (
+        "blocks.{}.attn2.norm_added_k",
+        "blocks.{}.cross_attn.norm_k_img",
+    ),
+    # The original numbers its norms in another order.
+    "blocks/cross_norm": ("blocks.{}.norm2", "blocks.{}.norm3"),
+    "blocks/feed_forward/hidden": ("blocks.{}.ffn.net.0.proj", "blocks.{}.ffn.0"),
+    "blocks/feed_forward/out": ("blocks.{}.ffn.net.2", "blocks.{}.ffn.2"),
+}
+"""Our layers and parameters; their names in diffusers and in Wan's repository."""
 
 
 _VAE_STRIDES = {1: (1, 1, 1), 3: (1, 1, 1), 48: (4, 16, 16)}
@@ -203,6 +144,10 @@ class WanFamily(TransformerFamily):
     folder_classes = (DIFFUSERS_CLASS, ORIGINAL_CLASS)
     # Some released files contain this tensor, which no model uses; diffusers ignores it too.
     ignored_tensors = ("norm_added_q",)
+    tensor_names: ClassVar[Mapping[Naming, Mapping[str, str]]] = {
+        "diffusers": {ours: names[0] for ours, names in _NAMES.items()},
+        "original": {ours: names[1] for ours, names in _NAMES.items()},
+    }
     has_first_frame_timestep = True
     lora_targets = ("^blocks/(self_attention|cross_attention|feed_forward)/",)
 
@@ -216,16 +161,6 @@ class WanFamily(TransformerFamily):
         stride = _VAE_STRIDES.get(config.latent_channels, (4, 8, 8))
         fps = None if stride == (1, 1, 1) else _FPS.get(config.latent_channels, 16.0)
         return SamplingDefaults(5.0, 5.0, stride, fps)
-
-    @override
-    def tensors(self, config: WanConfig, naming: Naming) -> list[Tensor]:
-        """Tensors of both namings, in the order of the blocks."""
-        found = list(_outside_blocks(config))
-        for layer in range(config.num_layers):
-            found += _block(config, layer)
-        if naming == "diffusers":
-            return found
-        return [replace(tensor, key=_original(tensor.key)) for tensor in found]
 
     @override
     def naming_of(self, keys: set[str]) -> Naming:
