@@ -10,10 +10,9 @@ from alload_jax.planning.cost import CostFile, in_seconds
 from alload_jax.planning.metrics import programs_of
 from alload_jax.planning.plan import Plan
 from alload_jax.planning.policies import PORTFOLIO, find_policy
-from alload_jax.planning.policies.balanced import Balanced
+from alload_jax.planning.policies.balanced import TRIALS, Balanced, RowTrials
 from alload_jax.planning.policies.policy import Policy, RankTopology
 from alload_jax.planning.policies.search import (
-    TRIALS,
     MCompCurve,
     draw_samples,
     longest_alone,
@@ -133,9 +132,7 @@ def with_best_context(
     def best_tokens(context: int, below: float, trials: int) -> tuple[int, float]:
         policy = make_policy(replace(config, context=context, m_comp=None), costs)
         assert isinstance(policy, Balanced)
-        given = config.row_tokens
-        most = given or policy.m_mem
-        return policy.row_trials(typical, topology).best_tokens(most, below, trials, given)
+        return RowTrials(policy, typical, topology).best_tokens(below, trials)
 
     for context in range(1, min(_MOST_CONTEXT, topology.ranks) + 1):
         if topology.ranks % context == 0 and not costs.heads_left_by(context):

@@ -26,9 +26,8 @@ from alload_jax.planning.metrics import (
 )
 from alload_jax.planning.plan import Plan
 from alload_jax.planning.policies import AUTO, find_policy
-from alload_jax.planning.policies.balanced import Balanced
+from alload_jax.planning.policies.balanced import Balanced, RowTrials
 from alload_jax.planning.policies.packed import slots_for
-from alload_jax.planning.policies.search import RowTrials
 from alload_jax.planning.samples import Samples
 from alload_jax.planning.settings import PlanningConfig, case_name, policy_config
 
@@ -259,7 +258,7 @@ def _price_of_spread(study: Study, case: Case) -> str | None:
     policy, wanted = case.plan.policy, case.config.sample_spread
     if not isinstance(policy, Balanced) or wanted in (None, np.inf) or case.metrics.steps < 2:
         return None
-    trials = policy.row_trials(study.samples.typical(), case.plan.topology)
+    trials = RowTrials(policy, study.samples.typical(), case.plan.topology)
     free = trials.time_of(replace(policy, sample_spread=None))
     least, most = case.metrics.step_samples_min, case.metrics.step_samples_max
     found = f"{case.name}: steps hold {least:.2f} to {most:.2f} times the mean number of samples."

@@ -2,6 +2,7 @@
 
 import math
 from bisect import bisect_left
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
@@ -20,9 +21,10 @@ from alload_jax.planning.policies.packed import (
     place_epoch,
     refuse_unplaceable,
     row_shape,
+    slots_for,
 )
 from alload_jax.planning.policies.policy import MOST, Policy, RankTopology
-from alload_jax.planning.policies.search import RowTrials
+from alload_jax.planning.policies.search import predicted_time
 from alload_jax.planning.policies.splitting import (
     SplitRule,
     allowed_split_sizes,
@@ -155,13 +157,13 @@ class Balanced(Policy):
         that does not.
         """
         del program_share  # rows of one size are one program
-        trials = self.row_trials(samples, topology)
-        tokens = self.row_tokens or trials.best_tokens(self.m_mem)[0]
+        trials = RowTrials(self, samples, topology)
+        tokens = self.row_tokens or trials.best_tokens()[0]
         slots = self.max_segments or trials.best_slots(tokens)
         fitted = replace(self, row_tokens=tokens, max_segments=slots)
         return replace(fitted, sample_spread=fitted.affordable_spread(trials))
 
-    def affordable_spread(self, trials: RowTrials) -> float | None:
+    def affordable_spread(self, trials: "RowTrials") -> float | None:
         """The tightest `sample_spread`, from the present one on, that costs at most `MOST_PRICE`.
 
         None is no bound.
@@ -178,22 +180,6 @@ class Balanced(Policy):
         wider = [round(self.sample_spread * _WIDER**n, 2) for n in range(1, _WIDENINGS)]
         at = bisect_left(wider, True, key=lambda spread: not too_dear(spread))
         return wider[at] if at < len(wider) else None
-
-    def row_trials(self, samples: Samples, topology: RankTopology) -> RowTrials:
-        """Epochs with rows of several sizes."""
-
-        def with_row(tokens: int, slots: int) -> "Balanced":
-            return replace(self, row_tokens=tokens, max_segments=self.max_segments or slots)
-
-        return RowTrials(
-            policy_at=with_row,
-            samples=samples,
-            topology=topology,
-            model=self.cost,
-            align=self.align,
-            context=self.context,
-            seconds_per_split_token=self.seconds_per_split_token,
-        )
 
     @override
     def recalibrated(self, cost: CostModel) -> "Balanced":
@@ -222,7 +208,13 @@ class Balanced(Policy):
         if typical is not samples:
             held, held_weights = shape.footprint(typical.seq_len), self._weights(typical.seq_len)
         rule = self._rule(typical.seq_len, held, topology.ranks, shape)
-        shape = self._split_shape(shape, rule, samples.seq_len[~rule.applies(footprint)])
+        shape = replace(
+            shape,
+            context=self.context,
+            split_sizes=tuple(rule.split_sizes.tolist()),
+            region_segments=rule.segments,
+            longest_whole=int(samples.seq_len[~rule.applies(footprint)].max(initial=1)),
+        )
         mean_row_tokens = self._mean_row_tokens(shape, held, held_weights)
         step_tokens = topology.ranks * mean_row_tokens
         steps = self._window_steps(held, step_tokens)
@@ -305,16 +297,6 @@ class Balanced(Policy):
         epoch = int(footprint.sum() // step_tokens)
         return max(1, min(epoch, max(self.look_ahead, int(np.ceil(_FEWEST_SAMPLES / per_step)))))
 
-    def _split_shape(self, shape: RowShape, rule: SplitRule, whole: np.ndarray) -> RowShape:
-        """The row with its split regions; `whole` are the tokens of samples that are not split."""
-        return replace(
-            shape,
-            context=self.context,
-            split_sizes=tuple(rule.split_sizes.tolist()),
-            region_segments=rule.segments,
-            longest_whole=int(whole.max(initial=1)),
-        )
-
     def _rule(
         self, seq_len: np.ndarray, footprint: np.ndarray, ranks: int, shape: RowShape
     ) -> SplitRule:
@@ -335,7 +317,11 @@ class Balanced(Policy):
         )
         epoch = -(-int(footprint.sum()) // (ranks * capacity))
         steps = max(1, min(epoch, _WINDOWS_FOR_SPLIT_SIZES * steps))
-        drawn = _typical(seq_len, footprint, steps * ranks * capacity)
+        # The longest sample is that of most tokens: with alignment, others may have its footprint.
+        drawn = np.random.default_rng(0).permutation(len(footprint))
+        upto = int(np.searchsorted(np.cumsum(footprint[drawn]), steps * ranks * capacity))
+        drawn = np.r_[drawn[: max(1, upto)], np.argmax(seq_len)]
+        drawn = drawn[np.argsort(-seq_len[drawn], kind="stable")]
         per_step = ranks // self.context
         split_sizes = allowed_split_sizes(
             footprint[drawn],
@@ -349,13 +335,140 @@ class Balanced(Policy):
         return replace(rule, segments=region_segments(rule, footprint))
 
 
-def _typical(seq_len: np.ndarray, footprint: np.ndarray, tokens: int) -> np.ndarray:
-    """Samples with about this many tokens in total, with the longest of all; longest first.
+_MOST_SEARCHED, _FEWEST_RANKS = 4_000, 8
+"""Samples of the epochs that are tried, and ranks to which those of a larger data set shrink."""
+_STEP, _COARSE = 1.01, 8
+"""Ratio of neighbours among the T that may be tried; every eighth is tried first."""
+TRIALS = 24
+"""Epochs that are planned before the search goes on around the best T alone."""
+_COMMON_LENGTHS = 6
+_SLOT_FACTORS_TRIED = (1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)
+"""Slots that are tried, over the mean number of samples of a row."""
+_AMPLE = 4.0
+"""Slots while tokens are chosen, over that mean."""
+_WORTH_OF_SLOTS = 0.003
+"""Share of the time that more slots must save."""
 
-    They depend on the manifest alone. The longest is that of most tokens: with alignment, others
-    may have its footprint.
+
+class RowTrials:
+    """Plans epochs with rows of several sizes.
+
+    Of many samples it draws few, for fewer ranks: samples per rank decide on the steps.
+
+    The time over T, the tokens of a row, is a saw: with fewer tokens the same steps hold less
+    padding, until one step more is needed. Lengths that do not add up to T leave padding too. So
+    epochs are planned at many T, the most promising first, until a lower bound on the time of all
+    others is above the best. Slots for samples are computed too, and too few of them leave rows of
+    short samples unfilled.
+
+    Attributes:
+      policy: what fills the rows.
+      samples: of the epochs.
+      topology: ranks of the epochs.
     """
-    drawn = np.random.default_rng(0).permutation(len(footprint))
-    upto = int(np.searchsorted(np.cumsum(footprint[drawn]), tokens))
-    drawn = np.r_[drawn[: max(1, upto)], np.argmax(seq_len)]
-    return drawn[np.argsort(-seq_len[drawn], kind="stable")]
+
+    def __init__(self, policy: Balanced, samples: Samples, topology: RankTopology):
+        """Draws the samples of the epochs from those of a typical one."""
+        context = policy.context
+        factor = len(samples) / _MOST_SEARCHED
+        if factor > 1:
+            least = min(topology.ranks, max(context, _FEWEST_RANKS // context * context))
+            ranks = max(least, round(topology.ranks / factor / context) * context)
+            count = max(_MOST_SEARCHED, round(len(samples) * ranks / topology.ranks))
+            # Evenly over the lengths, the longest among them.
+            order = np.argsort(samples.seq_len, kind="stable")
+            count = min(count, _MOST_SEARCHED * 4, len(samples))
+            drawn = order[np.linspace(0, len(order) - 1, count).astype(np.int64)]
+            samples = Samples(samples.shape[drawn], samples.seq_len[drawn])
+            topology = RankTopology(ranks, micro_batches_per_step=topology.micro_batches_per_step)
+        self.policy, self.samples, self.topology = policy, samples, topology
+
+    def time(self, tokens: int, slots: int) -> float:
+        """Predicted time of all ranks for a token, with rows of so many tokens and slots."""
+        slots = self.policy.max_segments or slots
+        return self.time_of(replace(self.policy, row_tokens=tokens, max_segments=slots))
+
+    def time_of(self, policy: Balanced) -> float:
+        """Predicted time of all ranks for a token."""
+        split = policy.seconds_per_split_token
+        time = predicted_time(policy, self.samples, self.topology, policy.cost, split)
+        return self._per_token * time
+
+    @property
+    def _per_token(self) -> float:
+        """Time of all ranks for a token, for each unit of time of an epoch."""
+        return self.topology.ranks / float(self.samples.seq_len.sum())
+
+    def best_tokens(self, below: float = np.inf, trials: int = TRIALS) -> tuple[int, float]:
+        """T with the least predicted time, up to the policy's M_mem, and that `time`.
+
+        The smallest that is tried is the longest sample, or its share where it is split. If the
+        longest does not fit, T is M_mem. Where the policy says T, that is taken.
+
+        Args:
+          below: a time that is known of other rows; what cannot be faster is not tried.
+          trials: epochs that are planned before the search goes on around the best T alone.
+        """
+        align, most = self.policy.align, self.policy.capacity
+        footprint = np.sort(-(-self.samples.seq_len // align) * align)[::-1]
+        longest = -(-int(footprint[0]) // (self.policy.context * align)) * align
+        if longest > most:  # the plan refuses it
+            return most, np.inf
+        values = np.asarray([most])
+        if self.policy.row_tokens is None:
+            values = self._candidates(footprint, longest, most)
+        bound = self._lower_bounds(values, footprint)
+        times = np.full(len(values), np.inf)
+
+        def try_out(places: Iterable[int], trials: int) -> None:
+            for place in sorted(places, key=lambda place: float(bound[place])):
+                if trials and np.isinf(times[place]) and bound[place] < min(below, times.min()):
+                    slots = slots_for(self.samples, int(values[place]), _AMPLE)
+                    times[place] = self.time(int(values[place]), slots)
+                    trials -= 1
+
+        try_out({*range(0, len(values), _COARSE), len(values) - 1}, trials)
+        try_out(np.argsort(bound, kind="stable")[:trials].tolist(), trials // 2)
+        for reach in (_COARSE // 2, 2):
+            for best in np.argsort(times, kind="stable")[:2].tolist():
+                near = range(max(0, best - reach), min(len(values), best + reach + 1))
+                try_out(near, min(2 * reach, trials // 3))
+        return int(values[times.argmin()]), float(times.min())
+
+    def best_slots(self, tokens: int) -> int:
+        """Slots of rows of so many tokens with the least predicted time.
+
+        The fewest that are as good as the best: each slot takes memory.
+        """
+        tried = sorted({slots_for(self.samples, tokens, factor) for factor in _SLOT_FACTORS_TRIED})
+        times = [self.time(tokens, slots) for slots in tried]
+        enough = [n for n, time in enumerate(times) if time <= (1 + _WORTH_OF_SLOTS) * min(times)]
+        return tried[enough[0]]
+
+    def _candidates(self, footprint: np.ndarray, least: int, most: int) -> np.ndarray:
+        """[K] int64, ascending: T evenly on a logarithmic scale, and sums of common lengths."""
+        align, count = self.policy.align, int(np.ceil(np.log(most / least) / np.log(_STEP))) + 1
+        even = np.geomspace(least, most, count)
+        lengths, counts = np.unique(footprint, return_counts=True)
+        common = lengths[np.argsort(-lengths * counts, kind="stable")[:_COMMON_LENGTHS]]
+        sums = {int(most // length * length) for length in common}
+        for first in common[common <= most]:
+            sums |= {int(first + (most - first) // other * other) for other in common}
+        total = int(footprint.sum())
+        rows = self.topology.ranks * np.arange(1, 5)
+        found = -(-np.r_[even, total / rows, list(sums)].astype(np.int64) // align)
+        found = np.unique(found * align)
+        found = found[(found >= least) & (found <= most)]
+        return np.unique(np.r_[least, found, most // align * align or most])
+
+    def _lower_bounds(self, values: np.ndarray, footprint: np.ndarray) -> np.ndarray:
+        """[K]: what `time` is at least with rows of these tokens ([K])."""
+        ranks, weight = self.topology.ranks, marginal_cost(self.policy.cost, footprint)
+        steps = np.ceil(footprint.sum() / (ranks * values.astype(np.float64))).astype(np.int64)
+        empty = empty_row_cost(self.policy.cost, values, np.zeros(len(values)))
+        least = weight.sum() / ranks
+        if self.policy.context == 1:
+            # The costliest samples of all steps: those of one step hide ranks − 1 others.
+            upto = np.cumsum(weight[::ranks])
+            least = np.maximum(least, upto[np.minimum(steps, len(upto)) - 1])
+        return np.asarray(self._per_token * (steps * empty + least))
