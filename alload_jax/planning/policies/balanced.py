@@ -17,21 +17,13 @@ from alload_jax.planning.policies.grouping import SampleBounds
 from alload_jax.planning.policies.packed import (
     PackedEpochBuilder,
     PackedSettings,
-    Window,
-    place_epoch,
     refuse_unplaceable,
     row_shape,
     slots_for,
 )
 from alload_jax.planning.policies.policy import MOST, Policy, RankTopology
 from alload_jax.planning.policies.search import predicted_time
-from alload_jax.planning.policies.splitting import (
-    SplitRule,
-    allowed_split_sizes,
-    longest_whole,
-    region_multiple,
-    region_segments,
-)
+from alload_jax.planning.policies.splitting import SplitRule, allowed_split_sizes
 from alload_jax.planning.samples import Samples
 
 _FEWEST_SAMPLES = 8192
@@ -45,6 +37,8 @@ MOST_PRICE = 0.03
 _WIDER, _WIDENINGS = 1.15, 32
 """Factor between the bounds that are tried, and their number."""
 
+_EXTRA_SAMPLES = 4
+"""Short samples that a group's split regions hold beside as many split samples as fit."""
 _WINDOWS_FOR_SPLIT_SIZES = 8
 """From which the values of A are chosen: split samples are few, and vary from window to window."""
 
@@ -218,6 +212,10 @@ class Balanced(Policy):
         mean_row_tokens = self._mean_row_tokens(shape, held, held_weights)
         step_tokens = topology.ranks * mean_row_tokens
         steps = self._window_steps(held, step_tokens)
+        bounds, spread = None, self.sample_spread
+        if spread is not None and spread != np.inf:
+            mean = step_tokens / float(held.mean())
+            bounds = SampleBounds(mean / spread, mean, mean * spread)
         planner = WindowPlanner(
             samples=samples,
             shape=shape,
@@ -227,20 +225,14 @@ class Balanced(Policy):
             token_cost=float(self._model.padding_cost(np.asarray(self.capacity))) / self.capacity,
             split_token_cost=self.seconds_per_split_token,
             max_load=self._max_load(shape),
-            bounds=self._bounds(step_tokens / float(held.mean())),
+            bounds=bounds,
             ranks=topology.ranks,
             step_tokens=step_tokens,
             steps=steps,
             rng=rng,
         )
         epoch = PackedEpochBuilder(shape, topology)
-
-        def place(window: Window) -> np.ndarray:
-            placed_steps, placed = planner.place(window)
-            epoch.add(placed_steps)
-            return placed
-
-        place_epoch(samples.shuffled(rng), footprint, steps * step_tokens, place)
+        epoch.place(samples.shuffled(rng), footprint, steps * step_tokens, planner.place)
         return epoch.finish(rng)
 
     def m_comp_measure(self, seq_len: np.ndarray) -> np.ndarray:
@@ -281,16 +273,6 @@ class Balanced(Policy):
         # Where even one sample is over M_comp, a row holds one.
         return float(max(mean, min(shape.capacity, by_load, shape.segments * mean)))
 
-    def _bounds(self, samples_per_step: float) -> SampleBounds | None:
-        """Bounds on the samples of a step, from their mean."""
-        if self.sample_spread is None or self.sample_spread == np.inf:
-            return None
-        return SampleBounds(
-            samples_per_step / self.sample_spread,
-            samples_per_step,
-            samples_per_step * self.sample_spread,
-        )
-
     def _window_steps(self, footprint: np.ndarray, step_tokens: float) -> int:
         """Steps of a window: the look-ahead, or more to hold enough samples; at most an epoch's."""
         per_step = max(1.0, step_tokens / float(footprint.mean()))
@@ -310,8 +292,10 @@ class Balanced(Policy):
         if self.refitted:
             return replace(self, refitted=None)._rule(seq_len, footprint, ranks, shape)
         weights = self._weights(seq_len)
-        whole = longest_whole(footprint, weights, capacity, self.split_above)
-        rule = replace(rule, longest_whole=whole)
+        share = self.split_above * float(weights.sum() / footprint.sum() * capacity)
+        heavy = footprint[weights > share]
+        longest_whole = min(capacity, int(heavy.min(initial=capacity + 1)) - 1)
+        rule = replace(rule, longest_whole=longest_whole)
         steps = self._window_steps(
             footprint, ranks * self._mean_row_tokens(shape, footprint, weights)
         )
@@ -329,10 +313,15 @@ class Balanced(Policy):
             rule,
             steps * per_step,
             per_step,
-            region_multiple(capacity, self.align),
+            self.align,
         )
         rule = replace(rule, split_sizes=split_sizes)
-        return replace(rule, segments=region_segments(rule, footprint))
+        split = rule.applies(footprint)
+        if not split.any():
+            return rule
+        # Slots that split regions have use for: each costs every rank memory.
+        fit = self.context * int(split_sizes[-1]) // int(footprint[split].min())
+        return replace(rule, segments=min(segments, fit + _EXTRA_SAMPLES))
 
 
 _MOST_SEARCHED, _FEWEST_RANKS = 4_000, 8

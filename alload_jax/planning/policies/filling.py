@@ -1,6 +1,5 @@
 """Places one window of samples after another for `balanced`: fill rows, group, lay out."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -145,12 +144,18 @@ class WindowPlanner:
         if not window.is_last:
             steps = max(1, min(self.steps, round(wanted)))
             return self._grouped(window, self._filled(window, strategy, steps))
-        # Even with a row for each sample, more steps than samples would not help.
-        for more in _growing(len(window.sample)):
+        # One step more at first; where much is missing, soon many more. Even with a row for each
+        # sample, more steps than samples would not help.
+        more, attempt, most = 0, 0, len(window.sample)
+        while True:
             rows = self._filled(window, strategy, int(np.ceil(wanted)) + more)
             missing = rows.group == UNPLACED
             if not missing.any():
                 return self._grouped(window, rows)
+            if more == most:
+                break
+            attempt += 1
+            more = min(most, int(_GROWTH**attempt))
         raise InputError(
             f"policy balanced: no row has room for a sample of {window.footprint[missing].max()} "
             "tokens; raise planning.m_mem or planning.m_comp"
@@ -247,7 +252,14 @@ class WindowPlanner:
         samples = np.bincount(rows.group[rows.group != UNPLACED], minlength=groups)
         bounds = self.bounds and self.bounds.eased(window.easing**_EASED_BOUNDS)
         units = Units(cost.max(axis=1), cost.mean(axis=1), samples, TOLERANCE * window.easing)
-        steps, split_tokens = self._steps_of(rows.regions, units, bounds, window.is_last)
+        of_size, tokens = [], []
+        for size in np.unique(rows.regions.tokens):  # groups of a step have equal A
+            same = np.flatnonzero(rows.regions.tokens == size)
+            per_step = self.groups_per_step
+            chosen = group_into_steps(units.of(same), per_step, bounds, window.is_last)
+            of_size.append(np.where(chosen == EMPTY, EMPTY, same[chosen]))
+            tokens.append(np.full(len(chosen), size))
+        steps, split_tokens = np.concatenate(of_size), np.concatenate(tokens)
         placed = window.sample[_positions(steps, groups)[rows.group] != UNPLACED]
         work = self.weights[placed].sum()
         work += self.token_cost * self.samples.seq_len[placed].sum()
@@ -255,45 +267,20 @@ class WindowPlanner:
         time = float(most.sum()) * self.ranks
         return _Candidate(rows, steps, split_tokens, float(work) / time if time else 0.0)
 
-    def _steps_of(
-        self, regions: SplitRegions, units: Units, bounds: SampleBounds | None, place_all: bool
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Groups of equal A and about equal cost in a step.
-
-        Args:
-          regions: of the G groups.
-          units: the groups.
-          bounds: on the samples of a step.
-          place_all: see `group_into_steps`.
-
-        Returns:
-          [K, groups_per_step] int64, groups or EMPTY, and [K] int64, A of each step.
-        """
-        steps, tokens = [], []
-        for size in np.unique(regions.tokens):
-            same = np.flatnonzero(regions.tokens == size)
-            per_step = self.groups_per_step
-            chosen = group_into_steps(units.of(same), per_step, bounds, place_all)
-            steps.append(np.where(chosen == EMPTY, EMPTY, same[chosen]))
-            tokens.append(np.full(len(chosen), size))
-        return np.concatenate(steps), np.concatenate(tokens)
-
     def _laid_out(self, window: Window, found: _Candidate) -> tuple[PlacedSteps, np.ndarray]:
         """The steps with groups in random order, and a mask of the samples that they hold."""
         steps = self.rng.permuted(found.steps, axis=1)
         at = _positions(steps, len(found.rows.regions.tokens))[found.rows.group]
         # Samples of equal tokens are exchanged, which changes no cost, for new company.
-        sample = _shuffled_among_equals(self.samples.seq_len[window.sample], self.rng)
+        seq_len = self.samples.seq_len[window.sample]
+        shuffled, by_length = self.rng.permutation(len(at)), np.argsort(seq_len, kind="stable")
+        sample = np.empty(len(at), np.int64)
+        sample[by_length] = shuffled[np.argsort(seq_len[shuffled], kind="stable")]
         placed = np.zeros(len(at), bool)
         placed[sample[at != UNPLACED]] = True
-        return self._parts(window.taken(sample), found.rows, at, found.split_tokens), placed
-
-    def _parts(
-        self, window: Window, rows: FilledRows, at: np.ndarray, split_tokens: np.ndarray
-    ) -> PlacedSteps:
-        """Turns (group, row) into (step, rank), and split samples into their ranks' parts."""
-        context, regions, row = self.rule.context, rows.regions, rows.row
-        seq_len = self.samples.seq_len[window.sample]
+        window, seq_len = window.taken(sample), seq_len[sample]
+        # (group, row) become (step, rank), and split samples their ranks' parts.
+        context, regions, row = self.rule.context, found.rows.regions, found.rows.row
         whole = np.flatnonzero((at != UNPLACED) & (row != UNPLACED))
         split = np.flatnonzero((at != UNPLACED) & (row == UNPLACED))
         split = split[np.argsort(regions.group[split], kind="stable")]
@@ -303,15 +290,16 @@ class WindowPlanner:
         )
         of = np.r_[whole, split[item]]
         step, place_in_step = np.divmod(at[of], self.groups_per_step)
-        return PlacedSteps(
+        steps_of_window = PlacedSteps(
             sample=window.sample[of],
             step=step,
             rank=place_in_step * context + np.r_[row[whole] % context, member],
             tokens=np.r_[seq_len[whole], tokens],
             offset=np.r_[np.zeros(len(whole), np.int64), offset],
             is_split=np.r_[np.zeros(len(whole), bool), np.ones(len(item), bool)],
-            split_tokens=split_tokens,
+            split_tokens=found.split_tokens,
         )
+        return steps_of_window, placed
 
 
 def _positions(steps: np.ndarray, groups: int) -> np.ndarray:
@@ -348,24 +336,6 @@ def _regrouped(
     moved = np.empty_like(load)
     moved[moved_to] = whole
     return np.where(row == UNPLACED, UNPLACED, moved_to[row]), moved + split
-
-
-def _growing(most: int) -> Iterator[int]:
-    """Steps to add: one more at first; where much is missing, soon many more; in the end `most`."""
-    more, attempt = 0, 0
-    while more < most:
-        yield more
-        attempt += 1
-        more = int(_GROWTH**attempt)
-    yield most
-
-
-def _shuffled_among_equals(values: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """[N] int64: a random permutation that exchanges equal values alone."""
-    shuffled = rng.permutation(len(values))
-    found = np.empty(len(values), np.int64)
-    found[np.argsort(values, kind="stable")] = shuffled[np.argsort(values[shuffled], kind="stable")]
-    return found
 
 
 def _starts(group: np.ndarray, footprint: np.ndarray) -> np.ndarray:

@@ -51,38 +51,6 @@ class Window:
         return replace(self, sample=self.sample[order], footprint=self.footprint[order])
 
 
-PlaceWindow = Callable[[Window], np.ndarray]
-"""Places what it can of a window, all of the last one; returns a mask [N] of what it placed."""
-
-
-def place_epoch(
-    order: np.ndarray, footprint: np.ndarray, window_tokens: float, place: PlaceWindow
-) -> None:
-    """Hands `place` window after window, until all samples are placed.
-
-    Args:
-      order: [N] int64, sample numbers of the epoch, shuffled.
-      footprint: tokens that each sample of the manifest takes.
-      window_tokens: of a window, deferred samples included.
-      place: places a window.
-    """
-    upto = np.r_[0, np.cumsum(footprint[order])]
-    waiting, taken, easing = order[:0], 0, 1.0
-    while taken < len(order) or len(waiting):
-        ready = int(footprint[waiting].sum())
-        stop = len(order)
-        if ready + int(upto[-1] - upto[taken]) > _LAST * window_tokens:
-            most = int(upto[taken]) + max(0, int(window_tokens) - ready)
-            stop = int(np.searchsorted(upto, most, side="right")) - 1
-            if not len(waiting):  # one sample may be more than a window
-                stop = max(stop, taken + 1)
-        waiting, taken = np.r_[waiting, order[taken:stop]], stop
-        waiting = waiting[np.argsort(-footprint[waiting], kind="stable")]
-        placed = place(Window(waiting, footprint[waiting], taken == len(order), easing))
-        easing = 1.0 if placed.any() else easing * _EASING
-        waiting = waiting[~placed]
-
-
 MOST_CORRELATION = 0.1
 """Correlation of a step's place with the mean length of its samples above which another order is
 drawn."""
@@ -238,13 +206,47 @@ def whole_samples(
     )
 
 
+PlaceWindow = Callable[[Window], tuple[PlacedSteps, np.ndarray]]
+"""Places what it can of a window, all of the last one: its steps, and a mask [N] of what it placed.
+"""
+
+
 @dataclass
 class PackedEpochBuilder:
-    """Joins the windows' steps into an epoch."""
+    """Places windows, and joins their steps into an epoch."""
 
     shape: RowShape
     topology: RankTopology
     _windows: list[PlacedSteps] = field(default_factory=list)
+
+    def place(
+        self, order: np.ndarray, footprint: np.ndarray, window_tokens: float, place: PlaceWindow
+    ) -> None:
+        """Places window after window, until all samples are placed.
+
+        Args:
+          order: [N] int64, sample numbers of the epoch, shuffled.
+          footprint: tokens that each sample of the manifest takes.
+          window_tokens: of a window, deferred samples included.
+          place: places a window.
+        """
+        upto = np.r_[0, np.cumsum(footprint[order])]
+        waiting, taken, easing = order[:0], 0, 1.0
+        while taken < len(order) or len(waiting):
+            ready = int(footprint[waiting].sum())
+            stop = len(order)
+            if ready + int(upto[-1] - upto[taken]) > _LAST * window_tokens:
+                most = int(upto[taken]) + max(0, int(window_tokens) - ready)
+                stop = int(np.searchsorted(upto, most, side="right")) - 1
+                if not len(waiting):  # one sample may be more than a window
+                    stop = max(stop, taken + 1)
+            waiting, taken = np.r_[waiting, order[taken:stop]], stop
+            waiting = waiting[np.argsort(-footprint[waiting], kind="stable")]
+            window = Window(waiting, footprint[waiting], taken == len(order), easing)
+            steps, placed = place(window)
+            self.add(steps)
+            easing = 1.0 if placed.any() else easing * _EASING
+            waiting = waiting[~placed]
 
     def add(self, steps: PlacedSteps) -> None:
         """Appends a window's steps."""
@@ -262,7 +264,10 @@ class PackedEpochBuilder:
         turns = len(split_tokens) // ranks
         tokens, is_split = self._column("tokens")[order], self._column("is_split")[order]
         offsets = np.searchsorted(row, np.arange(turns * ranks + 1))
-        after = _after_split_region(is_split, self.shape.footprint(tokens), row, offsets)
+        # Where each whole sample begins, counted from the end of its row's split samples.
+        taken = np.where(is_split, 0, self.shape.footprint(tokens))
+        before = np.cumsum(taken) - taken
+        after = before - np.r_[before, before[-1:] + taken[-1:]][offsets[:-1]][row]
         step, micro_batch = np.divmod(np.arange(turns), self.topology.micro_batches_per_step)
         return EpochPlan(
             ranks=ranks,
@@ -305,16 +310,6 @@ class PackedEpochBuilder:
         split_tokens = np.empty(turns, np.int64)
         split_tokens[place] = self._column("split_tokens")
         return order, row[order], np.repeat(split_tokens, ranks)
-
-
-def _after_split_region(
-    is_split: np.ndarray, footprint: np.ndarray, row: np.ndarray, offsets: np.ndarray
-) -> np.ndarray:
-    """[P]: where each whole sample begins, counted from the end of its row's split samples."""
-    taken = np.where(is_split, 0, footprint)
-    before = np.cumsum(taken) - taken
-    start = np.r_[before, before[-1:] + taken[-1:]][offsets[:-1]]
-    return before - start[row]
 
 
 _SLOT_FACTOR = 4.0
@@ -377,17 +372,17 @@ class FirstFit(Policy):
         shape = replace(shape, longest_whole=int(samples.seq_len.max()))
         epoch = PackedEpochBuilder(shape, topology)
 
-        def place(window: Window) -> np.ndarray:
+        def place(window: Window) -> tuple[PlacedSteps, np.ndarray]:
             row, rows = first_fit_decreasing(window.footprint, shape)
             steps = -(-rows // topology.ranks) if window.is_last else rows // topology.ranks
             placed = row < steps * topology.ranks
             step, rank = np.divmod(rng.permutation(steps * topology.ranks), topology.ranks)
             where, sample = row[placed], window.sample[placed]
-            epoch.add(whole_samples(sample, samples.seq_len, step[where], rank[where], steps))
-            return placed
+            found = whole_samples(sample, samples.seq_len, step[where], rank[where], steps)
+            return found, placed
 
         window_tokens = self.look_ahead * topology.ranks * shape.capacity
-        place_epoch(samples.shuffled(rng), shape.footprint(samples.seq_len), window_tokens, place)
+        epoch.place(samples.shuffled(rng), shape.footprint(samples.seq_len), window_tokens, place)
         return epoch.finish(rng)
 
 
@@ -406,7 +401,14 @@ def first_fit_decreasing(footprint: np.ndarray, shape: RowShape) -> tuple[np.nda
     rows_of_length: list[list[np.ndarray]] = [[] for _ in lengths]
     left, rows = len(footprint), 0
     while left:
-        content = _fill_row(stock, shape)
+        content: dict[int, int] = {}
+        free, free_slots = shape.capacity, shape.segments
+        while free_slots and (kind := stock.longest_within(free)) >= 0:
+            taken = min(stock.counts[kind], free // stock.lengths[kind], free_slots)
+            stock.take(kind, taken)
+            content[kind] = taken
+            free -= taken * stock.lengths[kind]
+            free_slots -= taken
         # Further rows are the same while there are enough of each length in it.
         more = min(stock.counts[kind] // taken for kind, taken in content.items())
         for kind, taken in content.items():
@@ -416,19 +418,6 @@ def first_fit_decreasing(footprint: np.ndarray, shape: RowShape) -> tuple[np.nda
         rows += 1 + more
     by_length = [row for kind in reversed(rows_of_length) for row in kind]
     return np.concatenate(by_length), rows
-
-
-def _fill_row(stock: "_Stock", shape: RowShape) -> dict[int, int]:
-    """Takes a row's items out of the stock; returns how many of each kind."""
-    content: dict[int, int] = {}
-    free, free_slots = shape.capacity, shape.segments
-    while free_slots and (kind := stock.longest_within(free)) >= 0:
-        taken = min(stock.counts[kind], free // stock.lengths[kind], free_slots)
-        stock.take(kind, taken)
-        content[kind] = taken
-        free -= taken * stock.lengths[kind]
-        free_slots -= taken
-    return content
 
 
 class _Stock:

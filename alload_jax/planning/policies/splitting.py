@@ -96,7 +96,10 @@ def assign_greedily(
         longest = int(footprint[first])
         admitted = np.flatnonzero(bins.admit(longest, float(weight[first])))
         if not len(admitted):
-            first = _next_that_may_fit(footprint, bins, first)
+            # The next item that is shorter, and no longer than the freest bin.
+            most = int(bins.free[bins.free_slots > 0].max(initial=0))
+            shorter = int(np.searchsorted(-footprint, -min(most, longest - 1)))
+            first = max(first + 1, shorter)
             continue
         need = target - bins.load[admitted]
         if per_token:
@@ -115,21 +118,12 @@ def assign_greedily(
     return found
 
 
-def _next_that_may_fit(footprint: np.ndarray, bins: Bins, first: int) -> int:
-    """The next item shorter than the one that fits nowhere, and no longer than the freest bin."""
-    most = int(bins.free[bins.free_slots > 0].max(initial=0))
-    shorter = int(np.searchsorted(-footprint, -min(most, int(footprint[first]) - 1)))
-    return max(first + 1, shorter)
-
-
 _MOST_SIZES = 4
 """Maximum number of allowed split sizes, not counting 0."""
 _MOST_TRIED = 100
 """Sizes among which those are chosen."""
 _STEPS_OF_ROW = 128
 """The unit of A is at most this share of a row."""
-_EXTRA_SAMPLES = 4
-"""Short samples that a group's split regions hold beside as many split samples as fit."""
 _MARGIN = 1.25
 """The largest A over what the mean group needs, at least."""
 
@@ -174,21 +168,6 @@ class SplitRegions:
     load: np.ndarray
 
 
-def longest_whole(
-    footprint: np.ndarray, weight: np.ndarray, capacity: int, split_above: float
-) -> int:
-    """Tokens of the longest sample that is not split.
-
-    Args:
-      footprint, weight: [N], of the data set's samples.
-      capacity: tokens of a row.
-      split_above: samples that weigh more than this many times a mean row that is full are split.
-    """
-    share = split_above * float(weight.sum() / footprint.sum() * capacity)
-    heavy = footprint[weight > share]
-    return min(capacity, int(heavy.min(initial=capacity + 1)) - 1)
-
-
 def fill_split_regions(
     rule: SplitRule,
     footprint: np.ndarray,
@@ -220,7 +199,12 @@ def fill_split_regions(
         footprint[split], weight[split], bins, target_load(weight[split], groups)
     )
     used = rule.context * rule.split_sizes[-1] - bins.free
-    tokens = _split_sizes_of(used, rule, per_step)
+    # The least allowed A that holds all groups of a step, which are of similar load.
+    order = np.argsort(-used, kind="stable")
+    most = used[order][::per_step]
+    size = rule.split_sizes[np.searchsorted(rule.split_sizes * rule.context, most)]
+    tokens = np.empty_like(used)
+    tokens[order] = np.repeat(size, per_step)
     bins.free[:] = rule.context * tokens - used
     others = np.flatnonzero(~split & (footprint <= bins.free.max(initial=0)))
     found[others] = assign_greedily(
@@ -229,45 +213,31 @@ def fill_split_regions(
     return SplitRegions(found, tokens, bins.load)
 
 
-def region_segments(rule: SplitRule, footprint: np.ndarray) -> int:
-    """Slots that a group's split regions have use for: each slot costs every rank memory."""
-    split = rule.applies(footprint)
-    if not split.any():
-        return rule.segments
-    fit = rule.context * int(rule.split_sizes[-1]) // int(footprint[split].min())
-    return min(rule.segments, fit + _EXTRA_SAMPLES)
-
-
-def region_multiple(row_capacity: int, align: int) -> int:
-    """Tokens of which A is a multiple: large, so that kernels' blocks divide regions evenly.
-
-    The most that is a power of two times `align` and divides the row into `_STEPS_OF_ROW` or more.
-    """
-    multiple = align
-    while row_capacity % (2 * multiple) == 0 and 2 * multiple * _STEPS_OF_ROW <= row_capacity:
-        multiple *= 2
-    return multiple
-
-
 def allowed_split_sizes(
     footprint: np.ndarray,
     weight: np.ndarray,
     rule: SplitRule,
     groups: int,
     per_step: int,
-    multiple: int,
+    align: int,
 ) -> np.ndarray:
     """The few values of A that leave least of the regions empty, for samples like these.
+
+    They are multiples of a number that is as large as a power of two times `align` can be, of
+    which `_STEPS_OF_ROW` or more make up a row, so that kernels' blocks divide regions evenly.
 
     Args:
       footprint, weight: [N], of a window's samples, longest first.
       rule: its split_sizes are not read.
       groups, per_step: see `fill_split_regions`.
-      multiple: values are multiples of it.
+      align: of samples' beginnings.
     """
     split = rule.applies(footprint)
     if not split.any():
         return np.zeros(1, np.int64)
+    multiple = align
+    while rule.capacity % (2 * multiple) == 0 and 2 * multiple * _STEPS_OF_ROW <= rule.capacity:
+        multiple *= 2
     most = rule.context * rule.capacity
     bins = Bins(np.full(groups, most), np.zeros(groups), np.full(groups, len(footprint)), np.inf)
     assign_greedily(footprint[split], weight[split], bins, target_load(weight[split], groups))
@@ -306,13 +276,3 @@ def split_evenly(
     begin = np.maximum(start[item], rank * region[item])
     end = np.minimum((start + tokens)[item], (rank + 1) * region[item])
     return item, rank, begin - rank * region[item], end - begin
-
-
-def _split_sizes_of(used: np.ndarray, rule: SplitRule, per_step: int) -> np.ndarray:
-    """[G]: the least allowed A that holds all groups of a step, which are of similar load."""
-    order = np.argsort(-used, kind="stable")
-    most = used[order][::per_step]
-    size = rule.split_sizes[np.searchsorted(rule.split_sizes * rule.context, most)]
-    tokens = np.empty_like(used)
-    tokens[order] = np.repeat(size, per_step)
-    return tokens
