@@ -16,7 +16,6 @@ from alload_jax.planning.architecture import Architecture
 from alload_jax.planning.cost import (
     CostFile,
     MemoryModel,
-    PowerCost,
     QuadraticCost,
     assumed_terms,
     bucketed_cost,
@@ -196,11 +195,15 @@ def analytic_costs(
     quadratic = step_cost(architecture, device, remat, trained)
     memory = step_memory(architecture, device, remat, shards, trained)
     budget = USABLE_SHARE * device.memory if budget is None else budget
+    # The power law is fitted in logarithms, to micro-batches of about as many tokens each.
+    rows = _FILLED // LENGTHS
+    seconds = bucketed_cost(quadratic, rows, LENGTHS)
+    columns = zip(rows.tolist(), LENGTHS.tolist(), seconds.tolist(), strict=True)
     details = {"margin": margin, "shards": shards, "device": dataclasses.asdict(device)}
     if trained != ALL_TRAINED:
         details["trained"] = dataclasses.asdict(trained)
     return CostFile(
-        power=_power_law(quadratic),
+        power=fit_power([Point(*values) for values in columns]).model,
         quadratic=quadratic,
         sparse=assumed_terms(quadratic),
         memory=memory,
@@ -241,9 +244,11 @@ def _cost_by_policy(
     kept = flops.feed_forward_output / rate if again.but_output else 0.0
     attention = (1 + _BACKWARD_ATTENTION) / (device.peak_flops * device.attention_share)
     attention += again.attention / (device.peak_flops * device.attention_forward_share)
-    elementwise = _elementwise_bytes(architecture, device, again) / (
-        device.bandwidth * device.elementwise_share
-    )
+    counts = architecture.activations()
+    repeated = counts.forward_traffic - counts.once_traffic * again.feed_forward_kept
+    repeated -= counts.norms_traffic * again.but_norms
+    values = counts.forward_traffic + repeated * again.elementwise + counts.backward_traffic
+    elementwise = device.compute_bytes * values / (device.bandwidth * device.elementwise_share)
     return QuadraticCost(
         c0=_fixed_seconds(architecture, device, again, trained),
         c1=flops.matmul_per_token * products
@@ -272,7 +277,10 @@ def step_memory(
     fixed = state_bytes(architecture.parameters(), trained, replicas) / shards + WORKSPACE_BYTES
     activations = architecture.activations()
     policies = policies_of(remat)
-    copied = _copied_share(architecture, len(policies))
+    # Of what layers keep, the share that a loop holds besides where policies repeat: at most twice
+    # an iteration's, as compiled for an H200; a loop of one layer copies as it goes.
+    layers = getattr(architecture, "num_layers", len(policies))
+    copied = 2 * len(policies) / layers if len(policies) > 1 else 0.0
     kept = _mean(map(architecture.kept_activations, policies)) * (1 + copied)
     values = kept + activations.working_set
     if trained.parameters is not None:
@@ -286,16 +294,6 @@ def step_memory(
 def _mean(values: Iterable[float]) -> float:
     found = list(values)
     return sum(found) / len(found)
-
-
-def _copied_share(architecture: Architecture, policies: int) -> float:
-    """Of what layers keep, the share that a loop holds besides where policies repeat.
-
-    It is at most twice an iteration's, as compiled for an H200; a loop of one layer copies as it
-    goes.
-    """
-    layers = getattr(architecture, "num_layers", policies)
-    return 2 * policies / layers if policies > 1 else 0.0
 
 
 def state_bytes(parameters: int, trained: Trained = ALL_TRAINED, replicas: int = 1) -> int:
@@ -327,15 +325,6 @@ def bytes_per_split_token(
     return float(passes * compute_bytes * architecture.activations().split_exchange)
 
 
-def _elementwise_bytes(architecture: Architecture, device: Device, again: _Recomputed) -> float:
-    """Bytes that elementwise work reads and writes for each token of a step."""
-    counts = architecture.activations()
-    repeated = counts.forward_traffic - counts.once_traffic * again.feed_forward_kept
-    repeated -= counts.norms_traffic * again.but_norms
-    values = counts.forward_traffic + repeated * again.elementwise + counts.backward_traffic
-    return device.compute_bytes * values
-
-
 def _fixed_seconds(
     architecture: Architecture, device: Device, again: _Recomputed, trained: Trained
 ) -> float:
@@ -345,11 +334,3 @@ def _fixed_seconds(
     total = architecture.parameters()
     moved = trained.of(total) * _UPDATE_BYTES + total * _WEIGHT_BYTES * passes
     return kernels * device.kernel_seconds + moved / device.bandwidth
-
-
-def _power_law(quadratic: QuadraticCost) -> PowerCost:
-    """The power law fitted in logarithms over `LENGTHS`, for micro-batches of `_FILLED` tokens."""
-    rows = _FILLED // LENGTHS
-    seconds = bucketed_cost(quadratic, rows, LENGTHS)
-    columns = zip(rows.tolist(), LENGTHS.tolist(), seconds.tolist(), strict=True)
-    return fit_power([Point(*values) for values in columns]).model

@@ -75,7 +75,14 @@ def make_plan(
     Raises:
       InputError: a sample cannot be placed, or a bound is missing.
     """
-    topology, typical = _rank_topology(config, ranks, ranks_per_group), samples.typical()
+    grouped = config.ranks_mode == "independent" and not config.traits.packed
+    topology = RankTopology(
+        config.ranks or ranks,
+        config.ranks_mode or "synchronous",
+        config.micro_batches_per_step,
+        (config.ranks_per_group or ranks_per_group) if grouped else 1,
+    )
+    typical = samples.typical()
     costs = costs or config.costs()
     if isinstance(config.context, int) and (heads := costs.heads_left_by(config.context)):
         raise InputError(
@@ -87,17 +94,16 @@ def make_plan(
     if config.m_comp == "longest":
         open_bound = make_policy(replace(config, m_comp=None), costs).fitted(typical, topology)
         config = replace(config, m_comp=longest_alone(open_bound, samples))
-    elif config.m_comp == "auto" or _searches_m_comp(config, costs):
+    elif config.m_comp == "auto" or (
+        config.traits.m_comp_by_default
+        and config.m_comp is None
+        and costs.m_comp is None
+        and in_seconds(config.predictor(costs))
+    ):
         return _with_best_m_comp(config, samples, topology, seed, costs)
     share = program_share(config, typical, topology, costs)
     policy = make_policy(config, costs).fitted(typical, topology, share)
     return Plan(samples, policy, topology, seed)
-
-
-def _searches_m_comp(config: PlanningConfig, costs: CostFile) -> bool:
-    """Whether an M_comp that nothing gives is searched: by default, if costs are seconds."""
-    given = config.m_comp is not None or costs.m_comp is not None
-    return config.traits.m_comp_by_default and not given and in_seconds(config.predictor(costs))
 
 
 def program_share(
@@ -187,16 +193,6 @@ def m_comp_curve(
         topology,
         config.predictor(costs),
         config.seconds_per_split_token(costs),
-    )
-
-
-def _rank_topology(config: PlanningConfig, ranks: int, ranks_per_group: int) -> RankTopology:
-    grouped = config.ranks_mode == "independent" and not config.traits.packed
-    return RankTopology(
-        config.ranks or ranks,
-        config.ranks_mode or "synchronous",
-        config.micro_batches_per_step,
-        (config.ranks_per_group or ranks_per_group) if grouped else 1,
     )
 
 
@@ -290,8 +286,13 @@ def choose_policy(
         except InputError as error:
             refusals.append(error)
             continue
-        share = len(samples_of(policy)) / len(samples)
-        found.append((_seconds(plan, each, costs, unit, share, length), each))
+        epoch, share = plan.epoch(0), len(samples_of(policy)) / len(samples)
+        model, split = each.predictor(costs), each.seconds_per_split_token(costs)
+        time = share * makespan(epoch, samples.seq_len, model, split)
+        if unit:
+            first_step = costs.first_step_seconds(programs_of(epoch))
+            time = length.seconds(time, max(1, round(share * epoch.steps)), first_step)
+        found.append((time, each))
     if not found and not refusals:
         raise InputError(
             f"planning.ranks_mode is {config.ranks_mode}, but one rank, or devices of one shape "
@@ -307,20 +308,3 @@ def choose_policy(
         ratio = others[0][0] / chosen[0]
         reason += f"; {case_name(others[0][1])}, the next, is predicted at {ratio:.2f} of its time"
     return Choice(chosen[1], reason)
-
-
-def _seconds(
-    plan: Plan,
-    config: PlanningConfig,
-    costs: CostFile,
-    in_seconds: bool,
-    share: float,
-    length: RunLength,
-) -> float:
-    """Predicted time of the run for each of its epochs, of `share` times the plan's samples."""
-    epoch, split = plan.epoch(0), config.seconds_per_split_token(costs)
-    time = share * makespan(epoch, plan.samples.seq_len, config.predictor(costs), split)
-    if not in_seconds:
-        return time
-    first_step = costs.first_step_seconds(programs_of(epoch))
-    return length.seconds(time, max(1, round(share * epoch.steps)), first_step)

@@ -358,7 +358,7 @@ def fit_run(rows: Sequence[_Row], planned_by: QuadraticCost | None) -> RunFit:
       InputError: too few steps have the fields that a fit needs.
     """
     count = len(planned_by.coefficients) if planned_by else _last_terms(rows)
-    used = [row for row in rows if _usable(row, count) and _waited_little(row)]
+    used = [row for row in rows if _usable(row, count)]
     if len(used) < _LEAST_STEPS:
         raise InputError(
             f"{len(used)} steps can be fitted; a run of at least {_LEAST_STEPS} steps, which this "
@@ -390,18 +390,18 @@ def _last_terms(rows: Sequence[_Row]) -> int:
 
 
 def _usable(row: _Row, count: int) -> bool:
-    """Whether a line has finite numbers for all that a fit needs; runs may have been cut short."""
+    """Whether a line has finite numbers for all that a fit needs, of a step that waited little.
+
+    Runs may have been cut short.
+    """
     terms = row.get("cost_terms")
     if not isinstance(terms, list | tuple) or len(terms) != count:
         return False
     values = (*terms, row.get("step_seconds"), row.get("input_wait_seconds"))
     if not all(isinstance(value, int | float) and math.isfinite(value) for value in values):
         return False
-    return bool(row["step_seconds"] > row["input_wait_seconds"] and sum(terms) > 0)
-
-
-def _waited_little(row: _Row) -> bool:
-    return bool(row["input_wait_seconds"] < _MOST_WAIT * row["step_seconds"])
+    seconds, wait = row["step_seconds"], row["input_wait_seconds"]
+    return bool(seconds > wait and wait < _MOST_WAIT * seconds and sum(terms) > 0)
 
 
 def _predicted(terms: np.ndarray, model: QuadraticCost) -> np.ndarray:

@@ -142,7 +142,11 @@ def plan_metrics(
     placed = times_placed(plan, seq_len)
     wanted = np.ones(len(seq_len), np.int64) if plan.counts is None else plan.counts
     per_step, total = samples_per_step(plan, seq_len), float(makespan.sum())
-    correlation, share = _representativeness(plan, seq_len)
+    step, length = plan.step[plan.micro_batch_of_part()], seq_len[plan.sample]
+    lengths, kind = np.unique(length, return_inverse=True)
+    count = np.bincount(step, minlength=plan.steps)
+    total_length = np.bincount(step, weights=length, minlength=plan.steps)
+    mean_length = _ratio(total_length, count, when_zero=0.0)
     return PlanMetrics(
         steps=plan.steps,
         samples=round(per_step.sum()),
@@ -161,8 +165,8 @@ def plan_metrics(
         utilisation=tokens / (m_mem * len(plan.rows)) if m_mem else None,
         excess=float(excess.mean()),
         excess_max=float(excess.max()),
-        order_correlation=correlation,
-        length_share=share,
+        order_correlation=correlation(np.arange(plan.steps), mean_length),
+        length_share=len(np.unique(step * len(lengths) + kind)) / plan.steps / len(lengths),
         longest_weight=weight_of_longest(plan, seq_len, by_step=False),
         longest_weight_by_step=weight_of_longest(plan, seq_len, by_step=True),
         cost=total,
@@ -258,17 +262,6 @@ def programs_of(plan: EpochPlan) -> int:
     split = plan.packing.split_tokens if plan.packing else np.zeros_like(plan.rows)
     shapes = np.column_stack([plan.rows, plan.padded_len, plan.shape, split])
     return len(np.unique(shapes, axis=0))
-
-
-def _representativeness(plan: EpochPlan, seq_len: np.ndarray) -> tuple[float, float]:
-    """`order_correlation` and `length_share` of `PlanMetrics`."""
-    step = plan.step[plan.micro_batch_of_part()]
-    lengths, kind = np.unique(seq_len[plan.sample], return_inverse=True)
-    distinct = len(np.unique(step * len(lengths) + kind)) / plan.steps / len(lengths)
-    count = np.bincount(step, minlength=plan.steps)
-    total = np.bincount(step, weights=seq_len[plan.sample], minlength=plan.steps)
-    mean = _ratio(total, count, when_zero=0.0)
-    return correlation(np.arange(plan.steps), mean), distinct
 
 
 class StepMetrics(NamedTuple):

@@ -274,6 +274,7 @@ def plan_table(
 
 def _epoch_table(number: int, plan: EpochPlan, seq_len: np.ndarray) -> pa.Table:
     counts = np.diff(plan.offsets)
+    is_split = plan.packing.is_split if plan.packing else np.zeros(len(plan.sample), bool)
 
     def spread(column: np.ndarray) -> np.ndarray:
         return np.repeat(column, counts)
@@ -289,7 +290,7 @@ def _epoch_table(number: int, plan: EpochPlan, seq_len: np.ndarray) -> pa.Table:
             "padded_len": spread(plan.padded_len),
             "tokens": plan.part_tokens(seq_len),
             "offset": plan.part_offsets(),
-            "region": _regions(plan),
+            "region": pa.DictionaryArray.from_arrays(is_split.astype(np.int8), ["whole", "split"]),
             "split_tokens": spread(plan.packing.split_tokens if plan.packing else 0 * plan.rows),
             "rows": spread(plan.rows),
             "slots": spread(plan.slots()),
@@ -301,11 +302,6 @@ def _epoch_table(number: int, plan: EpochPlan, seq_len: np.ndarray) -> pa.Table:
     if plan.repetition is not None:
         table = table.append_column("repetition", pa.array(plan.repetition))
     return table
-
-
-def _regions(plan: EpochPlan) -> pa.DictionaryArray:
-    is_split = plan.packing.is_split if plan.packing else np.zeros(len(plan.sample), bool)
-    return pa.DictionaryArray.from_arrays(pa.array(is_split.astype(np.int8)), ["whole", "split"])
 
 
 def replaceable(path: str | Path) -> Path:

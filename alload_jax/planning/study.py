@@ -226,7 +226,9 @@ def _giant(study: Study, case: Case) -> str | None:
         return None
     lengths, counts = np.unique(study.samples.typical().seq_len, return_counts=True)
     mean = (1 - case.metrics.idle) * case.metrics.cost / case.metrics.steps
-    over = _alone(study, case, lengths) / mean
+    model = study.predictor
+    row = empty_row_cost(model, case.epoch.padded_len[:1], case.epoch.slots()[:1])
+    over = (row[0] + marginal_cost(model, lengths)) / mean  # of rows that hold one sample
     count = int(counts[over > _GIANT].sum())
     # From as many on as there are ranks, they meet in steps of their own.
     waste = -(-count // case.ranks) * (over.max() - 1) * mean / case.metrics.cost
@@ -244,13 +246,6 @@ def _giant(study: Study, case: Case) -> str | None:
     if best.context == 1:
         return found
     return f"{found} --context {best.context} splits them and has the least predicted time."
-
-
-def _alone(study: Study, case: Case, seq_len: np.ndarray) -> np.ndarray:
-    """The cost of a row of the plan that holds one sample: [N] tokens → [N]."""
-    epoch, model = case.epoch, study.predictor
-    empty = empty_row_cost(model, epoch.padded_len[:1], epoch.slots()[:1])
-    return np.asarray(empty[0] + marginal_cost(model, seq_len))
 
 
 def _price_of_spread(study: Study, case: Case) -> str | None:

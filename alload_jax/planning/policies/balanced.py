@@ -181,10 +181,7 @@ class Balanced(Policy):
 
     @override
     def plan_epoch(
-        self,
-        samples: Samples,
-        topology: RankTopology,
-        rng: np.random.Generator,
+        self, samples: Samples, topology: RankTopology, rng: np.random.Generator
     ) -> EpochPlan:
         if topology.ranks % self.context:
             raise InputError(

@@ -134,10 +134,7 @@ class Bucketed(Policy):
         return rng.permutation(len(bucket))
 
     def plan_epoch(
-        self,
-        samples: Samples,
-        topology: RankTopology,
-        rng: np.random.Generator,
+        self, samples: Samples, topology: RankTopology, rng: np.random.Generator
     ) -> EpochPlan:
         """See `Policy.plan_epoch`.
 
@@ -160,6 +157,10 @@ class Bucketed(Policy):
         counts = np.bincount(work_of_sample, minlength=len(work_bucket))
         turn, rank = np.divmod(np.arange(len(work_bucket)), topology.ranks)
         step, micro_batch = np.divmod(turn, topology.micro_batches_per_step)
+        shuffled = [
+            rng.permutation(buckets.members[start:stop])
+            for start, stop in zip(buckets.offsets[:-1], buckets.offsets[1:], strict=True)
+        ]
         return EpochPlan(
             ranks=topology.ranks,
             steps=int(step[-1]) + 1,
@@ -170,7 +171,7 @@ class Bucketed(Policy):
             padded_len=buckets.seq_len[work_bucket],
             shape=buckets.shape[work_bucket],
             offsets=np.r_[0, np.cumsum(counts)],
-            sample=_shuffle_within(buckets, rng)[np.argsort(work_of_sample, kind="stable")],
+            sample=np.concatenate(shuffled)[np.argsort(work_of_sample, kind="stable")],
         )
 
 
@@ -202,15 +203,6 @@ def _cut_into_groups(
     index, member = np.divmod(np.arange(sizes.sum()) - buckets.offsets[bucket], group_size[bucket])
     first = np.cumsum(groups) - groups
     return first[bucket] + index, member, np.repeat(np.arange(len(buckets)), groups)
-
-
-def _shuffle_within(buckets: Buckets, rng: np.random.Generator) -> np.ndarray:
-    """The members, each bucket's in a new random order."""
-    parts = [
-        rng.permutation(buckets.members[start:stop])
-        for start, stop in zip(buckets.offsets[:-1], buckets.offsets[1:], strict=True)
-    ]
-    return np.concatenate(parts)
 
 
 _MOST_ROWS = 2**20

@@ -102,18 +102,13 @@ def _partitions(shapes: Buckets, most: int | None) -> list[np.ndarray]:
     if len(lengths) < len(shapes) and len(lengths) <= most:
         found.append(number)
     counts = np.bincount(number, weights=np.diff(shapes.offsets)).astype(np.int64)
-    tops = _thinned(lengths)
+    tops = lengths
+    if len(lengths) > _THINNED:  # some of them, evenly on a logarithmic scale
+        even = np.searchsorted(lengths, np.geomspace(lengths[0], lengths[-1], _THINNED))
+        tops = np.unique(lengths[np.minimum(even, len(lengths) - 1)])
     for steps in best_steps(lengths, counts, tops, min(most, len(tops))):
         found.append(np.searchsorted(steps, shapes.seq_len))
     return found
-
-
-def _thinned(lengths: np.ndarray) -> np.ndarray:
-    """Some of the ascending lengths, evenly on a logarithmic scale, the longest among them."""
-    if len(lengths) <= _THINNED:
-        return lengths
-    even = np.geomspace(lengths[0], lengths[-1], _THINNED)
-    return np.unique(lengths[np.minimum(np.searchsorted(lengths, even), len(lengths) - 1)])
 
 
 def best_steps(

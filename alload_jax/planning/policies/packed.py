@@ -361,10 +361,7 @@ class FirstFit(Policy):
 
     @override
     def plan_epoch(
-        self,
-        samples: Samples,
-        topology: RankTopology,
-        rng: np.random.Generator,
+        self, samples: Samples, topology: RankTopology, rng: np.random.Generator
     ) -> EpochPlan:
         typical = samples.typical()
         shape = row_shape(typical, self.m_mem, self.max_segments, self.align, _SLOT_FACTOR)

@@ -291,10 +291,7 @@ class Policy(PolicyTraits, ABC):
 
     @abstractmethod
     def plan_epoch(
-        self,
-        samples: Samples,
-        topology: RankTopology,
-        rng: np.random.Generator,
+        self, samples: Samples, topology: RankTopology, rng: np.random.Generator
     ) -> EpochPlan:
         """Places every sample once, or as often as it stands in the epoch.
 
