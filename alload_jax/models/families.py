@@ -236,20 +236,15 @@ class Family(Protocol):
         )
 
 
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 < value < 1 << 31
-
-
-def _is_triple(value: object) -> bool:
-    return isinstance(value, list) and [type(part) for part in value] == [int] * 3
-
-
 _FIELD_KINDS: dict[str, tuple[Callable[[object], bool], str]] = {
-    "count": (_is_count, "a whole number above 0"),
+    "count": (lambda v: type(v) is int and 0 < v < 1 << 31, "a whole number above 0"),
     "positive": (lambda v: isinstance(v, int | float) and v > 0, "a number above 0"),
     "number": (lambda value: isinstance(value, int | float), "a number"),
     "flag": (lambda value: isinstance(value, bool), "true or false"),
-    "triple": (_is_triple, "three whole numbers"),
+    "triple": (
+        lambda v: isinstance(v, list) and [type(part) for part in v] == [int] * 3,
+        "three whole numbers",
+    ),
 }
 """Kinds of fields of a config.json: what they must be, as a function and in words."""
 

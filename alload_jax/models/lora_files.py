@@ -424,48 +424,35 @@ def given_adapters(lora: LoraFile, config: ModelConfig) -> PyTree:
     """
     assert config.lora is not None
     shapes = flatten_dict(abstract_model(config).params, sep="/")
-    _check_fits(lora, config.lora, shapes)
-    flat: dict[str, np.ndarray] = {}
-    for target, adapter in lora.adapters.items():
-        up = adapter.up * np.float32(adapter.scale / config.lora.scale)
-        for name, value in ((DOWN, adapter.down), (UP, up)):
-            path = target.path.removesuffix("kernel") + name
-            if target.layer is None:
-                flat[path] = value
-                continue
-            if path not in flat:
-                flat[path] = _without_effect(name, shapes[path].shape)
-            flat[path][target.layer] = value
-    return unflatten_dict(flat, sep="/")
-
-
-def _without_effect(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """lora_up is zero; lora_down is not, or nothing would ever be learnt."""
-    if name == UP:
-        return np.zeros(shape, np.float32)
-    bound = 1 / math.sqrt(shape[-2])
-    return np.random.default_rng(0).uniform(-bound, bound, shape).astype(np.float32)
-
-
-def _check_fits(
-    lora: LoraFile, config: LoraConfig, shapes: dict[str, jax.ShapeDtypeStruct]
-) -> None:
     if lora.differences:
         raise InputError(
             f"{lora.place}: also changes weights and biases (diff, diff_b), which are no adapters; "
             "merge it into a folder with `alload lora merge` and start from that"
         )
+    flat: dict[str, np.ndarray] = {}
     for target, adapter in lora.adapters.items():
         layer = target.path.removesuffix("/kernel")
         if f"{layer}/{DOWN}" not in shapes:
             raise InputError(
                 f"{lora.place}: adapts {layer}, which model.lora.targets leaves out; add it"
             )
-        if adapter.rank != config.rank:
+        if adapter.rank != config.lora.rank:
             raise InputError(
                 f"{lora.place}: has adapters of rank {adapter.rank}, and model.lora.rank is "
-                f"{config.rank}; set it to {adapter.rank}"
+                f"{config.lora.rank}; set it to {adapter.rank}"
             )
+        up = adapter.up * np.float32(adapter.scale / config.lora.scale)
+        for name, value in ((DOWN, adapter.down), (UP, up)):
+            path = target.path.removesuffix("kernel") + name
+            if target.layer is None:
+                flat[path] = value
+                continue
+            if path not in flat:  # without effect; were both zero, nothing would be learnt
+                shape, bound = shapes[path].shape, 1 / math.sqrt(shapes[path].shape[-2])
+                drawn = np.random.default_rng(0).uniform(-bound, bound, shape)
+                flat[path] = np.zeros(shape, np.float32) if name == UP else drawn.astype(np.float32)
+            flat[path][target.layer] = value
+    return unflatten_dict(flat, sep="/")
 
 
 @jax.jit

@@ -194,7 +194,9 @@ def _forward(
     An iteration moves its own arrays, and the late ones of the iteration before.
     """
     x, layers, shared = jax.tree.map(lambda leaf: leaf.value, arguments)
-    _, *differentiated = jax.tree.map(_is_differentiated, arguments)
+    _, *differentiated = jax.tree.map(
+        lambda leaf: leaf.perturbed and jnp.issubdtype(leaf.value.dtype, jnp.inexact), arguments
+    )
     recipe = Recipe(differentiated)
     least_moved = max(map(bytes_of, jax.tree.leaves(x))) / _SMALL
 
@@ -237,7 +239,9 @@ def _backward(
     del steps, last_output
     layers, shared, last, (soon, late), left, recipe = kept
     end, of_auxiliary = jax.tree.map(
-        _instantiated, cotangents, is_leaf=lambda leaf: isinstance(leaf, SymbolicZero)
+        lambda leaf: jnp.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, SymbolicZero) else leaf,
+        cotangents,
+        is_leaf=lambda leaf: isinstance(leaf, SymbolicZero),
     )
     length = _length(layers)
     chosen, _ = _split([layers, shared], recipe.differentiated)
@@ -305,17 +309,6 @@ def _fetched(stacks: list[jax.Array], number: PyTree) -> list[jax.Array]:
 def _first(layers: PyTree) -> PyTree:
     """Shapes of an entry of stacked parameters."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), layers)
-
-
-def _is_differentiated(leaf: PyTree) -> bool:
-    return leaf.perturbed and jnp.issubdtype(leaf.value.dtype, jnp.inexact)
-
-
-def _instantiated(cotangent: PyTree) -> PyTree:
-    if not isinstance(cotangent, SymbolicZero):
-        return cotangent
-    aval: PyTree = cotangent.aval
-    return jnp.zeros(aval.shape, aval.dtype)
 
 
 def _split(tree: PyTree, chosen: PyTree) -> tuple[PyTree, PyTree]:

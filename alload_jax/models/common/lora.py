@@ -1,9 +1,9 @@
 """Low-rank adapters of linear layers (LoRA, arXiv 2106.09685)."""
 
-import functools
 import math
 import re
 from dataclasses import dataclass
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import PyTree
 from typing_extensions import override
 
-from alload_jax.errors import InputError, require_positive
+from alload_jax.errors import InputError, require_fields, require_positive
 from alload_jax.models.common.parts import Linear
 
 DOWN, UP = "lora_down", "lora_up"
@@ -40,10 +40,9 @@ class LoraConfig:
 
     def __post_init__(self) -> None:
         require_positive("model.lora.", self, "rank")
-        if self.alpha is not None and not 0 < self.alpha < math.inf:
-            raise InputError(f"model.lora.alpha is {self.alpha}; it must be above 0, or null")
-        if not 0 <= self.dropout < 1:
-            raise InputError(f"model.lora.dropout is {self.dropout}; it must be from 0 to below 1")
+        require = partial(require_fields, "model.lora.", self)
+        require("alpha", lambda value: 0 < value < math.inf, "above 0, or null")
+        require("dropout", lambda value: 0 <= value < 1, "from 0 to below 1")
         for pattern in self.targets:
             try:
                 re.compile(pattern)
@@ -150,7 +149,7 @@ def add_lora(
         chosen |= found
     for name in sorted(chosen):
         *parents, last = linears[name]
-        parent: PyTree = functools.reduce(_part, parents, model)
+        parent: PyTree = reduce(_part, parents, model)
         adapted = LoraLinear(_part(parent, last), config, training=training, rngs=rngs)
         if isinstance(last, int):
             parent[last] = adapted

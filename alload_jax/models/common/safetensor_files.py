@@ -184,7 +184,17 @@ def _files(place: Path) -> list[Path]:
         return [place]
     index = place / INDEX
     if index.is_file():
-        names = _read_index(index)
+        try:
+            names = sorted(set(read_json(index)["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InputError(
+                f"{index}: is not a valid safetensors index; download it again"
+            ) from error
+        for name in names:
+            if not isinstance(name, str) or Path(name).name != name:
+                raise InputError(
+                    f"{index}: names {name!r}, which is not a file in its folder; download it again"
+                )
         if lost := [name for name in names if not (place / name).is_file()]:
             raise InputError(f"{place}: lacks {', '.join(lost)}; download it again")
         return [place / name for name in names]
@@ -198,21 +208,6 @@ def _files(place: Path) -> list[Path]:
     raise InputError(
         f"{place}: holds no safetensors files; name a folder with config.json and *.safetensors"
     )
-
-
-def _read_index(index: Path) -> list[str]:
-    """Returns the files that an index lists; all must be in the folder of the index."""
-    remedy = "download it again"
-    try:
-        names = sorted(set(read_json(index)["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{index}: is not a valid safetensors index; {remedy}") from error
-    for name in names:
-        if not isinstance(name, str) or Path(name).name != name:
-            raise InputError(
-                f"{index}: names {name!r}, which is not a file in its folder; {remedy}"
-            )
-    return names
 
 
 Naming = Literal["diffusers", "original"]

@@ -77,7 +77,13 @@ def rotary_table(
       ValueError: a position that is known is outside the limits.
     """
     if not isinstance(positions, jax.core.Tracer):
-        _check_positions(np.asarray(positions), limits)
+        known = np.asarray(positions)
+        wrong = ((known < 0) | (known >= np.asarray(limits))).any(axis=-1)
+        for position in known[wrong][:1].tolist():
+            raise ValueError(
+                f"rotary_table: position {position} is outside (t, h, w) from 0 to below "
+                f"{list(limits)}; give the limits of the longest clip"
+            )
     spatial = 2 * (head_dim // 6)
     cosines: list[jax.Array] = []
     sines: list[jax.Array] = []
@@ -90,15 +96,6 @@ def rotary_table(
             table = jnp.asarray(values, jnp.float32)
             part.append(table.at[place].get(mode="fill", fill_value=jnp.nan))
     return jnp.concatenate(cosines, axis=-1), jnp.concatenate(sines, axis=-1)
-
-
-def _check_positions(positions: np.ndarray, limits: tuple[int, int, int]) -> None:
-    wrong = ((positions < 0) | (positions >= np.asarray(limits))).any(axis=-1)
-    for place in positions[wrong][:1].tolist():
-        raise ValueError(
-            f"rotary_table: position {place} is outside (t, h, w) from 0 to below {list(limits)}; "
-            "give the limits of the longest clip"
-        )
 
 
 @jax.named_scope(ROTARY)

@@ -167,29 +167,11 @@ class WanArchitecture(BlockArchitecture):
         tokens = self.text_length + self._image_tokens()
         return float(_KEPT_CONDITION.get(remat, 0) * self.num_layers * tokens * self.dim)
 
-    def _block_parameters(self) -> int:
-        """Parameters of one block."""
-        dim, ffn = self.dim, self.ffn_dim
-        attention = 4 * linear(dim, dim) + 2 * dim * self.qk_norm
-        feed_forward = linear(dim, ffn) + linear(ffn, dim)
-        block = 6 * dim + 2 * attention + 2 * dim * self.cross_norm + feed_forward
-        if self.image_dim is not None:
-            block += 2 * linear(dim, dim) + dim * self.qk_norm
-        return block
-
     def _image_tokens(self) -> int:
         """Tokens of the image's embeddings, as of CLIP ViT-H/14 where no positions say."""
         if self.image_dim is None:
             return 0
         return self.image_positions or _CLIP_TOKENS
-
-    def _image_parameters(self) -> int:
-        """Parameters of the embedding of the image."""
-        width = self.image_dim
-        if width is None:
-            return 0
-        layers = linear(width, width) + linear(width, self.dim)
-        return 2 * width + layers + 2 * self.dim + width * (self.image_positions or 0)
 
     def parameters(self) -> int:
         """Parameters of the model, exactly."""
@@ -201,9 +183,15 @@ class WanArchitecture(BlockArchitecture):
             condition = (self.num_classes + 1) * dim
         else:
             condition = linear(self.text_dim, dim) + linear(dim, dim)
+        attention = 4 * linear(dim, dim) + 2 * dim * self.qk_norm
+        feed_forward = linear(dim, self.ffn_dim) + linear(self.ffn_dim, dim)
+        block = 6 * dim + 2 * attention + 2 * dim * self.cross_norm + feed_forward
+        if (width := self.image_dim) is not None:
+            condition += 2 * width + linear(width, width) + linear(width, dim) + 2 * dim
+            condition += width * (self.image_positions or 0)
+            block += 2 * linear(dim, dim) + dim * self.qk_norm
         head = 2 * dim + linear(dim, out)
-        embeddings = embedding + time + condition + self._image_parameters()
-        return embeddings + head + self.num_layers * self._block_parameters()
+        return embedding + time + condition + head + self.num_layers * block
 
 
 WAN_1_3B = WanArchitecture(1536, 8960, 12, 30)

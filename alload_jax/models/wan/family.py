@@ -5,7 +5,7 @@ which compute the same function with different names and layouts.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from flax import nnx
@@ -16,7 +16,6 @@ from alload_jax.models.common.config import ImageConfig, TextConfig
 from alload_jax.models.common.safetensor_files import Naming
 from alload_jax.models.families import SamplingDefaults, TransformerFamily, require_fields
 from alload_jax.models.wan.transformer import WanConfig, WanTransformer
-from alload_jax.planning.samples import Triple
 
 DIFFUSERS_CLASS, ORIGINAL_CLASS = "WanTransformer3DModel", "WanModel"
 _ROPE_MAX_SEQ_LEN = 1024
@@ -29,54 +28,6 @@ _OPTIONAL = _COUNTS[-3:]
 """Those that may be null."""
 _TEXT_LENGTH = 512
 """Number of tokens to which Wan's pipelines pad texts; diffusers' config does not contain it."""
-
-
-def _from_diffusers(fields: dict[str, Any]) -> WanConfig:
-    image = fields.get("image_dim")
-    positions = fields.get("pos_embed_seq_len")
-    return WanConfig(
-        dim=fields["num_attention_heads"] * fields["attention_head_dim"],
-        ffn_dim=fields["ffn_dim"],
-        num_heads=fields["num_attention_heads"],
-        num_layers=fields["num_layers"],
-        in_channels=fields["in_channels"],
-        out_channels=_none_if_default(fields.get("out_channels"), fields["in_channels"]),
-        patch_size=_triple(fields["patch_size"]),
-        text=TextConfig(fields["text_dim"], _TEXT_LENGTH),
-        image=ImageConfig(image, positions) if image else None,
-        cross_norm=fields["cross_attn_norm"],
-        freq_dim=fields["freq_dim"],
-        eps=fields["eps"],
-    )
-
-
-def _from_original(fields: dict[str, Any]) -> WanConfig:
-    with_image = fields["model_type"] in ("i2v", "flf2v")
-    positions = 2 * 257 if fields["model_type"] == "flf2v" else None
-    return WanConfig(
-        dim=fields["dim"],
-        ffn_dim=fields["ffn_dim"],
-        num_heads=fields["num_heads"],
-        num_layers=fields["num_layers"],
-        in_channels=fields["in_dim"],
-        out_channels=_none_if_default(fields["out_dim"], fields["in_dim"]),
-        patch_size=_triple(fields.get("patch_size", (1, 2, 2))),
-        text=TextConfig(fields.get("text_dim", 4096), fields["text_len"]),
-        image=ImageConfig(positions=positions) if with_image else None,
-        qk_norm=fields.get("qk_norm", True),
-        cross_norm=fields.get("cross_attn_norm", True),
-        freq_dim=fields["freq_dim"],
-        eps=fields["eps"],
-    )
-
-
-def _triple(value: Sequence[int]) -> Triple:
-    frames, height, width = value
-    return frames, height, width
-
-
-def _none_if_default(value: int | None, default: int) -> int | None:
-    return None if value in (None, default) else value
 
 
 _NAMES = {
@@ -178,8 +129,38 @@ class WanFamily(TransformerFamily):
             ("patch_size", "triple"),
         ):
             require_fields(fields, {name} & given, kind)
-        is_diffusers = fields["_class_name"] == DIFFUSERS_CLASS
-        return _from_diffusers(fields) if is_diffusers else _from_original(fields)
+        if fields["_class_name"] == DIFFUSERS_CLASS:
+            heads, length = fields["num_attention_heads"], _TEXT_LENGTH
+            dim, text_dim = heads * fields["attention_head_dim"], fields["text_dim"]
+            channels, outputs = fields["in_channels"], fields.get("out_channels")
+            image_dim, positions = fields.get("image_dim"), fields.get("pos_embed_seq_len")
+            image = ImageConfig(image_dim, positions) if image_dim else None
+            patch, qk_norm, cross_norm = fields["patch_size"], True, fields["cross_attn_norm"]
+        else:
+            heads, length = fields["num_heads"], fields["text_len"]
+            dim, text_dim = fields["dim"], fields.get("text_dim", 4096)
+            channels, outputs = fields["in_dim"], fields["out_dim"]
+            positions = 2 * 257 if fields["model_type"] == "flf2v" else None
+            with_image = fields["model_type"] in ("i2v", "flf2v")
+            image = ImageConfig(positions=positions) if with_image else None
+            patch, qk_norm = fields.get("patch_size", (1, 2, 2)), fields.get("qk_norm", True)
+            cross_norm = fields.get("cross_attn_norm", True)
+        frames, height, width = patch
+        return WanConfig(
+            dim=dim,
+            ffn_dim=fields["ffn_dim"],
+            num_heads=heads,
+            num_layers=fields["num_layers"],
+            in_channels=channels,
+            out_channels=None if outputs == channels else outputs,
+            patch_size=(frames, height, width),
+            text=TextConfig(text_dim, length),
+            image=image,
+            qk_norm=qk_norm,
+            cross_norm=cross_norm,
+            freq_dim=fields["freq_dim"],
+            eps=fields["eps"],
+        )
 
     @override
     def export_fields(self, config: WanConfig) -> dict[str, Any]:

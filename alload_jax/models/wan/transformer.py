@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from typing_extensions import override
 
-from alload_jax.errors import InputError
+from alload_jax.errors import InputError, require_fields
 from alload_jax.models.common.attention import attention
 from alload_jax.models.common.config import TransformerConfig
 from alload_jax.models.common.embedding import (
@@ -110,8 +110,9 @@ class WanConfig(TransformerConfig):
                 f"model.prediction is data, but {self.given_channels} of model.in_channels are "
                 "given ones; set it to velocity"
             )
-        if self.freq_dim < 2 or self.freq_dim % 2:
-            raise InputError(f"model.freq_dim is {self.freq_dim}; it must be even")
+        require_fields(
+            "model.", self, "freq_dim", lambda value: value >= 2 and value % 2 == 0, "even"
+        )
         if self.image and not self.text:
             raise InputError("model.image is set without model.text; set both, or neither")
 

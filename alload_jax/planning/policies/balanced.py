@@ -9,7 +9,7 @@ from typing import ClassVar, Self
 import numpy as np
 from typing_extensions import override
 
-from alload_jax.errors import InputError, require_positive
+from alload_jax.errors import InputError, require_fields, require_positive
 from alload_jax.planning.cost import CostFile, CostModel, empty_row_cost, marginal_cost
 from alload_jax.planning.epoch import EpochPlan, RowShape
 from alload_jax.planning.policies.filling import WindowPlanner
@@ -63,15 +63,10 @@ class BalancedSettings(PackedSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_positive("planning.", self, "row_tokens", most=MOST)
-        if self.sample_spread is not None and not self.sample_spread > 1:
-            raise InputError(
-                f"planning.sample_spread is {self.sample_spread}; it must be above 1, "
-                "and null sets no bound"
-            )
-        if not 0 <= self.split_above < math.inf:
-            raise InputError(
-                f"planning.split_above is {self.split_above}; it must be 0 or more, and finite"
-            )
+        spread = "above 1, and null sets no bound"
+        require_fields("planning.", self, "sample_spread", lambda value: value > 1, spread)
+        above = "0 or more, and finite"
+        require_fields("planning.", self, "split_above", lambda value: 0 <= value < math.inf, above)
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,13 @@
 """Config of sparse self-attention, and which layers have switched to it."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, get_args
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import PyTree
 
-from alload_jax.errors import InputError
+from alload_jax.errors import InputError, require_fields
 from alload_jax.models.common.parts import Auxiliary
 
 SelectorName = Literal["predictor", "pooled", "random", "all"]
@@ -74,36 +73,31 @@ class SparseAttentionConfig:
     forced: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        known, most = get_args(SelectorName), self.max_density
-        share = "above 0 and at most 1"
-        self._require("selector", f"choose one of {', '.join(known)}", lambda value: value in known)
-        self._require("block", "it must be 64 or 128", lambda value: value in (64, 128))
+        known, most, share = get_args(SelectorName), self.max_density, "above 0 and at most 1"
+        if self.selector not in known:
+            raise InputError(
+                _message("selector", self.selector, f"choose one of {', '.join(known)}")
+            )
+        require = partial(require_fields, "model.sparse_attention.", self)
         counts = "rank profile_every sparse_profile_every profile_blocks"
-        self._require(counts, "it must be at least 1", lambda value: value >= 1)
-        self._require("rank", "it must be even", lambda value: value % 2 == 0)
-        numbers = "min_tokens dense_steps anneal_steps"
-        self._require(numbers, "it must be 0 or more", lambda value: value >= 0)
-        shares = "coverage max_density min_density"
-        self._require(shares, f"it must be {share}", lambda value: 0 < value <= 1)
+        require("block", lambda value: value in (64, 128), "64 or 128")
+        require(counts, lambda value: value >= 1, "at least 1")
+        require("rank", lambda value: value % 2 == 0, "even")
+        require("min_tokens dense_steps anneal_steps", lambda value: value >= 0, "0 or more")
+        require("coverage max_density min_density", lambda value: 0 < value <= 1, share)
         shares = "decay min_sparsity min_recall hysteresis"
-        self._require(shares, "it must be from 0 to 1", lambda value: 0 <= value <= 1)
-        wanted = f"it must be at most max_density, {most}"
-        self._require("min_density", wanted, lambda value: value <= most)
-        wanted = (
-            f"it must be at least 1 - max_density, {1 - most:g}: a layer that is less sparse needs "
-            "longer lists"
-        )
+        require(shares, lambda value: 0 <= value <= 1, "from 0 to 1")
+        require("min_density", lambda value: value <= most, f"at most max_density, {most}")
         if self.forced is None:
-            self._require("min_sparsity", wanted, lambda value: value >= 1 - most - 1e-9)
+            bound = (
+                f"at least 1 - max_density, {1 - most:g}: a layer that is less sparse needs "
+                "longer lists"
+            )
+            require("min_sparsity", lambda value: value >= 1 - most - 1e-9, bound)
         for name in ("capacities", "forced"):
             for density in getattr(self, name) or ():
                 if not 0 < density <= 1:
                     raise InputError(_message(name, getattr(self, name), f"each must be {share}"))
-
-    def _require(self, names: str, wanted: str, is_good: Callable[[PyTree], bool]) -> None:
-        for name in names.split():
-            if not is_good(getattr(self, name)):
-                raise InputError(_message(name, getattr(self, name), wanted))
 
     def check_layers(self, layers: int) -> None:
         """Raises InputError if the forced densities are not one for each layer."""

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -103,17 +103,6 @@ class RowsOfLayer(NamedTuple):
             return partial(attention, implementation=self.implementation)
         return attention_within(*self.heads[:2], self.implementation, self.sharding)
 
-    def tiled_samples(self) -> Samples | None:
-        """The samples, if some of them may have sparse attention."""
-        if isinstance(self.samples, TileLayout):
-            return self.samples.of_rows(len(self.x))
-        return None if self.samples is None or self.samples.tiles() is None else self.samples
-
-    @property
-    def sample_shape(self) -> tuple[int, ...]:
-        """Shape of the auxiliary values of samples: (R,), or (R, M) for packed rows."""
-        return (len(self.x), self.slots) if self.slots else (len(self.x),)
-
 
 class Heads(NamedTuple):
     """Some heads of a layer.
@@ -179,30 +168,37 @@ class SparseSelfAttention(nnx.Module):
         Returns:
           [R, S, num_heads, head_dim]; auxiliary values of each sample.
         """
-        samples = rows.tiled_samples()
-        if samples is None:
-            return rows.dense(), self._auxiliary(rows, None)
-        profile = self._profile(rows, samples) if self.config.measures else None
+        samples, num_heads = rows.samples, rows.heads[0].shape[2]
+        shape = (len(rows.x), rows.slots) if rows.slots else (len(rows.x),)
+        if samples is None or (isinstance(samples, PackedMetadata) and samples.tiles() is None):
+            return rows.dense(), self._auxiliary(_no_profile(shape, num_heads), shape)
+        if isinstance(samples, TileLayout):
+            samples = samples.of_rows(len(rows.x))
+        profile = _no_profile(shape, num_heads)
+        if self.config.measures:
+            profile = self._profile(rows, samples)
         densities = self.config.list_densities()
 
         def sparse(density: float) -> jax.Array:
             return self._on_devices((attend, attend_split), head_spec, density, rows, samples)
 
         lists = [partial(sparse, density) for density in densities]
-        output = jax.lax.switch(self._branch(densities), [rows.dense, *lists])
-        return output, self._auxiliary(rows, profile)
-
-    def _branch(self, densities: tuple[float, ...]) -> jax.Array:
-        """0 for dense attention, else the number of the shortest lists that hold every head's."""
-        densest = self.switch.density[...].max()
-        enough = jnp.asarray(densities, jnp.float32) >= densest
-        return jnp.where(self.switch.sparse[...], jnp.maximum(enough.sum(dtype=jnp.int32), 1), 0)
+        # Dense attention, or the shortest lists that hold every head's.
+        enough = jnp.asarray(densities, jnp.float32) >= self.switch.density[...].max()
+        branch = jnp.maximum(enough.sum(dtype=jnp.int32), 1)
+        branch = jnp.where(self.switch.sparse[...], branch, 0)
+        output = jax.lax.switch(branch, [rows.dense, *lists])
+        return output, self._auxiliary(profile, shape)
 
     def _profile(self, rows: RowsOfLayer, samples: Samples) -> Profile:
         """What this step finds; zeros if it does not measure."""
 
         def found() -> Profile:
-            return self._on_devices((measure, measure_split), _profile_specs, 1.0, rows, samples)
+            def specs(sharding: NamedSharding) -> PyTree:
+                by_head, of_profile = head_spec(sharding), cast(PyTree, Profile)
+                return of_profile(PartitionSpec(by_head[0]), *(by_head,) * 3)
+
+            return self._on_devices((measure, measure_split), specs, 1.0, rows, samples)
 
         def nothing() -> Profile:
             return _no_profile((len(rows.x), rows.slots or 1), rows.heads[0].shape[2])
@@ -266,8 +262,7 @@ class SparseSelfAttention(nnx.Module):
             return run(heads, samples, state)
         by_head = head_spec(sharding)
         of_heads = PartitionSpec(by_head[2])
-        specs: PyTree = Heads
-        in_specs = specs(*(by_head,) * 4, density=of_heads, number=of_heads)
+        in_specs = cast(PyTree, Heads)(*(by_head,) * 4, density=of_heads, number=of_heads)
         return jax.shard_map(
             run,
             mesh=sharding.mesh,
@@ -276,9 +271,9 @@ class SparseSelfAttention(nnx.Module):
             check_vma=False,
         )(heads, samples, state)
 
-    def _auxiliary(self, rows: RowsOfLayer, profile: Profile | None) -> Auxiliary:
-        shape, num_heads = rows.sample_shape, rows.heads[0].shape[2]
-        profile = _no_profile(shape, num_heads) if profile is None else profile
+    def _auxiliary(self, profile: Profile, shape: tuple[int, ...]) -> Auxiliary:
+        """What was found of samples of this shape: (R,), or (R, M) for packed rows."""
+        num_heads = profile.sparsity.shape[-1]
         auxiliary = {
             switching.PROFILED: profile.found.reshape(shape),
             switching.SPARSITY: profile.sparsity.reshape(*shape, num_heads),
@@ -292,11 +287,6 @@ class SparseSelfAttention(nnx.Module):
 def _no_profile(shape: tuple[int, ...], num_heads: int) -> Profile:
     per_head = jnp.zeros((*shape, num_heads))
     return Profile(jnp.zeros(shape), per_head, per_head, per_head)
-
-
-def _profile_specs(sharding: NamedSharding) -> PyTree:
-    by_head = head_spec(sharding)
-    return Profile(PartitionSpec(by_head[0]), *(by_head,) * 3)  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------- samples of one device
@@ -342,19 +332,15 @@ def attend(
     if layout.covers_all:
         return output
     assert segments is not None
-    return output + _dense(choice, *arrays, _untiled(segments, layout, choice.config))
-
-
-def _untiled(
-    segments: AttentionSegments, layout: TileLayout, config: SparseAttentionConfig
-) -> AttentionSegments:
-    """The samples that have no tiles: their latents have fewer than `min_tokens` tokens."""
+    # The samples without tiles: their latents have fewer than `min_tokens` tokens.
+    shortest = choice.config.min_tokens
     if layout.condition is None:
-        shortest = config.min_tokens
-        return segments.only(segments.query.length < shortest, shortest - 1)
-    tiled = layout.of_slots(segments.query.length.shape[1]).any(axis=-1)
-    beside = layout.longest_condition * layout.block
-    return segments.only(~tiled, config.min_tokens - 1 + beside)
+        untiled = segments.only(segments.query.length < shortest, shortest - 1)
+    else:
+        tiled = layout.of_slots(segments.query.length.shape[1]).any(axis=-1)
+        beside = layout.longest_condition * layout.block
+        untiled = segments.only(~tiled, shortest - 1 + beside)
+    return output + _dense(choice, *arrays, untiled)
 
 
 def measure(

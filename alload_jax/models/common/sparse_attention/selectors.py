@@ -243,14 +243,14 @@ def _prediction_loss(found: jax.Array, mass: jax.Array, usable: jax.Array) -> ja
 
     Both are taken relative to their mean over the usable blocks, which no choice depends on.
     """
-    target = jnp.log(jnp.maximum(jax.lax.stop_gradient(mass), _LEAST))
-    found, target = (_centred(each, usable) for each in (found, target))
+
+    def centred(x: jax.Array) -> jax.Array:
+        mean = jnp.where(usable, x, 0).sum(axis=-1) / jnp.maximum(usable.sum(axis=-1), 1)
+        return jnp.where(usable, x - mean[..., None], 0)
+
+    found = centred(found)
+    target = centred(jnp.log(jnp.maximum(jax.lax.stop_gradient(mass), _LEAST)))
     sizes = [jnp.sqrt((each**2).sum(axis=-1) + _LEAST) for each in (found, target)]
     cosine = (found * target).sum(axis=-1) / (sizes[0] * sizes[1])
     error = jnp.sqrt(((found - target) ** 2).sum(axis=-1) + _LEAST) / sizes[1]
     return _COSINE * (1 - cosine) + _NORM * error
-
-
-def _centred(x: jax.Array, usable: jax.Array) -> jax.Array:
-    mean = jnp.where(usable, x, 0).sum(axis=-1) / jnp.maximum(usable.sum(axis=-1), 1)
-    return jnp.where(usable, x - mean[..., None], 0)
