@@ -213,11 +213,6 @@ class RunLength(NamedTuple):
     epochs: float | None = 1.0
     steps: int = 0
 
-    def seconds(self, epoch_seconds: float, epoch_steps: int, first_step: float) -> float:
-        """Seconds of the run for each of its epochs."""
-        epochs = self.epochs or self.steps / epoch_steps
-        return epoch_seconds + first_step / epochs
-
 
 ONE_EPOCH = RunLength()
 
@@ -291,7 +286,8 @@ def choose_policy(
         time = share * makespan(epoch, samples.seq_len, model, split)
         if unit:
             first_step = costs.first_step_seconds(programs_of(epoch))
-            time = length.seconds(time, max(1, round(share * epoch.steps)), first_step)
+            epochs = length.epochs or length.steps / max(1, round(share * epoch.steps))
+            time += first_step / epochs  # for each epoch of the run
         found.append((time, each))
     if not found and not refusals:
         raise InputError(

@@ -189,41 +189,32 @@ _CLASS_COST = 4
 """Cost of each additional class, in passes over the tokens: outputs and gradients are merged."""
 
 
-class Windows(NamedTuple):
-    """Shape in which cuDNN gets packed rows: `number` windows, each as long as the longest segment.
-
-    Offsets of segments count over all rows, and a segment may extend from one window into the next.
-
-    Attributes:
-      number: number of windows.
-      queries: query tokens per window.
-      keys: key tokens per window.
-    """
-
-    number: int
-    queries: int
-    keys: int
-
-
 class LengthClass(NamedTuple):
     """Segments with more than `above` and at most `longest` query tokens.
+
+    cuDNN gets the packed rows as windows, each as long as the longest segment. Offsets of segments
+    count over all rows, and a segment may extend from one window into the next.
 
     Attributes:
       above: lower bound in tokens, exclusive; 0 for the shortest class.
       longest: upper bound in tokens, inclusive.
       slots: maximum number of such segments in all rows.
-      windows: shape in which cuDNN gets the rows.
+      windows: number of windows.
+      queries: query tokens per window.
+      keys: key tokens per window.
     """
 
     above: int
     longest: int
     slots: int
-    windows: Windows
+    windows: int
+    queries: int
+    keys: int
 
     @property
     def launched(self) -> int:
         """Query tokens for which cuDNN launches blocks and allocates memory."""
-        return self.slots * self.windows.queries
+        return self.slots * self.queries
 
 
 def length_classes(
@@ -241,10 +232,10 @@ def length_classes(
     # For each length: the lowest cost of classes up to that length, and those classes.
     best: list[tuple[int, tuple[LengthClass, ...]]] = [(0, ())]
     for longest, _ in lengths[1:]:
-        windows = windows_for(queries, keys, (longest, longest_key or longest))
+        windows = _windows_for(queries, keys, (longest, longest_key or longest))
         found = []
         for (above, most), (cost, shorter) in zip(lengths, best, strict=False):
-            each = LengthClass(above, longest, queries[0] * most, windows)
+            each = LengthClass(above, longest, queries[0] * most, *windows)
             found.append((cost + each.launched + passes, (*shorter, each)))
         best.append(min(found, key=lambda classes: classes[0]))
     return best[-1][1]
@@ -259,10 +250,10 @@ def launched_tokens(rows: int, tokens: int, lengths: Lengths) -> int:
     return max(each.launched for each in classes)
 
 
-def windows_for(
+def _windows_for(
     queries: tuple[int, int], keys: tuple[int, int], longest: tuple[int, int]
-) -> Windows:
-    """Returns the shortest windows that hold the longest segments.
+) -> tuple[int, int, int]:
+    """Returns number, queries and keys of the shortest windows that hold the longest segments.
 
     Args:
       queries, keys: (rows, tokens) of queries and of keys.
@@ -270,15 +261,13 @@ def windows_for(
     """
     totals = math.prod(queries), math.prod(keys)
     for count in range(_WINDOWS * queries[0], 0, -1):
-        sizes = [total // count for total in totals]
-        whole = not any(total % count for total in totals)
-        if whole and all(
-            size >= most and size % _WINDOW_MULTIPLE == 0
-            for size, most in zip(sizes, longest, strict=True)
+        if all(
+            total % (count * _WINDOW_MULTIPLE) == 0 and total // count >= most
+            for total, most in zip(totals, longest, strict=True)
         ):
-            return Windows(count, *sizes)
+            return count, totals[0] // count, totals[1] // count
     # The lengths are not multiples, as in some tests.
-    return Windows(queries[0], queries[1], keys[1])
+    return queries[0], queries[1], keys[1]
 
 
 _MAX_ELEMENTS = 2**31
@@ -341,9 +330,12 @@ def _packed_backward(saved: PyTree, grad: jax.Array) -> tuple[PyTree, ...]:
     classes, grads = _classes(heads, packed), []
     for length_class in classes:
         arrays, first, _ = _arguments(heads, packed, length_class)
+        # [R·S, num_heads] → [slots, num_heads, window], which inverts `_to_tokens`.
+        token = first[:, None] + jnp.arange(length_class.queries)
+        token = jnp.minimum(token, len(statistics) - 1)
         found = backward(
             arrays,
-            _to_slots(statistics, first, length_class.windows.queries),
+            statistics[token].transpose(0, 2, 1),
             *(part.reshape(arrays[0].shape) for part in (output, grad)),
         )
         grads.append([_flat(part) for part in found])
@@ -376,41 +368,36 @@ def _arguments(
     query, key, value = heads
     length = packed.query.length.reshape(-1)
     belongs = (length > length_class.above) & (length <= length_class.longest)
-    slot, segment, used = _slots(belongs, length_class.slots)
-    windows = length_class.windows
+    # The slot of each segment; the segment of each slot, and whether it has one.
+    slot, count = jnp.cumsum(belongs, dtype=jnp.int32) - 1, length_class.slots
+    segment = jnp.zeros(count, jnp.int32)
+    segment = segment.at[jnp.where(belongs, slot, count)].set(
+        jnp.arange(belongs.size, dtype=jnp.int32), mode="drop"
+    )
+    used, windows = jnp.arange(count) <= slot[-1], length_class.windows
     # With fewer than two slots per row, JAX treats the rows as unpacked.
-    slots = max(2, -(-length_class.slots // windows.number))
-    padding = slots * windows.number - length_class.slots
+    slots = max(2, -(-count // windows))
+    padding = slots * windows - count
     empty, token_shape = jnp.zeros(0, query.dtype), query.shape[-2:]
     firsts, lengths, offsets = [], [], []
-    for segments, size in ((packed.query, windows.queries), (packed.key, windows.keys)):
-        total = size * windows.number
+    for segments, size in ((packed.query, length_class.queries), (packed.key, length_class.keys)):
+        total = size * windows
         first = jnp.where(used, _first_tokens(segments)[segment], total)
-        first = jnp.pad(first, (0, padding + windows.number), constant_values=total)
+        first = jnp.pad(first, (0, padding + windows), constant_values=total)
         used_length = jnp.where(used, segments.length.reshape(-1)[segment], 0)
         firsts.append(first)
         lengths.append(jnp.pad(used_length, (0, padding)).reshape(-1, slots))
         offsets.append((first * math.prod(token_shape)).reshape(-1, slots + 1))
     arrays = [
-        query.reshape(-1, windows.queries, *token_shape),
-        *(part.reshape(-1, windows.keys, *token_shape) for part in (key, value)),
+        query.reshape(-1, length_class.queries, *token_shape),
+        *(part.reshape(-1, length_class.keys, *token_shape) for part in (key, value)),
         empty,
         *lengths,
         *offsets,
         empty,
         empty,
     ]
-    return arrays, firsts[0][: slots * windows.number], slot
-
-
-def _slots(belongs: jax.Array, slots: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns each segment's slot [R·M], each slot's segment and whether it has one, [slots]."""
-    slot = jnp.cumsum(belongs, dtype=jnp.int32) - 1
-    segment = jnp.zeros(slots, jnp.int32)
-    segment = segment.at[jnp.where(belongs, slot, slots)].set(
-        jnp.arange(belongs.size, dtype=jnp.int32), mode="drop"
-    )
-    return slot, segment, jnp.arange(slots) <= slot[-1]
+    return arrays, firsts[0][: slots * windows], slot
 
 
 def _select_by_class(
@@ -465,9 +452,3 @@ def _to_tokens(statistics: jax.Array, segments: Segments, slot: jax.Array) -> ja
     place = tokens - _first_tokens(segments)[segment]
     # Only tokens of other classes are out of bounds.
     return statistics.at[slot[segment], :, place].get(mode="clip")
-
-
-def _to_slots(statistics: jax.Array, first: jax.Array, window: int) -> jax.Array:
-    """Inverts `_to_tokens`: [R·S, num_heads] → [slots, num_heads, window]."""
-    token = jnp.minimum(first[:, None] + jnp.arange(window), len(statistics) - 1)
-    return statistics[token].transpose(0, 2, 1)

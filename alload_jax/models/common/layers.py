@@ -1,7 +1,7 @@
 """A stack of equal layers, run as a loop or each by itself, and what they keep for the gradient."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import jax
@@ -123,7 +123,15 @@ def apply_layers(
         x, by_step = host_scan(on_host, x, grouped, FEED_FORWARD_OUTPUT)
     else:
         wrapped = list(map(wrap, steps, policies))
-        x, by_step = jax.lax.scan(partial(_apply_group, wrapped), x, grouped)
+
+        def apply_group(x: PyTree, group: PyTree) -> tuple[PyTree, tuple]:
+            auxiliary = []
+            for step in wrapped:
+                x, values = step(x, group)
+                auxiliary.append(values)
+            return x, tuple(auxiliary)
+
+        x, by_step = jax.lax.scan(apply_group, x, grouped)
     return x, by_sample(
         jax.tree.map(
             lambda *values: jnp.stack(values, axis=1).reshape(-1, *values[0].shape[1:]), *by_step
@@ -143,15 +151,6 @@ def _of_group(apply_layer: ApplyLayer, number: int, policy: RematPolicy) -> Call
         return apply_layer(policy, x, jax.tree.map(lambda leaf: leaf[number], group))
 
     return apply_one
-
-
-def _apply_group(steps: Sequence[Callable], x: PyTree, group: PyTree) -> tuple[PyTree, tuple]:
-    """Applies the layers of one iteration of the loop."""
-    auxiliary = []
-    for step in steps:
-        x, values = step(x, group)
-        auxiliary.append(values)
-    return x, tuple(auxiliary)
 
 
 def _each(layers: PyTree) -> Iterator[PyTree]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from pallas_kernels.block_sparse_attention import BlockSegments, tile_order
+from pallas_kernels.block_sparse_attention import tile_order
 
 Grid = tuple[int, int, int]
 
@@ -61,20 +61,10 @@ class TileLayout:
         """N."""
         return self.tokens.shape[1]
 
-    @property
-    def block_segments(self) -> BlockSegments:
-        """As the selection of blocks takes them: queries and keys are the same blocks."""
-        return BlockSegments(self.segments, self.segments)
-
     def of_slots(self, slots: int) -> jax.Array:
         """[R, M, N] bool, which blocks with tokens are of each of M segments."""
         of_slot = self.segments[:, None] == jnp.arange(slots)[:, None]
         return of_slot & (self.tokens[:, None] > 0)
-
-    def blocks_of_segment(self) -> jax.Array:
-        """[R, N] int32, blocks that the segment of each block has."""
-        same = (self.segments[:, :, None] == self.segments[:, None]) & (self.tokens[:, None] > 0)
-        return same.sum(axis=-1, dtype=jnp.int32)
 
 
 class SplitTiles(NamedTuple):

@@ -278,43 +278,39 @@ class FeedForward(nnx.Module):
           output_kept: whether the backward pass has the output, and need not apply the layer again.
         """
 
-        def named(x: jax.Array) -> jax.Array:
-            y = self._computed(x, sharding, compute_again=output_kept)
-            return checkpoint_name(y, FEED_FORWARD_OUTPUT)
-
-        return split_single_row(named, sharding, x)
-
-    def _computed(
-        self, x: jax.Array, sharding: NamedSharding | None, *, compute_again: bool
-    ) -> jax.Array:
-        """With GELU, `compute_again` if the backward pass does so in the kernel of its gradient."""
-        if self.activation is not None:
+        def computed(x: jax.Array) -> jax.Array:
+            if self.activation is not None:
+                with jax.named_scope(LINEAR):
+                    hidden = checkpoint_name(self.hidden(x), LINEAR_OUTPUT)
+                with jax.named_scope(ACTIVATION):
+                    hidden = checkpoint_name(self.activation(hidden), NORM_OUTPUT)
+                with jax.named_scope(LINEAR):
+                    return self.out(hidden)
             with jax.named_scope(LINEAR):
-                hidden = checkpoint_name(self.hidden(x), LINEAR_OUTPUT)
+                product = checkpoint_name(self.hidden.product(x), LINEAR_OUTPUT)
+            bias = self.hidden.bias_of(product)
+            options: NormOptions = {
+                "implementation": self.implementation,
+                "sharding": with_tensor_axis(sharding),
+            }
+            if not output_kept:
+                with jax.named_scope(ACTIVATION):
+                    hidden = bias_gelu(product, bias, **options)
+                with jax.named_scope(LINEAR):
+                    return self.out(hidden)
+            # The backward pass computes GELU again in the kernel of its gradient.
+            graph, weights = nnx.split(self.out)
+
+            def out(hidden: jax.Array, weights: nnx.State) -> jax.Array:
+                with jax.named_scope(LINEAR):
+                    return nnx.merge(graph, weights)(hidden)
+
             with jax.named_scope(ACTIVATION):
-                hidden = checkpoint_name(self.activation(hidden), NORM_OUTPUT)
-            with jax.named_scope(LINEAR):
-                return self.out(hidden)
-        with jax.named_scope(LINEAR):
-            product = checkpoint_name(self.hidden.product(x), LINEAR_OUTPUT)
-        bias = self.hidden.bias_of(product)
-        options: NormOptions = {
-            "implementation": self.implementation,
-            "sharding": with_tensor_axis(sharding),
-        }
-        if not compute_again:
-            with jax.named_scope(ACTIVATION):
-                hidden = bias_gelu(product, bias, **options)
-            with jax.named_scope(LINEAR):
-                return self.out(hidden)
-        graph, weights = nnx.split(self.out)
+                return bias_gelu_then(product, bias, out, weights, **options)
 
-        def out(hidden: jax.Array, weights: nnx.State) -> jax.Array:
-            with jax.named_scope(LINEAR):
-                return nnx.merge(graph, weights)(hidden)
-
-        with jax.named_scope(ACTIVATION):
-            return bias_gelu_then(product, bias, out, weights, **options)
+        return split_single_row(
+            lambda x: checkpoint_name(computed(x), FEED_FORWARD_OUTPUT), sharding, x
+        )
 
 
 @jax.named_scope(RESIDUAL)

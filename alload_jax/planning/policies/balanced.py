@@ -149,26 +149,19 @@ class Balanced(Policy):
         trials = RowTrials(self, samples, topology)
         tokens = self.row_tokens or trials.best_tokens()[0]
         slots = self.max_segments or trials.best_slots(tokens)
-        fitted = replace(self, row_tokens=tokens, max_segments=slots)
-        return replace(fitted, sample_spread=fitted.affordable_spread(trials))
+        fitted, spread = replace(self, row_tokens=tokens, max_segments=slots), self.sample_spread
+        if spread is None or spread == np.inf:
+            return replace(fitted, sample_spread=None)
+        most = (1 + MOST_PRICE) * trials.time_of(replace(fitted, sample_spread=None))
 
-    def affordable_spread(self, trials: "RowTrials") -> float | None:
-        """The tightest `sample_spread`, from the present one on, that costs at most `MOST_PRICE`.
+        def affordable(spread: float) -> bool:
+            return trials.time_of(replace(fitted, sample_spread=spread)) <= most
 
-        None is no bound.
-        """
-        if self.sample_spread is None or self.sample_spread == np.inf:
-            return None
-        most = (1 + MOST_PRICE) * trials.time_of(replace(self, sample_spread=None))
-
-        def too_dear(spread: float) -> bool:
-            return trials.time_of(replace(self, sample_spread=spread)) > most
-
-        if not too_dear(self.sample_spread):
-            return self.sample_spread
-        wider = [round(self.sample_spread * _WIDER**n, 2) for n in range(1, _WIDENINGS)]
-        at = bisect_left(wider, True, key=lambda spread: not too_dear(spread))
-        return wider[at] if at < len(wider) else None
+        if affordable(spread):
+            return fitted
+        wider = [round(spread * _WIDER**n, 2) for n in range(1, _WIDENINGS)]
+        at = bisect_left(wider, True, key=affordable)
+        return replace(fitted, sample_spread=wider[at] if at < len(wider) else None)
 
     @override
     def recalibrated(self, cost: CostModel) -> "Balanced":

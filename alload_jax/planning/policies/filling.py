@@ -184,8 +184,16 @@ class WindowPlanner:
         )
         row = self._assign_whole(window, weight, whole, bins, strategy)
         load = bins.load
-        if self.max_load is None:  # else a row that moves may come to cost more
-            row, load = _regrouped(row, load, regions, context)
+        if context > 1 and self.max_load is None:  # else a row that moves may come to cost more
+            # Rows of about equal cost come into a group, the costlier ones where split samples
+            # weigh less. Any row may move to any group of the same A.
+            split = np.repeat(regions.load / context, context)
+            whole_load, moved_to = load - split, np.empty(len(load), np.int64)
+            moved_to[np.lexsort((-whole_load, region_tokens))] = np.lexsort((split, region_tokens))
+            load = np.empty_like(load)
+            load[moved_to] = whole_load
+            load += split
+            row = np.where(row == UNPLACED, UNPLACED, moved_to[row])
         group = np.where(row == UNPLACED, regions.group, row // context)
         return FilledRows(regions, row, load, group)
 
@@ -308,34 +316,6 @@ def _positions(steps: np.ndarray, groups: int) -> np.ndarray:
     position[steps.ravel()] = np.arange(steps.size)
     position[EMPTY] = UNPLACED
     return position
-
-
-def _regrouped(
-    row: np.ndarray, load: np.ndarray, regions: SplitRegions, context: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Puts rows of about equal cost into a group, the costlier ones where split samples weigh less.
-
-    Any row may move to any group of the same A.
-
-    Args:
-      row: [N] int64, the row of each sample, or UNPLACED.
-      load: [B] float64, of each row, split samples included.
-      regions: of the groups.
-      context: rows of a group.
-
-    Returns:
-      `row` and `load` after the moves.
-    """
-    if context == 1:
-        return row, load
-    split = np.repeat(regions.load / context, context)
-    tokens = np.repeat(regions.tokens, context)
-    whole = load - split
-    moved_to = np.empty(len(load), np.int64)
-    moved_to[np.lexsort((-whole, tokens))] = np.lexsort((split, tokens))
-    moved = np.empty_like(load)
-    moved[moved_to] = whole
-    return np.where(row == UNPLACED, UNPLACED, moved_to[row]), moved + split
 
 
 def _starts(group: np.ndarray, footprint: np.ndarray) -> np.ndarray:

@@ -36,13 +36,6 @@ class Bins:
     free_slots: np.ndarray
     max_load: float
 
-    def admit(self, footprint: int, weight: float) -> np.ndarray:
-        """[B] bool: where an item of that many tokens and that cost may go."""
-        fits = (self.free >= footprint) & (self.free_slots > 0)
-        if np.isfinite(self.max_load):
-            fits &= (self.load + weight <= self.max_load) | (self.load == 0)
-        return fits
-
 
 def target_load(weights: np.ndarray, bins: int, load: float = 0.0) -> float:
     """The cost that every bin should reach.
@@ -94,7 +87,10 @@ def assign_greedily(
     first = 0
     while first < len(footprint):
         longest = int(footprint[first])
-        admitted = np.flatnonzero(bins.admit(longest, float(weight[first])))
+        fits = (bins.free >= longest) & (bins.free_slots > 0)
+        if np.isfinite(bins.max_load):
+            fits &= (bins.load + float(weight[first]) <= bins.max_load) | (bins.load == 0)
+        admitted = np.flatnonzero(fits)
         if not len(admitted):
             # The next item that is shorter, and no longer than the freest bin.
             most = int(bins.free[bins.free_slots > 0].max(initial=0))

@@ -95,8 +95,8 @@ def test_classes_hold_every_length_and_never_cost_more_than_one(rows, tokens, da
     assert [of.above for of in classes] == [0, *(of.longest for of in classes[:-1])]
     assert classes[-1].longest == lengths[-1][0]
     for of in classes:
-        assert of.longest <= of.windows.queries
-        assert of.windows.number * of.windows.queries == rows * tokens
+        assert of.longest <= of.queries
+        assert of.windows * of.queries == rows * tokens
         assert of.slots == rows * dict(lengths)[of.above]
     (single,) = length_classes(shape, shape, (lengths[0], lengths[-1]), None)
     assert sum(of.launched for of in classes) <= single.launched

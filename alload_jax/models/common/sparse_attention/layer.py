@@ -52,6 +52,7 @@ from alload_jax.models.common.sublayers import RotaryTable
 from alload_jax.sharding.mesh import CONTEXT
 from pallas_kernels.block_sparse_attention import (
     BlockLists,
+    BlockSegments,
     PooledScores,
     block_sparse_attention,
     top_k_blocks,
@@ -385,11 +386,14 @@ def _lists(heads: Heads, layout: TileLayout, choice: Choice) -> BlockLists:
         min(layout.blocks, math.ceil(density * layout.longest))
         for density in (choice.list_density, choice.config.list_densities()[0])
     )
-    share = density[None, :, None] * layout.blocks_of_segment()[:, None]
+    segments = layout.segments
+    same = (segments[:, :, None] == segments[:, None]) & (layout.tokens[:, None] > 0)
+    blocks_of_segment = same.sum(axis=-1, dtype=jnp.int32)
+    share = density[None, :, None] * blocks_of_segment[:, None]
     lists = top_k_blocks(
         _scores(heads, layout, choice),
         jnp.clip(jnp.ceil(share).astype(jnp.int32), 1, most),
-        layout.block_segments,
+        BlockSegments(segments, segments),
         layout.tokens,
         layout.tokens,
         k_max=most,
