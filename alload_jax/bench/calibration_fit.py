@@ -1,7 +1,7 @@
 """Makes a cost-model file from measured steps, with data to judge its accuracy."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import jax
@@ -17,13 +17,11 @@ from alload_jax.planning.cost import CostFile, PowerCost, QuadraticCost, SparseT
 from alload_jax.planning.fit import (
     Fit,
     Point,
-    SparsePoint,
     evaluate,
     fit_power,
     fit_quadratic,
     fit_sparse,
     predicted,
-    predicted_sparse,
 )
 from alload_jax.training.run_plan import sparse_layers
 
@@ -173,7 +171,8 @@ def fit_sparse_outcomes(
     measured = [each for each in outcomes if each.seconds is not None]
     skipped = [o.fields() | {"note": o.note} for o in outcomes if o.seconds is None]
     points = [
-        SparsePoint(each.point(), sparse_layers(config, 1.0, each.density)) for each in measured
+        replace(each.point(), layers=sparse_layers(config, 1.0, each.density))
+        for each in measured
     ]
     if len(points) < LEAST_SPARSE_POINTS:
         return None, {"points": [], "skipped": skipped}
@@ -183,7 +182,7 @@ def fit_sparse_outcomes(
         o.fields() | {"seconds": o.seconds, "predicted_seconds": found, "residual": residual}
         for o, found, residual in zip(
             measured,
-            predicted_sparse(fit.model, points).tolist(),
+            predicted(fit.model, points).tolist(),
             fit.goodness.residuals,
             strict=True,
         )

@@ -2,8 +2,10 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple, cast
+
+import numpy as np
 
 from alload_jax.errors import InputError
 from alload_jax.planning.cost import CostFile, in_seconds
@@ -11,14 +13,7 @@ from alload_jax.planning.metrics import programs_of
 from alload_jax.planning.plan import Plan
 from alload_jax.planning.policies import PORTFOLIO, find_policy
 from alload_jax.planning.policies.balanced import TRIALS, Balanced, RowTrials
-from alload_jax.planning.policies.policy import Policy, RankTopology
-from alload_jax.planning.policies.search import (
-    MCompCurve,
-    draw_samples,
-    longest_alone,
-    makespan,
-    search_m_comp,
-)
+from alload_jax.planning.policies.policy import Policy, RankTopology, makespan, predicted_time
 from alload_jax.planning.samples import Samples
 from alload_jax.planning.settings import PlanningConfig, case_name, policy_config, with_policy
 from alload_jax.processes import waits
@@ -178,21 +173,78 @@ def _with_best_m_comp(
     return min(plans, key=lambda plan: makespan(plan.epoch(0), samples.seq_len, model, split))
 
 
+_POINTS, _FINE_POINTS = 17, 10
+"""Values of M_comp to try over the whole range, then between the neighbours of the best."""
+_MOST_DRAWN, _MOST_PER_RANK = 20_000, 200
+"""Maximum samples to plan per value, in all or per rank, whichever is more."""
+
+
+@dataclass(frozen=True)
+class MCompCurve:
+    """Predicted time of an epoch over M_comp.
+
+    Attributes:
+      m_comp: [K] float64, ascending, in the policy's measure.
+      cost: [K] float64, predicted time of an epoch, in the cost model's unit.
+      chosen: the value with the least cost; of several the largest, which needs the fewest steps.
+    """
+
+    m_comp: np.ndarray
+    cost: np.ndarray
+
+    @property
+    def chosen(self) -> float:
+        """See the class."""
+        return float(self.m_comp[np.flatnonzero(self.cost == self.cost.min())[-1]])
+
+
+def longest_alone(policy: Policy, samples: Samples) -> float:
+    """The M_comp called `longest`: the most costly sample at B = 1, in the policy's measure.
+
+    That is the longest, unless sparse attention makes it cheaper than a shorter one. AdaptiveLoad
+    (arXiv 2605.17923) does not say how it chooses M_comp.
+
+    Raises:
+      InputError: the policy has no M_comp.
+    """
+    return float(policy.m_comp_measure(np.unique(samples.seq_len)).max())
+
+
 def m_comp_curve(
     config: PlanningConfig, samples: Samples, topology: RankTopology, costs: CostFile | None = None
 ) -> MCompCurve:
     """Predicted time of an epoch over `m_comp`, with the other settings of the config.
 
+    An epoch is planned at values over the policy's range (`Policy.m_comp_range`).
+
     Raises:
       InputError: the policy has no M_comp or cannot place a sample.
     """
-    costs = costs or config.costs()
-    return search_m_comp(
-        lambda m_comp: make_policy(replace(config, m_comp=m_comp), costs),
-        samples.typical(),
-        topology,
-        config.predictor(costs),
-        config.seconds_per_split_token(costs),
+    costs, samples = costs or config.costs(), samples.typical()
+    model, split = config.predictor(costs), config.seconds_per_split_token(costs)
+
+    def policy_at(m_comp: float) -> Policy:
+        return make_policy(replace(config, m_comp=m_comp), costs)
+
+    least, most = policy_at(1.0).m_comp_range(np.unique(samples.seq_len))
+    if not least > 0:
+        raise InputError("the cost model predicts a cost of 0 for samples; calibrate it again")
+    drawn = draw_samples(samples, max(_MOST_DRAWN, _MOST_PER_RANK * topology.ranks))
+
+    def curve(values: np.ndarray) -> MCompCurve:
+        plans = (policy_at(float(value)) for value in values)
+        cost = [predicted_time(plan, drawn, topology, model, split) for plan in plans]
+        return MCompCurve(values, np.asarray(cost) * len(samples) / len(drawn))
+
+    coarse = curve(np.unique(np.geomspace(least, most, _POINTS)))
+    best = int(np.searchsorted(coarse.m_comp, coarse.chosen))
+    below, above = coarse.m_comp[max(0, best - 1)], coarse.m_comp[best + 1 :][:1]
+    around = np.geomspace(below, float(above[0]) if len(above) else most, _FINE_POINTS + 2)
+    inner = np.setdiff1d(around[1:-1], coarse.m_comp)
+    fine = curve(inner)
+    order = np.argsort(np.r_[coarse.m_comp, fine.m_comp])
+    return MCompCurve(
+        np.r_[coarse.m_comp, fine.m_comp][order], np.r_[coarse.cost, fine.cost][order]
     )
 
 
@@ -213,6 +265,11 @@ class RunLength(NamedTuple):
     epochs: float | None = 1.0
     steps: int = 0
 
+    def seconds(self, epoch_seconds: float, epoch_steps: int, first_step: float) -> float:
+        """Seconds of the run for each of its epochs."""
+        epochs = self.epochs or self.steps / epoch_steps
+        return epoch_seconds + first_step / epochs
+
 
 ONE_EPOCH = RunLength()
 
@@ -227,6 +284,15 @@ class Choice(NamedTuple):
 
     config: PlanningConfig
     reason: str
+
+
+def draw_samples(samples: Samples, most: int) -> Samples:
+    """At most so many samples, among them the longest; they depend on the data set alone."""
+    if len(samples) <= most:
+        return samples
+    drawn = np.random.default_rng(0).choice(len(samples), most, replace=False)
+    drawn = np.union1d(drawn, np.argmax(samples.seq_len))
+    return Samples(samples.shape[drawn], samples.seq_len[drawn])
 
 
 @waits("for the plan")
@@ -286,8 +352,7 @@ def choose_policy(
         time = share * makespan(epoch, samples.seq_len, model, split)
         if unit:
             first_step = costs.first_step_seconds(programs_of(epoch))
-            epochs = length.epochs or length.steps / max(1, round(share * epoch.steps))
-            time += first_step / epochs  # for each epoch of the run
+            time = length.seconds(time, max(1, round(share * epoch.steps)), first_step)
         found.append((time, each))
     if not found and not refusals:
         raise InputError(

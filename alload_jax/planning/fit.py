@@ -24,24 +24,20 @@ ModelT = TypeVar("ModelT", bound=CostModel)
 
 @dataclass(frozen=True)
 class Point:
-    """A measured step: `rows` sequences of `seq_len` tokens took `seconds`."""
+    """A measured step: `rows` sequences of `seq_len` tokens took `seconds`.
+
+    `layers` are those of a model whose layers were all sparse, or some; None for a dense one.
+    """
 
     rows: int
     seq_len: int
     seconds: float
+    layers: SparseLayers | None = field(default=None, repr=False)
 
     @property
     def tokens(self) -> int:
         """Tokens of the micro-batch."""
         return self.rows * self.seq_len
-
-
-@dataclass(frozen=True)
-class SparsePoint:
-    """A measured step of a model whose layers were all sparse, or some."""
-
-    point: Point
-    layers: SparseLayers
 
 
 @dataclass(frozen=True)
@@ -68,9 +64,13 @@ class Fit(Generic[ModelT]):
 
 
 def predicted(model: CostModel, points: Sequence[Point]) -> np.ndarray:
-    """Predicted seconds of each point: [N] float64."""
+    """Predicted seconds of each point, by a `SparseCost` with the point's layers: [N] float64."""
     rows, seq_len, _ = _columns(points)
-    return bucketed_cost(model, rows, seq_len)
+    if not isinstance(model, SparseCost):
+        return bucketed_cost(model, rows, seq_len)
+    models = [model.at(each.layers) if each.layers else model for each in points]
+    columns = zip(models, rows[:, None], seq_len[:, None], strict=True)
+    return np.concatenate([bucketed_cost(*each) for each in columns])
 
 
 def evaluate(model: CostModel, points: Sequence[Point]) -> Goodness:
@@ -126,7 +126,7 @@ def fit_terms(terms: np.ndarray, seconds: np.ndarray) -> QuadraticCost:
     return kind(0.0, 0.0, 0.0).with_coefficients(found)
 
 
-def fit_sparse(points: Sequence[SparsePoint], quadratic: QuadraticCost) -> Fit[SparseCost]:
+def fit_sparse(points: Sequence[Point], quadratic: QuadraticCost) -> Fit[SparseCost]:
     """c3, c4 and c5, from what steps take beyond the cost of everything else.
 
     Least squares of the relative error with no coefficient below 0, as for `fit_quadratic`.
@@ -139,24 +139,19 @@ def fit_sparse(points: Sequence[SparsePoint], quadratic: QuadraticCost) -> Fit[S
       InputError: there are too few points, the seconds of one are not above 0, or one has no
         sparse layer.
     """
-    _require([each.point for each in points], 3)
+    _require(points, 3)
     if any(
-        each.layers.share == 0 or each.point.seq_len < each.layers.min_tokens for each in points
+        each.layers is None or each.layers.share == 0 or each.seq_len < each.layers.min_tokens
+        for each in points
     ):
         raise InputError("fit: a point of sparse attention has dense attention in all layers")
-    seconds = np.asarray([each.point.seconds for each in points])
+    seconds = _columns(points)[2]
     units = [SparseCost(0.0, 0.0, 0.0, c3=c3, c4=c4, c5=c5) for c3, c4, c5 in np.eye(3).tolist()]
-    terms = np.stack([predicted_sparse(unit, points) for unit in units], axis=1)
-    known = predicted_sparse(SparseCost(**vars(quadratic)), points)
+    terms = np.stack([predicted(unit, points) for unit in units], axis=1)
+    known = predicted(SparseCost(**vars(quadratic)), points)
     c3, c4, c5 = _least_squares(terms, seconds - known, seconds)
     model = SparseCost(**vars(quadratic), c3=c3, c4=c4, c5=c5)
-    return Fit(model, _goodness(predicted_sparse(model, points), seconds))
-
-
-def predicted_sparse(model: SparseCost, points: Sequence[SparsePoint]) -> np.ndarray:
-    """Predicted seconds of each point, with the point's layers: [N] float64."""
-    found = [predicted(model.at(each.layers), [each.point]) for each in points]
-    return np.concatenate(found)
+    return Fit(model, _goodness(predicted(model, points), seconds))
 
 
 def _least_squares(terms: np.ndarray, seconds: np.ndarray, unit: np.ndarray) -> list[float]:

@@ -25,7 +25,6 @@ from alload_jax.planning.fit import (
     MOST,
     CostFilter,
     Point,
-    SparsePoint,
     evaluate,
     fit_memory,
     fit_power,
@@ -33,7 +32,6 @@ from alload_jax.planning.fit import (
     fit_run,
     fit_sparse,
     predicted,
-    predicted_sparse,
 )
 from alload_jax.planning.metrics import step_metrics
 from alload_jax.planning.settings import PlanningConfig
@@ -135,24 +133,22 @@ def test_sparse_terms_are_recovered(coefficients, seed, noise):
     for density in (0.1, 0.3):
         for seq_len in (16_384, 32_768, 65_536, 80_000):
             layers = SparseLayers(1.0, density)
-            exact = SparsePoint(Point(1, seq_len, 1.0), layers)
-            seconds = float(predicted_sparse(model, [exact])[0])
+            exact = Point(1, seq_len, 1.0, layers)
+            seconds = float(predicted(model, [exact])[0])
             seconds *= float(np.exp(noise * random.standard_normal()))
-            points.append(SparsePoint(Point(1, seq_len, seconds), layers))
+            points.append(Point(1, seq_len, seconds, layers))
     found = fit_sparse(points, PLANNED)
     if not noise:
         np.testing.assert_allclose(found.model.coefficients, model.coefficients, 1e-5, 1e-15)
     assert found.goodness.mape < 0.01
     # What the fit is for: other densities and lengths, and some layers dense.
-    other = [SparsePoint(Point(2, 50_000, 1.0), SparseLayers(0.8, each)) for each in (0.05, 0.5)]
-    np.testing.assert_allclose(
-        predicted_sparse(found.model, other), predicted_sparse(model, other), rtol=0.03
-    )
+    other = [Point(2, 50_000, 1.0, SparseLayers(0.8, each)) for each in (0.05, 0.5)]
+    np.testing.assert_allclose(predicted(found.model, other), predicted(model, other), rtol=0.03)
 
 
-GOOD = SparsePoint(Point(1, 20_000, 1.0), SparseLayers(1.0, 0.1))
-DENSE = SparsePoint(Point(1, 20_000, 1.0), SparseLayers())
-SHORT = SparsePoint(Point(1, 2_000, 1.0), SparseLayers(1.0, 0.1))
+GOOD = Point(1, 20_000, 1.0, SparseLayers(1.0, 0.1))
+DENSE = Point(1, 20_000, 1.0, SparseLayers())
+SHORT = Point(1, 2_000, 1.0, SparseLayers(1.0, 0.1))
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,7 @@ from alload_jax.planning.policies.balanced import Balanced
 from alload_jax.planning.policies.filling import STRATEGIES
 from alload_jax.planning.policies.grouping import EMPTY, SampleBounds, Units, group_into_steps
 from alload_jax.planning.policies.packed import MOST_CORRELATION, FirstFit, first_fit_decreasing
-from alload_jax.planning.policies.policy import RankTopology
-from alload_jax.planning.policies.search import makespan
+from alload_jax.planning.policies.policy import RankTopology, makespan
 from alload_jax.planning.policies.splitting import UNPLACED, Bins, assign_greedily, target_load
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.planning.workloads import make_workload

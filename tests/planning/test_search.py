@@ -7,13 +7,17 @@ import pytest
 from planning_cases import of_lengths, refused
 
 from alload_jax.planning.cost import CostFile, PowerCost, QuadraticCost
-from alload_jax.planning.factory import m_comp_curve, make_plan, with_best_context
+from alload_jax.planning.factory import (
+    longest_alone,
+    m_comp_curve,
+    make_plan,
+    with_best_context,
+)
 from alload_jax.planning.metrics import plan_metrics
 from alload_jax.planning.plan import Plan
 from alload_jax.planning.policies.balanced import Balanced
-from alload_jax.planning.policies.bucketed import DualConstraint, EqualTokens
-from alload_jax.planning.policies.policy import RankTopology
-from alload_jax.planning.policies.search import longest_alone, makespan, search_m_comp
+from alload_jax.planning.policies.bucketed import DualConstraint
+from alload_jax.planning.policies.policy import RankTopology, makespan
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.planning.study import Study, advice
 from alload_jax.planning.workloads import make_workload
@@ -66,8 +70,9 @@ def test_longest_is_the_cost_of_the_longest_sample_alone():
 
 def test_a_large_data_set_is_drawn_from_and_its_epoch_scaled():
     samples = of_lengths(*LENGTHS * 60)
-    curve = search_m_comp(lambda m: DualConstraint(4000, m, 2.0), samples, INDEPENDENT, COST)
-    whole = make_plan(config(m_comp=curve.chosen), samples, 4, 0, CostFile(quadratic=COST))
+    costs = CostFile(quadratic=COST)
+    curve = m_comp_curve(config(), samples, INDEPENDENT, costs)
+    whole = make_plan(config(m_comp=curve.chosen), samples, 4, 0, costs)
     found = plan_metrics(whole.epoch(0), samples.seq_len, COST, None).cost
     assert curve.cost.min() == pytest.approx(found, rel=0.05)
 
@@ -86,16 +91,17 @@ def test_auto_is_never_slower_than_the_plan_that_memory_alone_bounds(name, mode)
 
 
 def test_what_cannot_be_searched_is_refused():
-    long, free = of_lengths(1000, 1100, 1005), QuadraticCost(0, 0, 0)
+    long, costs = of_lengths(1000, 1100, 1005), CostFile(quadratic=COST)
+    free = CostFile(quadratic=QuadraticCost(0, 0, 0))
     given = PlanningConfig("dual_constraint", m_mem=500, m_comp="auto")
     for words, action, *args in (
         (
             "equal_tokens has no M_comp; choose dual_constraint or balanced",
-            *(search_m_comp, lambda m: EqualTokens(4000), of_lengths(5), INDEPENDENT, COST),
+            *(m_comp_curve, config(policy="equal_tokens"), of_lengths(5), INDEPENDENT, costs),
         ),
         (
             "predicts a cost of 0 for samples",
-            *(search_m_comp, lambda m: Balanced(4000, free), of_lengths(5), INDEPENDENT, free),
+            *(m_comp_curve, config(policy="balanced"), of_lengths(5), INDEPENDENT, free),
         ),
         ("m_mem must be at least 1100", make_plan, given, long, 2, 0),
         ("auto or longest", lambda: config(m_comp="")),

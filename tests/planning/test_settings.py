@@ -21,8 +21,7 @@ from alload_jax.planning.metrics import plan_metrics, programs_of, step_metrics
 from alload_jax.planning.policies import PORTFOLIO, find_policy, policy_names, register_policy
 from alload_jax.planning.policies.bucketed import Bucketed, DualConstraint, EqualTokens, Fixed
 from alload_jax.planning.policies.packed import PackedEpochBuilder, whole_samples
-from alload_jax.planning.policies.policy import Policy
-from alload_jax.planning.policies.search import makespan
+from alload_jax.planning.policies.policy import Policy, makespan
 from alload_jax.planning.settings import PlanningConfig, case_name, policy_config
 
 QUADRATIC = {"c0": 1e-3, "c1": 1e-6, "c2": 1e-11}

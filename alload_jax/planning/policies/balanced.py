@@ -21,8 +21,7 @@ from alload_jax.planning.policies.packed import (
     row_shape,
     slots_for,
 )
-from alload_jax.planning.policies.policy import MOST, Policy, RankTopology
-from alload_jax.planning.policies.search import predicted_time
+from alload_jax.planning.policies.policy import MOST, Policy, RankTopology, predicted_time
 from alload_jax.planning.policies.splitting import SplitRule, allowed_split_sizes
 from alload_jax.planning.samples import Samples
 

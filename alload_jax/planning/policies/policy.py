@@ -1,4 +1,4 @@
-"""The interface of all policies: the settings that they share, their ranks, and what they do."""
+"""The interface of all policies, the settings and ranks that they share, and predicted times."""
 
 import math
 import sys
@@ -11,7 +11,14 @@ from typing import Any, Literal, Self, get_args
 import numpy as np
 
 from alload_jax.errors import InputError, require_positive
-from alload_jax.planning.cost import CostFile, CostModel, PowerCost, read_cost_file
+from alload_jax.planning.cost import (
+    CostFile,
+    CostModel,
+    PowerCost,
+    micro_batch_costs,
+    rank_costs,
+    read_cost_file,
+)
 from alload_jax.planning.epoch import EpochPlan
 from alload_jax.planning.policies import AUTO, PolicyTraits, find_policy, policy_names
 from alload_jax.planning.samples import Samples
@@ -331,6 +338,31 @@ class Policy(PolicyTraits, ABC):
         alone = self.m_comp_measure(seq_len)
         # Of many samples to a micro-batch: one of four times the mean cost is bound by memory.
         return float(alone.min()), float(max(alone.max(), 4 * alone.mean()))
+
+
+def predicted_time(
+    policy: Policy,
+    samples: Samples,
+    topology: RankTopology,
+    model: CostModel,
+    seconds_per_split_token: float = 0.0,
+) -> float:
+    """Predicted time of a policy's first epoch, in the cost model's unit.
+
+    Raises:
+      InputError: the policy cannot place a sample.
+    """
+    rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([0, 0])))
+    epoch = policy.plan_epoch(samples, topology, rng)
+    return makespan(epoch, samples.seq_len, model, seconds_per_split_token)
+
+
+def makespan(
+    epoch: EpochPlan, seq_len: np.ndarray, model: CostModel, seconds_per_split_token: float = 0.0
+) -> float:
+    """Sum over an epoch's steps of the predicted time of their slowest ranks."""
+    cost = rank_costs(epoch, micro_batch_costs(epoch, seq_len, model, seconds_per_split_token))
+    return float(cost.max(axis=1).sum())
 
 
 _NAMED = 5
