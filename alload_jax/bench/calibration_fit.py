@@ -10,7 +10,7 @@ from alload_jax.bench.calibration import Calibration, MemoryFinding, Outcome
 from alload_jax.bench.harness import provenance
 from alload_jax.errors import InputError
 from alload_jax.files import Json
-from alload_jax.models.common.sparse_attention import SparseAttentionConfig
+from alload_jax.models.common.sparse_attention.config import SparseAttentionConfig
 from alload_jax.planning.analytic import bytes_per_split_token
 from alload_jax.planning.architecture import from_fields
 from alload_jax.planning.cost import CostFile, PowerCost, QuadraticCost, SparseTerms, without_layers

@@ -28,7 +28,7 @@ from alload_jax.models.common.lora import DropoutKey, add_lora
 from alload_jax.models.common.parts import Auxiliary, Output
 from alload_jax.models.common.safetensor_files import Naming, Tensor
 from alload_jax.models.common.segments import PackedMetadata
-from alload_jax.models.common.sparse_attention import (
+from alload_jax.models.common.sparse_attention.config import (
     forced_state,
     switch_metrics,
     switch_records,

@@ -11,8 +11,11 @@ from alload_jax.distributed.cluster import Cluster
 from alload_jax.errors import InputError
 from alload_jax.files import Json
 from alload_jax.models.common.config import ModelConfig
-from alload_jax.models.common.sparse_attention import SparseAttentionConfig
-from alload_jax.models.common.sparse_attention.config import DENSITY, SPARSE_LAYERS
+from alload_jax.models.common.sparse_attention.config import (
+    DENSITY,
+    SPARSE_LAYERS,
+    SparseAttentionConfig,
+)
 from alload_jax.planning.analytic import bytes_per_split_token, step_cost
 from alload_jax.planning.architecture import from_fields
 from alload_jax.planning.cost import (

@@ -23,7 +23,7 @@ from alload_jax.bench.calibration_fit import (
 from alload_jax.cli import main
 from alload_jax.commands import calibrate
 from alload_jax.errors import InputError
-from alload_jax.models.common.sparse_attention import SparseAttentionConfig
+from alload_jax.models.common.sparse_attention.config import SparseAttentionConfig
 from alload_jax.planning.cost import (
     CostFile,
     MemoryModel,

@@ -36,7 +36,8 @@ from alload_jax.data.batch import signature
 from alload_jax.data.condition import conditions_for, samples_for
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ImageConfig, TextConfig
-from alload_jax.models.common.sparse_attention import SparseAttentionConfig, config
+from alload_jax.models.common.sparse_attention import config
+from alload_jax.models.common.sparse_attention.config import SparseAttentionConfig
 from alload_jax.models.families import abstract_model, build_model
 from alload_jax.models.hunyuan_video.transformer import HunyuanVideoConfig
 from alload_jax.models.wan.transformer import WanConfig

@@ -11,8 +11,11 @@ import pytest
 from alload_jax.data.loader import LoaderConfig
 from alload_jax.distributed.cluster import Cluster
 from alload_jax.errors import InputError
-from alload_jax.models.common.sparse_attention import SparseAttentionConfig
-from alload_jax.models.common.sparse_attention.config import DENSITY, SPARSE_LAYERS
+from alload_jax.models.common.sparse_attention.config import (
+    DENSITY,
+    SPARSE_LAYERS,
+    SparseAttentionConfig,
+)
 from alload_jax.models.wan.transformer import WanConfig
 from alload_jax.planning.analytic import step_cost
 from alload_jax.planning.architecture import from_fields

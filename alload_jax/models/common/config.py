@@ -11,7 +11,7 @@ from typing_extensions import override
 from alload_jax.errors import InputError, require_positive
 from alload_jax.models.common.attention import AttentionImplementation
 from alload_jax.models.common.lora import LoraConfig
-from alload_jax.models.common.sparse_attention import SparseAttentionConfig
+from alload_jax.models.common.sparse_attention.config import SparseAttentionConfig
 from alload_jax.planning.remat import AUTO_REMAT, UNRESOLVED, RematChoice, RematPolicy
 from pallas_kernels.layernorm_modulate import implementation_names as norm_implementations
 

@@ -24,7 +24,7 @@ from alload_jax.models.common.parts import (
     by_sample,
 )
 from alload_jax.models.common.segments import Grid
-from alload_jax.models.common.sparse_attention import number_layers
+from alload_jax.models.common.sparse_attention.config import number_layers
 from alload_jax.models.common.stored import with_cast_kernels
 from alload_jax.planning.remat import OFFLOADED, RematPolicy
 

@@ -10,6 +10,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 
+from alload_jax.models.common.config import TransformerConfig
 from alload_jax.models.common.parts import (
     ACTIVATION,
     FEED_FORWARD,
@@ -120,37 +121,27 @@ class AttentionProjections(nnx.Module):
     """Linear layers before and after attention, with an RMSNorm of queries and keys."""
 
     def __init__(
-        self,
-        dim: int,
-        num_heads: int,
-        *,
-        norm_width: int | None,
-        eps: float,
-        norm: str,
-        dtype: jnp.dtype,
-        rngs: nnx.Rngs,
+        self, config: TransformerConfig, *, norm_width: int | None, eps: float, rngs: nnx.Rngs
     ):
         """Draws the weights.
 
         Args:
-          dim: width D of the inputs and outputs.
-          num_heads: heads of D.
+          config: the model's, of which D is the width. What other norms than XLA's can do for
+            queries and keys depends on heads and mesh, so that "auto" chooses among them.
           norm_width: channels that the RMSNorm is over: D, or head_dim for each head by itself;
             None for no norm.
           eps: epsilon of the norm.
-          norm: the config's `norm`. What others than XLA's can do for queries and keys depends on
-            heads and mesh, so that "auto" chooses among them.
-          dtype: in which the layers compute.
           rngs: draws the weights.
         """
+        dim, dtype = config.dim, config.compute_dtype
 
         def make_norm() -> nnx.RMSNorm | None:
             if norm_width is None:
                 return None
             return nnx.RMSNorm(norm_width, epsilon=eps, dtype=dtype, rngs=rngs)
 
-        self.num_heads = num_heads
-        self.norm_implementation = "xla" if norm == "xla" else "auto"
+        self.num_heads = config.num_heads
+        self.norm_implementation = "xla" if config.norm == "xla" else "auto"
         self.query, self.key, self.value, self.out = (
             Linear(dim, dim, dtype=dtype, rngs=rngs) for _ in range(4)
         )
@@ -239,28 +230,25 @@ class FeedForward(nnx.Module):
 
     def __init__(
         self,
-        dim: int,
-        hidden: int,
+        config: TransformerConfig,
         *,
+        hidden: int | None = None,
         activation: Callable[[jax.Array], jax.Array] | None = None,
-        implementation: str = "auto",
-        dtype: jnp.dtype,
         rngs: nnx.Rngs,
     ):
         """Draws the weights.
 
         Args:
-          dim: width of the inputs and outputs.
-          hidden: width between the linear layers.
+          config: the model's. Other implementations than XLA's are chosen among by "auto".
+          hidden: width between the linear layers; None for the config's `ffn_dim`.
           activation: a function of elements; None for GELU in its tanh form.
-          implementation: the config's `norm`. Others than XLA's are chosen among by "auto".
-          dtype: in which the layers compute.
           rngs: draws the weights.
         """
+        dtype, hidden = config.compute_dtype, hidden or config.ffn_dim
         self.activation = activation
-        self.implementation = "xla" if implementation == "xla" else "auto"
-        self.hidden = Linear(dim, hidden, dtype=dtype, rngs=rngs)
-        self.out = nnx.Linear(hidden, dim, dtype=dtype, rngs=rngs)
+        self.implementation = "xla" if config.norm == "xla" else "auto"
+        self.hidden = Linear(config.dim, hidden, dtype=dtype, rngs=rngs)
+        self.out = nnx.Linear(hidden, config.dim, dtype=dtype, rngs=rngs)
 
     @jax.named_scope(FEED_FORWARD)
     def __call__(

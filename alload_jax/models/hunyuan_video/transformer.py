@@ -45,7 +45,7 @@ from alload_jax.models.common.segments import (
     Segments,
     joint_clip_layout,
 )
-from alload_jax.models.common.sparse_attention import RowsOfLayer, SparseSelfAttention
+from alload_jax.models.common.sparse_attention.layer import RowsOfLayer, SparseSelfAttention
 from alload_jax.models.common.sublayers import (
     AttentionProjections,
     FeedForward,
@@ -184,18 +184,8 @@ class Stream(AttentionProjections):
         self.norm_options: NormOptions = {"eps": _EPS, "implementation": config.norm}
         # adaLN-Zero (arXiv 2212.09748): every block starts as the identity.
         self.modulation = nnx.Linear(dim, 6 * dim, kernel_init=nnx.initializers.zeros, rngs=rngs)
-        super().__init__(
-            dim,
-            config.num_heads,
-            norm_width=config.head_dim,
-            eps=_EPS,
-            norm=config.norm,
-            dtype=self.dtype,
-            rngs=rngs,
-        )
-        self.feed_forward = FeedForward(
-            dim, config.ffn_dim, implementation=config.norm, dtype=self.dtype, rngs=rngs
-        )
+        super().__init__(config, norm_width=config.head_dim, eps=_EPS, rngs=rngs)
+        self.feed_forward = FeedForward(config, rngs=rngs)
 
     @jax.named_scope(NORM)
     def modulations(self, time: jax.Array) -> list[jax.Array]:
@@ -235,10 +225,9 @@ class Block(nnx.Module):
         self.implementation = config.attention
         self.video = Stream(config, rngs=rngs)
         self.condition = Stream(config, rngs=rngs)
-        sparse, shape = config.sparse_attention, (config.dim, config.num_heads)
         # Last, so that all other parameters are drawn as without it.
         self.sparse_attention = (
-            SparseSelfAttention(sparse, *shape, config.compute_dtype, rngs=rngs) if sparse else None
+            SparseSelfAttention(config, rngs=rngs) if config.sparse_attention else None
         )
 
     def __call__(self, x: Streams, context: Context) -> tuple[Streams, Auxiliary]:
@@ -375,7 +364,7 @@ class RefinerBlock(nnx.Module):
         self.feed_forward_norm = layer_norm(dim, _EPS, dtype=dtype, rngs=rngs)
         self.query, self.key, self.value, self.out = linear(), linear(), linear(), linear()
         self.feed_forward = FeedForward(
-            dim, _MLP_RATIO * dim, activation=nnx.silu, dtype=dtype, rngs=rngs
+            config, hidden=_MLP_RATIO * dim, activation=nnx.silu, rngs=rngs
         )
         # As in the other blocks, gates are closed at initialization.
         self.gates = nnx.Linear(dim, 2 * dim, kernel_init=nnx.initializers.zeros, rngs=rngs)

@@ -45,7 +45,7 @@ from alload_jax.models.common.segments import (
     clip_tiles,
     to_tokens,
 )
-from alload_jax.models.common.sparse_attention import RowsOfLayer, SparseSelfAttention
+from alload_jax.models.common.sparse_attention.layer import RowsOfLayer, SparseSelfAttention
 from alload_jax.models.common.sublayers import (
     AttentionProjections,
     FeedForward,
@@ -155,15 +155,8 @@ class Attention(AttentionProjections):
 
     def __init__(self, config: WanConfig, *, with_image: bool = False, rngs: nnx.Rngs):
         dim, dtype = config.dim, config.compute_dtype
-        super().__init__(
-            dim,
-            config.num_heads,
-            norm_width=dim if config.qk_norm else None,
-            eps=config.eps,
-            norm=config.norm,
-            dtype=dtype,
-            rngs=rngs,
-        )
+        norm_width = dim if config.qk_norm else None
+        super().__init__(config, norm_width=norm_width, eps=config.eps, rngs=rngs)
         self.implementation = config.attention
         self.image_key = Linear(dim, dim, dtype=dtype, rngs=rngs) if with_image else None
         self.image_value = Linear(dim, dim, dtype=dtype, rngs=rngs) if with_image else None
@@ -210,19 +203,10 @@ class Block(nnx.Module):
             else None
         )
         self.cross_attention = Attention(config, with_image=config.image is not None, rngs=rngs)
-        self.feed_forward = FeedForward(
-            config.dim,
-            config.ffn_dim,
-            implementation=config.norm,
-            dtype=self.dtype,
-            rngs=rngs,
-        )
-        sparse = config.sparse_attention
+        self.feed_forward = FeedForward(config, rngs=rngs)
         # Last, so that all other parameters are drawn as without it.
         self.sparse_attention = (
-            SparseSelfAttention(sparse, config.dim, config.num_heads, self.dtype, rngs=rngs)
-            if sparse
-            else None
+            SparseSelfAttention(config, rngs=rngs) if config.sparse_attention else None
         )
 
     def __call__(self, x: jax.Array, context: Context) -> tuple[jax.Array, Auxiliary]:

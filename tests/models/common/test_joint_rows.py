@@ -23,7 +23,7 @@ from alload_jax.models.common.segments import (
     joint_clip_layout,
     lay_out,
 )
-from alload_jax.models.common.sparse_attention import SparseAttentionConfig
+from alload_jax.models.common.sparse_attention.config import SparseAttentionConfig
 from alload_jax.models.common.sparse_attention.layer import Choice, Heads, attend
 from alload_jax.models.common.sparse_attention.selectors import Features
 from alload_jax.sharding.mesh import BATCH_AXES, MeshConfig, make_mesh

@@ -22,8 +22,8 @@ from alload_jax.models.common.segments import (
     lay_out,
     to_tiles,
 )
-from alload_jax.models.common.sparse_attention import SparseAttentionConfig, update_switches
 from alload_jax.models.common.sparse_attention import config as switching
+from alload_jax.models.common.sparse_attention.config import SparseAttentionConfig, update_switches
 from alload_jax.models.common.sparse_attention.layer import balanced_order
 from alload_jax.models.common.sparse_attention.selectors import Sample, profile, sample_attention
 from alload_jax.models.families import abstract_model, family_of, initial_variables

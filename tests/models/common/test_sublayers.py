@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from alload_jax.models.common import sublayers
+from alload_jax.models.common.config import TransformerConfig
 from alload_jax.models.common.embedding import ClassEmbedding
 from alload_jax.models.common.layers import rematerialise
 from alload_jax.models.common.parts import Linear, fan_out, patchify, unpatchify
@@ -177,9 +178,8 @@ def made(name):
 
 
 def with_gradient(x, linear, norm, rotary, sharding=None):
-    layer = sublayers.AttentionProjections(
-        DIM, HEADS, norm_width=None, eps=1e-6, norm="auto", dtype=jnp.float32, rngs=nnx.Rngs(0)
-    )
+    config = TransformerConfig(dim=DIM, num_heads=HEADS, dtype="float32")
+    layer = sublayers.AttentionProjections(config, norm_width=None, eps=1e-6, rngs=nnx.Rngs(0))
 
     def total(x, linear, norm):
         heads = layer.projected(x, linear, norm, rotary, sharding)
@@ -255,7 +255,8 @@ def gated(graph, policy):
     [("none", 1), ("full", 2), ("feed_forward_and_attention", 1), ("matmuls_and_attention", 1)],
 )
 def test_gelu_runs_once_more_only_where_the_layer_is_applied_again(policy, runs):
-    graph, state = nnx.split(FeedForward(64, 1024, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+    config = TransformerConfig(dim=64, ffn_dim=1024, dtype="bfloat16")
+    graph, state = nnx.split(FeedForward(config, rngs=nnx.Rngs(0)))
     shapes = (state, jnp.zeros((2, 2048, 64), jnp.bfloat16), jnp.zeros((), jnp.bfloat16))
     grad = jax.jit(jax.grad(gated(graph, policy), argnums=(0, 1, 2)))
     with (

@@ -4,24 +4,3 @@ Tokens are ordered in three-dimensional tiles. A profile measures, for each laye
 blocks of keys hold most of the attention; a selector says which blocks those are; and each layer
 switches from dense attention to lists of blocks when both are good enough, by itself.
 """
-
-from alload_jax.models.common.sparse_attention.config import (
-    SparseAttentionConfig,
-    forced_state,
-    number_layers,
-    switch_metrics,
-    switch_records,
-    update_switches,
-)
-from alload_jax.models.common.sparse_attention.layer import RowsOfLayer, SparseSelfAttention
-
-__all__ = [
-    "RowsOfLayer",
-    "SparseAttentionConfig",
-    "SparseSelfAttention",
-    "forced_state",
-    "number_layers",
-    "switch_metrics",
-    "switch_records",
-    "update_switches",
-]

@@ -27,6 +27,7 @@ from alload_jax.models.common.attention import (
     heads_together,
     tokens_together,
 )
+from alload_jax.models.common.config import TransformerConfig
 from alload_jax.models.common.parts import BLOCK_LISTS, Auxiliary
 from alload_jax.models.common.segments import (
     PADDING,
@@ -146,20 +147,13 @@ class Choice(NamedTuple):
 class SparseSelfAttention(nnx.Module):
     """Attention of a layer's queries to its keys, after projection and rotation."""
 
-    def __init__(
-        self,
-        config: SparseAttentionConfig,
-        width: int,
-        num_heads: int,
-        dtype: jnp.dtype,
-        *,
-        rngs: nnx.Rngs,
-    ):
-        self.config = config
-        self.switch = Switch(config, num_heads)
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        assert config.sparse_attention is not None
+        self.config, width, heads = config.sparse_attention, config.dim, config.num_heads
+        self.switch = Switch(self.config, heads)
         self.selector = (
-            Predictor(width, num_heads, config.rank, dtype, rngs=rngs)
-            if config.selector == "predictor"
+            Predictor(width, heads, self.config.rank, config.compute_dtype, rngs=rngs)
+            if self.config.selector == "predictor"
             else None
         )
 
