@@ -219,45 +219,42 @@ def analytic_costs(
 def step_cost(
     architecture: Architecture, device: Device, remat: Remat, trained: Trained = ALL_TRAINED
 ) -> QuadraticCost:
-    """Seconds of a step, including recomputation; arguments as `analytic_costs`."""
-    policies = policies_of(remat)
-    found = [_cost_by_policy(architecture, device, each, trained) for each in policies]
-    terms = (f.name for f in dataclasses.fields(QuadraticCost))
-    mean = {name: sum(getattr(cost, name) for cost in found) / len(found) for name in terms}
-    return QuadraticCost(**mean)
-
-
-def _cost_by_policy(
-    architecture: Architecture, device: Device, remat: str, trained: Trained
-) -> QuadraticCost:
-    """Seconds of a step whose layers all have the same policy.
+    """Seconds of a step, including recomputation; arguments as `analytic_costs`.
 
     Frozen parameters need no update and no matrix product for their gradient, which is one of the
     two products of a layer's backward pass. The saved time is assumed to be proportional to their
     number.
     """
-    again, flops = _RECOMPUTED[remat], architecture.flops()
+    flops, counts = architecture.flops(), architecture.activations()
     total = architecture.parameters()
     frozen_share = 1 - trained.of(total) / total
     rate = device.peak_flops * device.matmul_share
-    products = (3 - frozen_share + again.matmuls) / rate
-    kept = flops.feed_forward_output / rate if again.but_output else 0.0
-    attention = (1 + _BACKWARD_ATTENTION) / (device.peak_flops * device.attention_share)
-    attention += again.attention / (device.peak_flops * device.attention_forward_share)
-    counts = architecture.activations()
-    repeated = counts.forward_traffic - counts.once_traffic * again.feed_forward_kept
-    repeated -= counts.norms_traffic * again.but_norms
-    values = counts.forward_traffic + repeated * again.elementwise + counts.backward_traffic
-    elementwise = device.compute_bytes * values / (device.bandwidth * device.elementwise_share)
-    return QuadraticCost(
-        c0=_fixed_seconds(architecture, device, again, trained),
-        c1=flops.matmul_per_token * products
-        - kept
-        + flops.attention_per_token * attention
-        + elementwise,
-        c2=flops.attention_per_pair * attention,
-        c_sequence=flops.matmul_per_sequence * products + flops.attention_per_sequence * attention,
-    )
+
+    def by_policy(policy: str) -> QuadraticCost:
+        """Of layers that all have the same policy."""
+        again = _RECOMPUTED[policy]
+        products = (3 - frozen_share + again.matmuls) / rate
+        kept = flops.feed_forward_output / rate if again.but_output else 0.0
+        attention = (1 + _BACKWARD_ATTENTION) / (device.peak_flops * device.attention_share)
+        attention += again.attention / (device.peak_flops * device.attention_forward_share)
+        repeated = counts.forward_traffic - counts.once_traffic * again.feed_forward_kept
+        repeated -= counts.norms_traffic * again.but_norms
+        values = counts.forward_traffic + repeated * again.elementwise + counts.backward_traffic
+        elementwise = device.compute_bytes * values / (device.bandwidth * device.elementwise_share)
+        return QuadraticCost(
+            c0=_fixed_seconds(architecture, device, again, trained),
+            c1=flops.matmul_per_token * products
+            - kept
+            + flops.attention_per_token * attention
+            + elementwise,
+            c2=flops.attention_per_pair * attention,
+            c_sequence=flops.matmul_per_sequence * products
+            + flops.attention_per_sequence * attention,
+        )
+
+    found = [by_policy(each) for each in policies_of(remat)]
+    terms = (f.name for f in dataclasses.fields(QuadraticCost))
+    return QuadraticCost(**{name: _mean(getattr(cost, name) for cost in found) for name in terms})
 
 
 def step_memory(

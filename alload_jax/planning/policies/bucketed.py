@@ -146,7 +146,14 @@ class Bucketed(Policy):
         """
         buckets, rows = self.classes(samples, topology)
         per_bucket = topology.ranks_per_bucket
-        group, member, bucket = _cut_into_groups(buckets, rows * per_bucket)
+        sizes, group_size = np.diff(buckets.offsets), rows * per_bucket
+        numbers = np.arange(len(buckets))
+        groups = -(-sizes // group_size)
+        # Of each position of `members`: its bucket, its group, and its place within the group.
+        of = np.repeat(numbers, sizes)
+        index, member = np.divmod(np.arange(sizes.sum()) - buckets.offsets[of], group_size[of])
+        group = (np.cumsum(groups) - groups)[of] + index
+        bucket = np.repeat(numbers, groups)
         per_turn = topology.ranks // per_bucket
         place_of_group = self.places_of_groups(buckets, rows, bucket, per_turn, rng)
         bucket_of_place = np.empty_like(bucket)
@@ -186,23 +193,6 @@ def _refuse_longer_than(buckets: Buckets, m_mem: int, policy: str) -> None:
         f"policy {policy}: m_mem is {m_mem} tokens, shorter than sample {named(members, lengths)}; "
         f"it cannot split a sample, so m_mem must be at least {buckets.seq_len[-1]}"
     )
-
-
-def _cut_into_groups(
-    buckets: Buckets, group_size: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Cuts each bucket into groups of `group_size` ([K]) members, the last one maybe short.
-
-    Returns:
-      [N] int64, the group of each position of `members`; [N] int64, its position within the group;
-      [G] int64, the bucket of each group.
-    """
-    sizes = np.diff(buckets.offsets)
-    groups = -(-sizes // group_size)
-    bucket = np.repeat(np.arange(len(buckets)), sizes)
-    index, member = np.divmod(np.arange(sizes.sum()) - buckets.offsets[bucket], group_size[bucket])
-    first = np.cumsum(groups) - groups
-    return first[bucket] + index, member, np.repeat(np.arange(len(buckets)), groups)
 
 
 _MOST_ROWS = 2**20
