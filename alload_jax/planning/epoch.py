@@ -398,16 +398,3 @@ def times_placed(plan: EpochPlan, seq_len: np.ndarray) -> np.ndarray:
     """[N] float64: how often an epoch holds each sample; parts of split ones count in part."""
     tokens = plan.part_tokens(seq_len).astype(np.float64)
     return np.bincount(plan.sample, weights=tokens, minlength=len(seq_len)) / seq_len
-
-
-def require_counts(plan: EpochPlan, seq_len: np.ndarray, counts: np.ndarray, policy: str) -> None:
-    """Checks that an epoch places each sample as often as it should.
-
-    Raises:
-      InputError: the policy is one that places every sample once.
-    """
-    if not np.array_equal(times_placed(plan, seq_len), counts):
-        raise InputError(
-            f"planning.policy {policy} places every sample once and cannot follow data.weights; "
-            "choose another policy, or leave data.weights out"
-        )

@@ -22,7 +22,7 @@ from alload_jax.planning.epoch import (
     Step,
     micro_batch,
     number_repetitions,
-    require_counts,
+    times_placed,
 )
 from alload_jax.planning.policies.bucketed import Bucketed
 from alload_jax.planning.policies.policy import Policy, RankTopology
@@ -155,7 +155,11 @@ class Plan:
             return policy.plan_epoch(self.samples, self.topology, rng)
         counts, seq_len = self._repeats.counts(number), self.samples.seq_len
         found = policy.plan_epoch(self.samples.of_epoch(counts), self.topology, rng)
-        require_counts(found, seq_len, counts, policy.name)
+        if not np.array_equal(times_placed(found, seq_len), counts):
+            raise InputError(
+                f"planning.policy {policy.name} places every sample once and cannot follow "
+                "data.weights; choose another policy, or leave data.weights out"
+            )
         repetition = number_repetitions(found, seq_len)
         return replace(found, counts=counts, repetition=repetition)
 

@@ -117,14 +117,41 @@ class WindowPlanner:
 
     def place(self, window: Window) -> tuple[PlacedSteps, np.ndarray]:
         """The steps, and a mask of the samples that they hold."""
-        best: _Candidate | None = None
-        for strategy in self._strategies(window):
-            found = self._candidate(window, strategy)
-            self._efficiency[strategy] = found.efficiency
-            if best is None or found.efficiency > best.efficiency:
-                best = found
-        assert best is not None
-        return self._laid_out(window, best)
+        candidates = {each: self._candidate(window, each) for each in self._strategies(window)}
+        self._efficiency |= {name: each.efficiency for name, each in candidates.items()}
+        found = max(candidates.values(), key=lambda each: each.efficiency)
+        # Groups of a step get ranks in random order.
+        steps = self.rng.permuted(found.steps, axis=1)
+        at = _positions(steps, len(found.rows.regions.tokens))[found.rows.group]
+        # Samples of equal tokens are exchanged, which changes no cost, for new company.
+        seq_len = self.samples.seq_len[window.sample]
+        shuffled, by_length = self.rng.permutation(len(at)), np.argsort(seq_len, kind="stable")
+        sample = np.empty(len(at), np.int64)
+        sample[by_length] = shuffled[np.argsort(seq_len[shuffled], kind="stable")]
+        placed = np.zeros(len(at), bool)
+        placed[sample[at != UNPLACED]] = True
+        window, seq_len = window.taken(sample), seq_len[sample]
+        # (group, row) become (step, rank), and split samples their ranks' parts.
+        context, regions, row = self.rule.context, found.rows.regions, found.rows.row
+        whole = np.flatnonzero((at != UNPLACED) & (row != UNPLACED))
+        split = np.flatnonzero((at != UNPLACED) & (row == UNPLACED))
+        split = split[np.argsort(regions.group[split], kind="stable")]
+        group = regions.group[split]
+        item, member, offset, tokens = split_evenly(
+            _starts(group, window.footprint[split]), seq_len[split], regions.tokens[group], context
+        )
+        of = np.r_[whole, split[item]]
+        step, place_in_step = np.divmod(at[of], self.groups_per_step)
+        steps_of_window = PlacedSteps(
+            sample=window.sample[of],
+            step=step,
+            rank=place_in_step * context + np.r_[row[whole] % context, member],
+            tokens=np.r_[seq_len[whole], tokens],
+            offset=np.r_[np.zeros(len(whole), np.int64), offset],
+            is_split=np.r_[np.zeros(len(whole), bool), np.ones(len(item), bool)],
+            split_tokens=found.split_tokens,
+        )
+        return steps_of_window, placed
 
     def _strategies(self, window: Window) -> list[str]:
         """The strategies to try: those that keep to what rows must and were best or close to it."""
@@ -259,55 +286,23 @@ class WindowPlanner:
         cost = self.empty_cost + rows.load.reshape(groups, self.rule.context)
         samples = np.bincount(rows.group[rows.group != UNPLACED], minlength=groups)
         bounds = self.bounds and self.bounds.eased(window.easing**_EASED_BOUNDS)
-        units = Units(cost.max(axis=1), cost.mean(axis=1), samples, TOLERANCE * window.easing)
+        most, mean = cost.max(axis=1), cost.mean(axis=1)
+        tolerance = TOLERANCE * window.easing
         of_size, tokens = [], []
         for size in np.unique(rows.regions.tokens):  # groups of a step have equal A
             same = np.flatnonzero(rows.regions.tokens == size)
             per_step = self.groups_per_step
-            chosen = group_into_steps(units.of(same), per_step, bounds, window.is_last)
+            units = Units(most[same], mean[same], samples[same], tolerance)
+            chosen = group_into_steps(units, per_step, bounds, window.is_last)
             of_size.append(np.where(chosen == EMPTY, EMPTY, same[chosen]))
             tokens.append(np.full(len(chosen), size))
         steps, split_tokens = np.concatenate(of_size), np.concatenate(tokens)
         placed = window.sample[_positions(steps, groups)[rows.group] != UNPLACED]
         work = self.weights[placed].sum()
         work += self.token_cost * self.samples.seq_len[placed].sum()
-        most = np.where(steps == EMPTY, 0.0, units.most[steps]).max(axis=1, initial=0.0)
-        time = float(most.sum()) * self.ranks
+        makespan = np.where(steps == EMPTY, 0.0, most[steps]).max(axis=1, initial=0.0)
+        time = float(makespan.sum()) * self.ranks
         return _Candidate(rows, steps, split_tokens, float(work) / time if time else 0.0)
-
-    def _laid_out(self, window: Window, found: _Candidate) -> tuple[PlacedSteps, np.ndarray]:
-        """The steps with groups in random order, and a mask of the samples that they hold."""
-        steps = self.rng.permuted(found.steps, axis=1)
-        at = _positions(steps, len(found.rows.regions.tokens))[found.rows.group]
-        # Samples of equal tokens are exchanged, which changes no cost, for new company.
-        seq_len = self.samples.seq_len[window.sample]
-        shuffled, by_length = self.rng.permutation(len(at)), np.argsort(seq_len, kind="stable")
-        sample = np.empty(len(at), np.int64)
-        sample[by_length] = shuffled[np.argsort(seq_len[shuffled], kind="stable")]
-        placed = np.zeros(len(at), bool)
-        placed[sample[at != UNPLACED]] = True
-        window, seq_len = window.taken(sample), seq_len[sample]
-        # (group, row) become (step, rank), and split samples their ranks' parts.
-        context, regions, row = self.rule.context, found.rows.regions, found.rows.row
-        whole = np.flatnonzero((at != UNPLACED) & (row != UNPLACED))
-        split = np.flatnonzero((at != UNPLACED) & (row == UNPLACED))
-        split = split[np.argsort(regions.group[split], kind="stable")]
-        group = regions.group[split]
-        item, member, offset, tokens = split_evenly(
-            _starts(group, window.footprint[split]), seq_len[split], regions.tokens[group], context
-        )
-        of = np.r_[whole, split[item]]
-        step, place_in_step = np.divmod(at[of], self.groups_per_step)
-        steps_of_window = PlacedSteps(
-            sample=window.sample[of],
-            step=step,
-            rank=place_in_step * context + np.r_[row[whole] % context, member],
-            tokens=np.r_[seq_len[whole], tokens],
-            offset=np.r_[np.zeros(len(whole), np.int64), offset],
-            is_split=np.r_[np.zeros(len(whole), bool), np.ones(len(item), bool)],
-            split_tokens=found.split_tokens,
-        )
-        return steps_of_window, placed
 
 
 def _positions(steps: np.ndarray, groups: int) -> np.ndarray:

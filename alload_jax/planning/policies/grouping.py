@@ -29,15 +29,6 @@ class Units:
     samples: np.ndarray
     tolerance: float = TOLERANCE
 
-    def of(self, units: np.ndarray) -> "Units":
-        """Some of the units."""
-        return replace(
-            self,
-            most=self.most[units],
-            mean=self.mean[units],
-            samples=self.samples[units],
-        )
-
 
 @dataclass(frozen=True)
 class SampleBounds:
