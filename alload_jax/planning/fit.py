@@ -352,7 +352,12 @@ def fit_run(rows: Sequence[_Row], planned_by: QuadraticCost | None) -> RunFit:
     Raises:
       InputError: too few steps have the fields that a fit needs.
     """
-    count = len(planned_by.coefficients) if planned_by else _last_terms(rows)
+    lists = (
+        row["cost_terms"]
+        for row in reversed(rows)
+        if isinstance(row.get("cost_terms"), list | tuple)
+    )
+    count = len(planned_by.coefficients if planned_by else next(lists, ()))
     used = [row for row in rows if _usable(row, count)]
     if len(used) < _LEAST_STEPS:
         raise InputError(
@@ -374,14 +379,6 @@ def fit_run(rows: Sequence[_Row], planned_by: QuadraticCost | None) -> RunFit:
     kept = _usual(terms, seconds, model)
     errors = np.abs(_predicted(terms[kept], model) / seconds[kept] - 1)
     return RunFit(model, int(kept.sum()), float(errors.mean()), drift)
-
-
-def _last_terms(rows: Sequence[_Row]) -> int:
-    """Number of terms of the last line that has some, or 0."""
-    counts = (
-        len(t) for row in reversed(rows) if isinstance(t := row.get("cost_terms"), list | tuple)
-    )
-    return next(counts, 0)
 
 
 def _usable(row: _Row, count: int) -> bool:

@@ -167,26 +167,22 @@ def choose_remat(
         if (choice := predicted(each)).bytes <= budget * (1 - MARGIN)
     ]
     if not fitting:
-        on_host = host_bytes(architecture, device, tokens, "offload")
-        raise _nothing_fits(tokens, predicted(("offload",)), on_host, host_budget)
+        # What lacks memory for the choice that takes least: the device, or else the host.
+        least = predicted(("offload",))
+        if least.bytes > budget * (1 - MARGIN):
+            needed, place = least.bytes, f"with {in_words(least.policies)}"
+            there = f"has {budget / 1e9:.1f} GB with a margin of {MARGIN:.0%}"
+        else:
+            needed, place = host_bytes(architecture, device, tokens, "offload"), "of the host's"
+            there = f"may use {host_budget / 1e9:.1f} GB of them"
+        raise InputError(
+            f"model.remat: auto finds nothing that fits: {tokens:,} tokens need "
+            f"{needed / 1e9:.1f} GB {place}, and a device {there}; take fewer tokens "
+            "(planning.m_mem), more shards (mesh.fsdp) or more memory (model.memory_budget)"
+        )
     return min(
         fitting,
         key=lambda each: (each.seconds, each.policies[0] in OFFLOADED, len(each.policies)),
-    )
-
-
-def _nothing_fits(tokens: int, least: Choice, on_host: float, host_budget: float) -> InputError:
-    """Says what lacks memory for the choice that takes least: the device, or else the host."""
-    if least.bytes > least.budget * (1 - MARGIN):
-        needed, place = least.bytes, f"with {in_words(least.policies)}"
-        there = f"has {least.budget / 1e9:.1f} GB with a margin of {MARGIN:.0%}"
-    else:
-        needed, place = on_host, "of the host's"
-        there = f"may use {host_budget / 1e9:.1f} GB of them"
-    return InputError(
-        f"model.remat: auto finds nothing that fits: {tokens:,} tokens need "
-        f"{needed / 1e9:.1f} GB {place}, and a device {there}; take fewer tokens "
-        "(planning.m_mem), more shards (mesh.fsdp) or more memory (model.memory_budget)"
     )
 
 

@@ -81,8 +81,9 @@ def block_scores(
       key: of random scores.
     """
     if features is not None:
-        pooled = (_means(each, layout) for each in features)
-        return PooledScores(*pooled)
+        tokens = jnp.maximum(layout.tokens, 1)[..., None, None]
+        totals = (whole_blocks(x, layout).sum(axis=2, dtype=jnp.float32) for x in features)
+        return PooledScores(*(total / tokens for total in totals))
     rows, blocks = layout.tokens.shape
     if config.selector == "all":
         nothing = jnp.zeros((rows, blocks, len(heads), 1))
@@ -94,12 +95,6 @@ def block_scores(
 
     of_row = jax.vmap(random, (None, 0))
     return jax.vmap(of_row, (0, None))(jnp.arange(rows), heads)
-
-
-def _means(features: jax.Array, layout: TileLayout) -> jax.Array:
-    """[R, S, H, F] → [R, N, H, F] float32; differentiable."""
-    total = whole_blocks(features, layout).sum(axis=2, dtype=jnp.float32)
-    return total / jnp.maximum(layout.tokens, 1)[..., None, None]
 
 
 _COSINE, _NORM = 0.95, 0.05
@@ -206,7 +201,11 @@ def profile(
       config: its `coverage`, and whether its selector is trained.
     """
     mass, usable = sample.mass, sample.usable[:, None]
-    found = _scores_of_rows(scores, sample.block)
+
+    def scores_of_row(scores: PooledScores | jax.Array, block: jax.Array) -> jax.Array:
+        return scores_of(jax.tree.map(lambda x: x[None], scores), block)[0]
+
+    found = jax.vmap(scores_of_row)(scores, sample.block)
     falling = jnp.sort(mass, axis=-1, descending=True)
     before = jnp.cumsum(falling, axis=-1) - falling
     critical = ((before < config.coverage) & (falling > 0)).sum(axis=-1)
@@ -227,15 +226,6 @@ def profile(
         return jnp.moveaxis(total / jnp.maximum(number, 1)[:, None], 1, 2)
 
     return Profile((number > 0).astype(jnp.float32), mean(1 - share), mean(recall), mean(loss))
-
-
-def _scores_of_rows(scores: PooledScores | jax.Array, block: jax.Array) -> jax.Array:
-    """Scores of the blocks [R, Q] of queries: [R, num_heads, Q, N]."""
-
-    def of_row(scores: PooledScores | jax.Array, block: jax.Array) -> jax.Array:
-        return scores_of(jax.tree.map(lambda x: x[None], scores), block)[0]
-
-    return jax.vmap(of_row)(scores, block)
 
 
 def _prediction_loss(found: jax.Array, mass: jax.Array, usable: jax.Array) -> jax.Array:
