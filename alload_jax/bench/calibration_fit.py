@@ -171,8 +171,7 @@ def fit_sparse_outcomes(
     measured = [each for each in outcomes if each.seconds is not None]
     skipped = [o.fields() | {"note": o.note} for o in outcomes if o.seconds is None]
     points = [
-        replace(each.point(), layers=sparse_layers(config, 1.0, each.density))
-        for each in measured
+        replace(each.point(), layers=sparse_layers(config, 1.0, each.density)) for each in measured
     ]
     if len(points) < LEAST_SPARSE_POINTS:
         return None, {"points": [], "skipped": skipped}
