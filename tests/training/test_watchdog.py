@@ -177,7 +177,7 @@ def test_a_manifest_that_never_comes_is_named(digits_folder, monkeypatch):
         named.append(waiting_for(sys._getframe()))
         raise OSError("as if it had waited for ever")
 
-    monkeypatch.setattr("pyarrow.parquet.read_schema", hangs)
+    monkeypatch.setattr("pyarrow.parquet.ParquetFile", hangs)
     with pytest.raises(InputError):
         read_manifest(digits_folder)
     assert named == ["for the manifest to be read"]
