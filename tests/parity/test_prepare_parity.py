@@ -12,10 +12,8 @@ import encoder_folders as wan_folders
 import hunyuan_video_folders as hunyuan_folders
 import numpy as np
 import pytest
-import torch
 import yaml
-from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline
-from encoder_folders import as_video, channels_last, random_frames
+from encoder_folders import random_frames
 from patience import wait_until
 from PIL import Image
 
@@ -23,6 +21,9 @@ from alload_jax import cli
 from alload_jax.data.manifest import read_manifest
 from alload_jax.data.store import StoreReader
 from alload_jax.encoders import loading
+from alload_jax.encoders.image import ClipImage, SiglipImage
+from alload_jax.encoders.text import HunyuanVideoText, Umt5Text
+from alload_jax.encoders.vae import HunyuanVideoVae, WanVae
 from alload_jax.errors import run_command
 
 pytestmark = pytest.mark.parity
@@ -98,36 +99,24 @@ def clips(media, tmp_path_factory):
 # ---------------------------------------------------------------- what is stored
 
 
-def test_what_is_stored_for_wan_is_that_of_the_pipelines(wan, clips, of_wan):
-    _, parts, pipeline = wan
-    vae = parts["vae"]
-    shared = {name: parts[name] for name in ("tokenizer", "text_encoder", "vae")}
-    embed = WanPipeline(**shared, scheduler=FlowMatchEulerDiscreteScheduler())
-    mean = torch.tensor(vae.config.latents_mean).view(1, -1, 1, 1, 1)
-    std = torch.tensor(vae.config.latents_std).view(1, -1, 1, 1, 1)
-    for clip, caption, sample in zip(clips, CAPTIONS, samples(of_wan), strict=True):
-        ends = [Image.fromarray(clip[0]), Image.fromarray(clip[-1])]
-        first, last = (
-            pipeline.video_processor.preprocess(one, height=32, width=32) for one in ends
-        )
-        size = {"height": 32, "width": 32, "num_frames": len(clip), "dtype": torch.float32}
-        last = last if len(clip) > 1 else None
-        with torch.no_grad():
-            mode = vae.encode(as_video(clip)).latent_dist.mode()
-            text = embed._get_t5_prompt_embeds(caption, max_sequence_length=512)[0].numpy()
-            _, given = pipeline.prepare_latents(first, 1, **size, device="cpu", last_image=last)
-            image = np.concatenate(pipeline.encode_image(ends, "cpu").numpy())
-        count = len(sample["text"])
-        assert 1 <= count < 64
-        assert not text[count:].any()
-        for name, expected in (
-            ("latents", channels_last((mode - mean) * (1.0 / std))),
-            ("text", text[:count]),
-            ("given", channels_last(given)),
-        ):
-            np.testing.assert_array_equal(sample[name], expected.astype(np.float16))
-        assert sample["image"].shape == image.shape
-        np.testing.assert_allclose(sample["image"], image.astype(np.float16), atol=2e-3)
+def assert_stored(out, expected):
+    """`expected` has, for each sample, its parts in float32."""
+    for sample, parts in zip(samples(out), expected, strict=True):
+        assert sample.keys() == parts.keys()
+        for name, values in parts.items():
+            np.testing.assert_array_equal(sample[name], values.astype(np.float16), err_msg=name)
+
+
+def test_what_is_stored_for_wan_is_what_its_encoders_give(wan, clips, of_wan):
+    """Which are those of the pipelines: test_encoders_parity.py."""
+    vae, text, images = WanVae(wan[0]), Umt5Text(wan[0]), ClipImage(wan[0])
+    expected = []
+    for clip, caption in zip(clips, CAPTIONS, strict=True):
+        ends = clip[0], clip[-1] if len(clip) > 1 else None
+        parts = {"latents": vae.encode(clip), "given": vae.encode_given(*ends, len(clip))}
+        image = np.concatenate([images.encode(one) for one in (clip[0], clip[-1])])
+        expected.append(parts | text.tokens(caption) | {"image": image})
+    assert_stored(of_wan, expected)
     origin = read_manifest(of_wan).origin
     digests = [origin["vae"], origin["text"], origin["image_to_video"]["image"]]
     assert len({one["weights"] for one in digests}) == 3
@@ -136,35 +125,16 @@ def test_what_is_stored_for_wan_is_that_of_the_pipelines(wan, clips, of_wan):
     assert origin["image_to_video"]["given"] == "first-last"
 
 
-def test_what_is_stored_for_hunyuan_video_is_that_of_the_pipeline(hunyuan, clips, of_hunyuan):
-    _, parts, pipeline = hunyuan
-    for clip, caption, sample in zip(clips, CAPTIONS, samples(of_hunyuan), strict=True):
-        first = Image.fromarray(clip[0])
-        with torch.no_grad():
-            mode = parts["vae"].encode(as_video(clip)).latent_dist.mode()
-            latents = mode * parts["vae"].config.scaling_factor
-            text, mask = pipeline._get_mllm_prompt_embeds(
-                parts["text_encoder"], parts["tokenizer"], caption, "cpu", tokenizer_max_length=40
-            )
-            glyphs, glyph_mask = pipeline._get_byt5_prompt_embeds(
-                parts["tokenizer_2"], parts["text_encoder_2"], caption, "cpu"
-            )
-            image = pipeline.encode_image(first, 1, "cpu", torch.float32)
-            given, given_mask = pipeline.prepare_cond_latents_and_mask(
-                latents, first, 1, 32, 32, torch.float32, "cpu"
-            )
-        expected = {
-            "latents": channels_last(latents),
-            "text": text[0, : int(mask.sum())],
-            "glyphs": glyphs[0, : int(glyph_mask.sum())],
-            "image": image[0],
-            "given": channels_last(torch.cat([given, given_mask], dim=1)),
-        }
-        assert sample.keys() == expected.keys()
-        for name, values in expected.items():
-            assert sample[name].dtype == np.float16
-            assert sample[name].shape == tuple(values.shape)
-            np.testing.assert_allclose(sample[name], np.asarray(values), rtol=2e-3, atol=2e-3)
+def test_what_is_stored_for_hunyuan_video_is_what_its_encoders_give(hunyuan, clips, of_hunyuan):
+    folder = hunyuan[0]
+    vae, text, images = HunyuanVideoVae(folder), HunyuanVideoText(folder, 40), SiglipImage(folder)
+    expected = [
+        {"latents": vae.encode(clip), "given": vae.encode_given(clip[0], None, len(clip))}
+        | text.tokens(caption)
+        | {"image": images.encode(clip[0])}
+        for clip, caption in zip(clips, CAPTIONS, strict=True)
+    ]
+    assert_stored(of_hunyuan, expected)
     manifest = read_manifest(of_hunyuan)
     lengths = manifest.part_lengths[:, 0].tolist()
     assert lengths == [len('Text "STOP". Text "HERE". ') + 1, 0, 0]
