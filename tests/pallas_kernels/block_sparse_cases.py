@@ -5,10 +5,10 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from kernel_cases import ROUNDING
 
 from pallas_kernels.block_sparse_attention import BlockLists, block_sparse_attention, full_lists
 
-ROUNDING = {jnp.dtype(jnp.bfloat16): 2.0**-8, jnp.dtype(jnp.float16): 2.0**-11}
 KINDS = ("random", "full", "empty", "one", "ragged", "popular")
 
 

@@ -57,9 +57,14 @@ def assert_within(actual, expected, bound, what=""):
 
 def check_within(found, expected, limits):
     """Whether arrays have the shapes of others and differ by no more than limits of each."""
-    for value, wanted, limit in zip(map(numpy64, found), expected, limits, strict=True):
-        assert value.shape == wanted.shape
-        assert np.all(np.abs(value - wanted) <= limit), np.max(np.abs(value - wanted) - limit)
+    for value, wanted, limit in zip(found, expected, limits, strict=True):
+        assert_within(value, wanted, limit)
+
+
+def close(left, right, atol=2e-5, rtol=2e-5):
+    """Compares trees of float32."""
+    for one, other in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
+        np.testing.assert_allclose(one, other, rtol=rtol, atol=atol)
 
 
 def assert_same_bits(left, right):
@@ -166,6 +171,16 @@ def make(
         gate=draw(modulation, table) if gate else None,
         segment_ids=None if ids is None else jnp.asarray(ids, jnp.int32),
     )
+
+
+IDS = np.repeat([[0, 1, -1, 3], [2, -1, -1, 0]], 4, axis=1)
+LAYOUTS = {
+    "row": {"shape": (2, 16, 40)},
+    "flat": {"shape": (16, 40), "table": (1, 40)},
+    "token": {"shape": (2, 16, 40), "table": (2, 16, 40)},
+    "segment": {"shape": (2, 16, 40), "table": (2, 4, 40), "ids": IDS},
+}
+"""Arguments of `make`: a row of scale for each row of x, for all, for each token or segment."""
 
 
 def cotangents_for(operands, residual_dtype=None, seed=99):
@@ -330,17 +345,13 @@ def both_lowered_for_cuda(operands, kernels=TritonNorm, **static):
     run = kernels_for_cuda(kernels, **static)
 
     def both(operands, cotangents):
-        outputs, pull = jax.vjp(lambda *a: run(operands._replace(**_named(a))), *operands[:5])
+        outputs, pull = jax.vjp(lambda *a: run(NormOperands(*a, *operands[5:])), *operands[:5])
         return outputs, pull(cotangents)
 
     h = operands.y
     if h is not None:
         h = jax.ShapeDtypeStruct(h.shape, static.get("residual_dtype") or h.dtype)
     return lowered_for_cuda(both, operands, (h, operands.x))
-
-
-def _named(floats):
-    return dict(zip(NormOperands._fields, floats, strict=False))
 
 
 def lowered_for_cuda(function, *arguments):

@@ -11,7 +11,7 @@ import pytest
 from block_sparse_cases import KINDS, arrays, close, compute, lists_of, oracle, seen_by
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from kernel_cases import lowered_for_cuda
+from kernel_cases import BF16, F16, assert_same_bits, lowered_for_cuda
 
 from pallas_kernels import devices
 from pallas_kernels.block_sparse_attention import (
@@ -28,7 +28,6 @@ from pallas_kernels.block_sparse_attention.block_lists import invert, longest_fi
 from pallas_kernels.block_sparse_attention.mosaic_tiles import MosaicTiles
 from pallas_kernels.block_sparse_attention.triton import TritonTiles
 
-BF16, F16 = jnp.bfloat16, jnp.float16
 KERNELS = ("triton", "mosaic")
 WAYS = (
     pytest.param(("triton", True), id="triton-interpreted"),
@@ -140,11 +139,6 @@ def test_the_reference_takes_float32_and_any_width():
     for each, exact in zip(found, oracle(*inputs, lists)[0], strict=True):
         assert each.dtype == jnp.float32
         np.testing.assert_allclose(each, exact, atol=1e-5)
-
-
-def assert_same_bits(found, expected):
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
 
 @pytest.mark.gpu

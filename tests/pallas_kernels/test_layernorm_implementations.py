@@ -1,7 +1,6 @@
 """Implementations of LayerNorm-Modulate: one from here alone; Mosaic's, which a Hopper GPU runs."""
 
 import json
-import re
 import subprocess
 import sys
 from functools import partial
@@ -18,16 +17,21 @@ from kernel_cases import (
     EPS,
     F16,
     F32,
+    LAYOUTS,
     assert_same_bits,
     both_lowered_for_cuda,
+    close,
     cotangents_for,
     examples,
     gradients_of,
+    implementation,
     kernels_for_cuda,
     layouts,
     make,
+    public,
     run_and_check,
     shapes_of,
+    with_gradients,
 )
 
 from pallas_kernels import devices, layernorm_modulate, residual_layernorm_modulate, segmentation
@@ -45,11 +49,9 @@ from pallas_kernels.layernorm_modulate.row_blocks import walks_of
 from pallas_kernels.layernorm_modulate.tuning import LANES, faster_than_triton
 from pallas_kernels.op import Call
 
-IDS = np.repeat([[0, 1, -1, 3], [2, -1, -1, 0]], 4, axis=1)
-
 
 class Mine(FusedImplementation):
-    """Without residual sums; faster where the width is 64; notes the shapes that it is given."""
+    """Without residual sums; faster where the width is 40; notes the shapes that it is given."""
 
     name = "mine"
 
@@ -62,7 +64,7 @@ class Mine(FusedImplementation):
         return super().unsupported_reason(operands, config)
 
     def faster_than_reference(self, operands, config):
-        return operands.x.shape[-1] == 64
+        return operands.x.shape[-1] == 40
 
     def prepare_segments(self, segment_ids, table_rows, width, sharding):
         return {"padding": segment_ids < 0}
@@ -97,60 +99,38 @@ def mine():
     unregister_implementation("mine")
 
 
-def arrays(layout, dim=64):
-    """x, scale, shift and segment_ids."""
-    table = {"row": (2, dim), "token": (2, 16, dim), "segment": (2, 4, dim)}[layout]
-    rng = np.random.default_rng(0)
-    drawn = [rng.normal(size=shape).astype(np.float32) for shape in ((2, 16, dim), table, table)]
-    return *map(jnp.asarray, drawn), jnp.asarray(IDS) if layout == "segment" else None
-
-
-def outputs_and_gradients(x, scale, shift, ids, **options):
-    def loss(x, scale, shift, ids):
-        out = layernorm_modulate(x, scale, shift, segment_ids=ids, **options)
-        return jnp.sum(jnp.sin(out)), out
-
-    run = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))
-    (_, out), gradients = run(x, scale, shift, ids)
-    return out, *gradients
-
-
-def close(left, right):
-    for one, other in zip(left, right, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=2e-5)
-
-
 @pytest.mark.parametrize(
     ("name", "layout"), [("mine", "row"), ("auto", "token"), ("mine", "segment")]
 )
 def test_an_implementation_from_outside_runs_forward_and_backward(name, layout, mine):
-    given = arrays(layout)
-    found = outputs_and_gradients(*given, implementation=name)
-    assert mine.seen == [("forward", (2, 16, 64)), ("backward", (2, 16, 64))]
-    close(found, outputs_and_gradients(*given, implementation="xla"))
+    operands = make(**LAYOUTS[layout])
+    cotangents = cotangents_for(operands)
+    found = with_gradients(implementation(name))(operands, cotangents)
+    assert mine.seen == [("forward", (2, 16, 40)), ("backward", (2, 16, 40))]
+    close(found, gradients_of("xla")(operands, cotangents), rtol=1e-5)
 
 
 def test_it_gets_what_it_prepared_of_the_segments(mine):
-    x, scale, shift, ids = arrays("segment")
-    prepared = segmentation(ids, 4, 64)
+    x, scale, shift, *_, ids, _ = make(**LAYOUTS["segment"])
+    prepared = segmentation(ids, 4, 40)
     unregister_implementation("mine")
-    without = segmentation(ids, 4, 64)
+    without = segmentation(ids, 4, 40)
     register_implementation(mine)
     expected = layernorm_modulate(x, scale, shift, segment_ids=ids)
     for each, seen in ((prepared, True), (without, False)):
         mine.seen.clear()
         found = layernorm_modulate(x, scale, shift, segment_ids=each, implementation="mine")
         assert (("prepared", (2, 16)) in mine.seen) == seen
-        close([found], [expected])
+        close(found, expected, rtol=1e-5)
 
 
 def test_auto_takes_it_only_where_it_is_faster_and_can_run(mine):
-    layernorm_modulate(*arrays("row", 32)[:3])
-    x, scale, shift, _ = arrays("row")
+    layernorm_modulate(*make((2, 16, 32))[:3])
+    x, scale, shift, *_ = make(**LAYOUTS["row"])
     residual_layernorm_modulate(x, x, None, scale, shift)
     assert mine.seen == []
     layernorm_modulate(x, scale, shift)
-    assert mine.seen == [("forward", (2, 16, 64))]
+    assert mine.seen == [("forward", (2, 16, 40))]
     with pytest.raises(NotImplementedError, match=r"^residual.*: 'mine' cannot run, it adds no"):
         residual_layernorm_modulate(x, x, None, scale, shift, implementation="mine")
     for name in ("xla", "mine"):
@@ -168,10 +148,10 @@ def test_names_are_listed_and_taken_once(mine):
 
 
 def test_auto_is_interpreted_as_the_kernels():
-    given = arrays("row", 40)
-    auto = outputs_and_gradients(*given, interpret=True)
-    triton = outputs_and_gradients(*given, interpret=True, implementation="triton")
-    assert_same_bits(auto, triton)
+    operands = make(**LAYOUTS["row"])
+    cotangents = cotangents_for(operands)
+    auto = with_gradients(partial(public, interpret=True))(operands, cotangents)
+    assert_same_bits(auto, gradients_of(True)(operands, cotangents))
 
 
 def test_a_jax_without_pallas_triton_runs_the_rest():
@@ -189,7 +169,7 @@ except NotImplementedError as error:
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert re.search(r"does not lower Pallas kernels through Triton", done.stdout)
+    assert "does not lower Pallas kernels through Triton" in done.stdout
 
 
 # ---------------------------------------------------------------- Mosaic
