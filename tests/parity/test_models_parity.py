@@ -11,7 +11,7 @@ import pytest
 import safetensors.numpy
 import torch
 from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
-from draw_hunyuan_video import call_model
+from draw_models import call_hunyuan
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from random_models import random_params
@@ -106,7 +106,7 @@ def theirs(model, config):
             named = (inputs["latents"], inputs["timestep"], inputs["text"], inputs.get("image"))
             output = model(*named, return_dict=False)[0]
         else:
-            output = call_model(model, inputs)
+            output = call_hunyuan(model, inputs)
     return np.moveaxis(output.numpy(), 1, -1)
 
 
