@@ -46,7 +46,7 @@ SINGLE = [
 ]
 
 
-@pytest.mark.parametrize(("given", "words"), BAD, ids=[words for _, words in BAD])
+@pytest.mark.parametrize(("given", "words"), BAD)
 def test_flags_that_contradict_are_named(given, words):
     with pytest.raises(InputError, match=words):
         ClusterConfig(**given)
@@ -54,7 +54,7 @@ def test_flags_that_contradict_are_named(given, words):
         ClusterConfig(**good)
 
 
-@pytest.mark.parametrize("environment", SINGLE, ids=range(len(SINGLE)))
+@pytest.mark.parametrize("environment", SINGLE)
 def test_a_single_process_is_a_cluster_of_one(environment, monkeypatch):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)

@@ -161,36 +161,31 @@ def new_certificates(tmp_path_factory):
     return new
 
 
-@pytest.fixture(scope="session")
-def certificates(new_certificates):
-    return new_certificates()
-
-
 needs_tls = pytest.mark.skipif(not HAS_TLS, reason="JAX has no mutual TLS before 0.11.2")
 
 
+less_than_hosts = pytest.mark.skipif(not NO_NAMESPACES, reason="the test with hosts shows more")
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(not NO_NAMESPACES, reason="the test with hosts shows this and more")
-def test_a_stranger_who_joins_ends_every_process_in_one_line(tmp_path, coordinator):
+@pytest.mark.parametrize(
+    "act", [pytest.param(join, marks=less_than_hosts), pytest.param(report, marks=needs_tls)]
+)
+def test_a_stranger_who_joins_or_reports_an_error_ends_every_process_in_one_line(
+    act, tmp_path, coordinator
+):
     with run_of_two(coordinator, tmp_path) as both:
         assert b'"state": "running"' in read(coordinator)
-        assert b"has likely restarted" in join(coordinator)
-        assert_ended_by_the_service(both)
-
-
-@pytest.mark.slow
-@needs_tls
-def test_a_stranger_who_reports_an_error_ends_every_process_in_one_line(tmp_path, coordinator):
-    with run_of_two(coordinator, tmp_path) as both:
-        report(coordinator)
+        assert b"has likely restarted" in act(coordinator) or act is report
         assert_ended_by_the_service(both)
 
 
 @pytest.mark.slow
 @needs_tls
 def test_without_a_certificate_nobody_reads_joins_or_ends_a_run(
-    tmp_path, coordinator, certificates, new_certificates
+    tmp_path, coordinator, new_certificates
 ):
+    certificates = new_certificates()
     with run_of_two(coordinator, tmp_path, certificates) as both:
         for tls in (None, tls_with(), tls_with(new_certificates())):
             for act in (read, join, report):

@@ -61,38 +61,34 @@ ROWS = np.stack(
 """Lengths of one, padding between and first and alone, segments not sorted, few not contiguous."""
 
 
+AT_8 = np.stack([runs((0, 7), (-1, 1), (1, 8), (4, 1), (-1, 7)), runs((2, 24))])
+AT_3 = np.stack([runs((0, 2), (-1, 1), (1, 3), (4, 1), (-1, 17)), runs((2, 24))])
+AT_64 = np.stack([runs((1, 6), (-1, 18)), runs((2, 24))])
+GATED = {"y_dtype": F32, "gate": True}
+
+
 @pytest.mark.parametrize(
-    ("table", "fields", "static"),
+    ("ids", "table", "fields", "static"),
     [
-        ((5,), {"x_dtype": BF16}, {}),
-        ((7, 5), {"y_dtype": F32, "gate": True}, {}),
-        ((5,), {"x_dtype": BF16, "y_dtype": BF16}, {"residual_dtype": F32}),
+        (ROWS, (5,), {"x_dtype": BF16}, {}),
+        (ROWS, (7, 5), GATED, {}),
+        (ROWS, (5,), {"x_dtype": BF16, "y_dtype": BF16}, {"residual_dtype": F32}),
+        (AT_3, (2, 5), {}, {"segment_block": 3}),
+        (AT_8, (2, 5), GATED, {"segment_block": 8}),
+        (AT_64, (2, 5), {}, {"segment_block": 64}),
     ],
 )
-def test_rows_of_segments(table, fields, static, way, dim):
-    operands = make((7, LENGTH, dim), (*table, dim), ids=ROWS, **fields)
+def test_rows_of_segments(ids, table, fields, static, way, dim):
+    operands = make((*ids.shape, dim), (*table, dim), ids=ids, **fields)
     (h, out), gradients = run_and_check(operands, way, **static)
     for value in (h, out, gradients[0], gradients[3]):
-        assert value is None or not np.asarray(value)[ROWS < 0].any()
-
-
-@pytest.mark.parametrize(("block", "residual"), [(3, False), (8, True), (64, False)])
-def test_segments_that_begin_at_blocks(block, residual, way, dim):
-    ids = np.stack([runs((0, 7), (-1, 1), (1, 8), (4, 1), (-1, 7)), runs((2, 24))])
-    if block == 3:
-        ids = np.stack([runs((0, 2), (-1, 1), (1, 3), (4, 1), (-1, 17)), runs((2, 24))])
-    if block == 64:
-        ids = np.stack([runs((1, 6), (-1, 18)), runs((2, 24))])
-    y_dtype = F32 if residual else None
-    operands = make((2, LENGTH, dim), (2, 5, dim), ids=ids, y_dtype=y_dtype, gate=residual)
-    run_and_check(operands, way, segment_block=block)
+        assert value is None or not np.asarray(value)[ids < 0].any()
 
 
 @pytest.mark.parametrize(("residual", "block"), [(True, None), (False, 8)])
 def test_nothing_leaks_from_padding(residual, block, way, dim):
     ids = runs((0, 6), (-1, 2), (1, 8), (-1, 8))
-    branch = F32 if residual else None
-    operands = make((24, dim), (2, dim), ids=ids, y_dtype=branch, gate=residual)
+    operands = make((24, dim), (2, dim), ids=ids, **GATED if residual else {})
 
     def spoiled(value):
         return None if value is None else jnp.where(jnp.asarray(ids < 0)[:, None], jnp.nan, value)
@@ -107,7 +103,7 @@ def test_nothing_leaks_from_padding(residual, block, way, dim):
 
 def test_segments_beyond_the_table_are_nan(way, dim):
     ids = runs((0, 8), (3, 8), (1, 8))
-    operands = make((24, dim), (3, dim), ids=ids, y_dtype=F32, gate=True)
+    operands = make((24, dim), (3, dim), ids=ids, **GATED)
     for result in jax.jit(implementation(way))(operands):
         np.testing.assert_array_equal(np.isnan(np.asarray(result)).all(-1), ids == 3)
 
@@ -125,7 +121,7 @@ def test_more_runs_than_row_blocks_are_nan(interpret):
 
 def test_prepared_segments_give_the_same_bits(way, dim):
     ids = jnp.asarray(ROWS[[2, 5]], jnp.int32)
-    operands = make((2, LENGTH, dim), (2, 5, dim), ids=ids, y_dtype=F32, gate=True)
+    operands = make((2, LENGTH, dim), (2, 5, dim), ids=ids, **GATED)
     ready = jax.jit(segmentation, static_argnums=(1, 2))(ids, 5, dim)
     cotangents = cotangents_for(operands)
     found = with_gradients(implementation(way, segment_ids=ready))(operands, cotangents)

@@ -55,6 +55,7 @@ def restored(folder):
 
 GRID = {"frames": 1, "height": 4, "width": 4, "rows": 1}
 GROUPS = [{"parameters": ["predictor"], "learning_rate": 1e-6, "weight_decay": 0.0}]
+OF_LORA = [{"parameters": ["lora"]}]
 
 
 def test_what_comes_from_outside_trains_draws_and_resumes_bit_for_bit(train, tmp_path, capsys):
@@ -153,11 +154,10 @@ def test_an_objective_and_a_second_optimizer_reach_what_they_are_for_alone(train
     heavy = {"objective": {"name": "half_velocity", "predictor_weight": 50.0}, "run": {"steps": 3}}
     light = heavy | {"objective": {"name": "half_velocity", "predictor_weight": 0.5}}
     optimizer = {"clip_norm": 1e9}
+    runs = (("base", light, {}), ("still", light, {"groups": GROUPS}), ("weighed", heavy, {}))
     base, still, weighed = (
         restored(train(folder=name, optimizer=optimizer | more, **changes))["params"]
-        for name, changes, more in (
-            *(("base", light, {}), ("still", light, {"groups": GROUPS}), ("weighed", heavy, {})),
-        )
+        for name, changes, more in runs
     )
     for name in base:
         own = "predictor" in name
@@ -189,30 +189,29 @@ def test_only_parameters_that_match_a_pattern_are_trained_also_when_resumed(trai
     assert all(key.startswith("'frozen'") for key in keys)
 
 
+def of_source(name):
+    return {"folder": "unused", "source": {"name": name}}
+
+
 @pytest.mark.parametrize(
     ("sections", "words"),
     [
         ({"parameters": {"trained": ["lora"]}}, r"parameters.trained: 'lora' matches no parameter"),
         ({"parameters": {"frozen": ["."]}}, "leaves nothing of parameters.trained"),
         ({"parameters": {"trained": ["("]}}, "is not a regular expression"),
-        (
-            {"optimizer": {"groups": [{"parameters": ["lora"]}]}},
-            r"optimizer.groups: parameters: 'lora' matches no",
-        ),
+        ({"optimizer": {"groups": OF_LORA}}, r"optimizer.groups: parameters: 'lora' matches no"),
         (
             {"parameters": {"frozen": ["predictor"]}, "optimizer": {"groups": GROUPS}},
             "'predictor' matches no trained parameter",
         ),
-        *(
-            ({"data": {"folder": "unused", "source": {"name": name}}}, words)
-            for name, words in (
-                ("grain_ramps:Missing", "cannot be imported"),
-                ("no_such_module:Class", "cannot be imported"),
-                ("ramps", "choose one of store, parquet, musubi, safetensors, or give module:Cl"),
-            )
+        ({"data": of_source("grain_ramps:Missing")}, "cannot be imported"),
+        ({"data": of_source("no_such_module:Class")}, "cannot be imported"),
+        (
+            {"data": of_source("ramps")},
+            "choose one of store, parquet, musubi, safetensors, or give module:Cl",
         ),
         (
-            {"data": {"folder": "x", "source": {"name": "store"}, "dataset": {"name": "ramps"}}},
+            {"data": of_source("store") | {"dataset": {"name": "ramps"}}},
             r"data.source and data\.dataset",
         ),
     ],
@@ -251,11 +250,6 @@ def test_a_grain_source_from_outside_trains_as_the_same_samples_in_a_store(train
         train("--run.steps", "5", data=fewer, folder="outside")
 
 
-def gradients(x, scale, given, **options):
-    out, pull = jax.vjp(lambda *operands: scaled_silu(*operands, **options), x, scale)
-    return out, *pull(given)
-
-
 @pytest.fixture
 def arrays():
     keys = jax.random.split(jax.random.key(0), 3)
@@ -263,15 +257,16 @@ def arrays():
     return x, jax.random.normal(keys[2], (128,)), given
 
 
-def test_its_kernels_compute_what_its_reference_means(arrays):
-    expected = gradients(*arrays, implementation="xla")
-    for found, wanted in zip(gradients(*arrays, interpret=True), expected, strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("split", [False, True])
+def test_its_kernels_compute_what_its_reference_means(split, arrays):
+    """And sum its vector's gradient over a mesh."""
 
+    def gradients(x, scale, given, **options):
+        out, pull = jax.vjp(lambda *operands: scaled_silu(*operands, **options), x, scale)
+        return out, *pull(given)
 
-def test_its_vector_s_gradient_is_summed_over_a_mesh(arrays):
     mesh = jax.make_mesh((2, 2), ("data", "context"), axis_types=(AxisType.Auto,) * 2)
-    sharding = NamedSharding(mesh, PartitionSpec("data", "context"))
+    sharding = NamedSharding(mesh, PartitionSpec("data", "context")) if split else None
     run = jax.jit(lambda *given: gradients(*given, interpret=True, sharding=sharding))
     for found, wanted in zip(run(*arrays), gradients(*arrays, implementation="xla"), strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
