@@ -28,7 +28,6 @@ SMALLEST = {jnp.dtype(BF16): 0.0, jnp.dtype(F16): 2.0**-25, jnp.dtype(F32): 0.0}
 FLOAT32 = 2.5e-7
 """Error of float32 arithmetic on rows of unit scale; it grows with √D, and √rows in sums."""
 
-DX, DSCALE, DSHIFT, DY, DGATE = range(5)
 NAMES = ("x", "scale", "shift", "y", "gate")
 
 

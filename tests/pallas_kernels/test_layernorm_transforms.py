@@ -190,13 +190,19 @@ CASES = {
     "segment": GATED
     | {"table": (4, 3, 48), "ids": np.tile(np.repeat([0, 1, -1, 2], [5, 6, 2, 3]), (4, 1))},
     "flat": {"shape": (16, 48), "table": (3, 48), "ids": np.repeat([0, 1, -1, 2], [5, 6, 2, 3])},
+    "blocks": GATED
+    | {"table": (4, 3, 48), "ids": np.tile(np.repeat([0, 1, 2], [7, 7, 2]), (4, 1))},
 }
 BOTH, BATCH = P("data", "sequence"), P(("data", "sequence"))
 SEQUENCE, FLAT = P(None, ("data", "sequence")), P("sequence")
 
 
 def check_on_mesh(case, kind, spec, *, told, **options):
-    """A compiled program, whose results on a mesh are those of XLA on one device."""
+    """A compiled program, whose results on a mesh are those of XLA on one device.
+
+    In the case "blocks", shards begin inside of blocks.
+    """
+    options |= {"segment_block": 7} if case == "blocks" else {}
     mesh = mesh_of_four(kind, "data", "sequence")
     operands = make(**CASES[case])
     cotangents = cotangents_for(operands)
@@ -227,7 +233,9 @@ def check_on_mesh(case, kind, spec, *, told, **options):
         ("token", "explicit", BOTH, 0),
         ("segment", "auto", BOTH, 1),
         ("residual", "auto", SEQUENCE, 1),
+        ("residual", "explicit", SEQUENCE, 1),
         ("residual", "explicit", BATCH, 0),
+        ("blocks", "auto", SEQUENCE, 1),
     ],
     ids=str,
 )
@@ -245,6 +253,7 @@ def test_kernels_gather_nothing_of_what_is_split(case, kind, spec, sums, interpr
         ("segment", "auto", BOTH, False, "auto"),
         ("segment", "explicit", BOTH, False, "xla"),
         ("flat", "auto", FLAT, True, "xla"),
+        ("blocks", "explicit", SEQUENCE, False, "xla"),
     ],
     ids=str,
 )
@@ -254,53 +263,15 @@ def test_the_reference_on_a_mesh(case, kind, spec, told, choice):
     check_on_mesh(case, kind, spec, told=told, implementation=choice)
 
 
-def over_sequence(kind, x):
-    """A mesh of eight devices over the sequence, x on it, and what functions must be told."""
-    mesh = jax.make_mesh((8,), ("sequence",), (kind,))
-    sharding = NamedSharding(mesh, P(None, "sequence"))
-    told = {"sharding": sharding} if kind == AxisType.Auto else {}
-    return mesh, jax.device_put(x, sharding), told
-
-
-@pytest.mark.parametrize(
-    ("kind", "way"),
-    [(AxisType.Auto, {"interpret": True}), (AxisType.Explicit, {"implementation": "xla"})],
-    ids=str,
-)
-def test_shards_that_begin_inside_a_segment_block(kind, way):
-    x, table, *_ = make((2, 80, 32), (12, 32))
-    ids = jnp.broadcast_to(jnp.arange(80) // 7, (2, 80))
-    plain = partial(layernorm_modulate, segment_ids=ids, implementation="xla")
-    mesh, there, told = over_sequence(kind, x)
-    run = partial(layernorm_modulate, segment_ids=ids, segment_block=7, **way, **told)
-    with jax.set_mesh(mesh):
-        out = jax.jit(run)(there, table, table)
-    close(np.asarray(out), jax.jit(plain)(x, table, table))
-
-
-def test_replicated_tables_beside_a_sharded_x():
-    x, scale, *_ = make((2, 16, 32))
-
-    def slope(scale, x, **way):
-        return jax.grad(lambda s: jnp.sum(jnp.sin(layernorm_modulate(x, s, s, **way))))(scale)
-
-    expected = jax.jit(partial(slope, implementation="xla"))(scale, x)
-    mesh, there, told = over_sequence(AxisType.Explicit, x)
-    with jax.set_mesh(mesh):
-        gradient = jax.jit(partial(slope, interpret=True, **told))(scale, there)
-    close(np.asarray(gradient), expected, 1e-4)
-
-
 def test_axes_that_a_kernel_cannot_see_are_named():
-    row = jnp.ones((2, 8))
+    x, row = jnp.ones((2, 16, 8)), jnp.ones((2, 8))
     mesh = jax.make_mesh((2, 4), ("data", "sequence"), (AxisType.Explicit, AxisType.Auto))
-    x = jax.device_put(jnp.ones((2, 16, 8)), NamedSharding(mesh, P("data")))
+    split = jax.device_put(x, NamedSharding(mesh, P("data")))
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"Auto axes \['sequence'\]"):
-        layernorm_modulate(x, row, row, interpret=True)
-    mesh, x, _ = over_sequence(AxisType.Auto, jnp.ones((2, 16, 8)))
+        layernorm_modulate(split, row, row, interpret=True)
     mapped = jax.shard_map(  # which checks how values vary
         lambda x, row: layernorm_modulate(x, row, row, interpret=True),
-        mesh=mesh,
+        mesh=mesh_of_four("auto", "data", "sequence"),
         in_specs=(P(None, "sequence"), P()),
         out_specs=P(None, "sequence"),
     )

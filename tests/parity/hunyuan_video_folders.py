@@ -98,11 +98,11 @@ def random_image_encoder(seed=0):
     return moved_from_zero(SiglipVisionModel(config))
 
 
-def write_pipeline(folder, **vae):
+def write_pipeline(folder):
     """A folder with the subfolders that HunyuanVideo 1.5's pipelines have; returns the parts."""
     tokenizer = language_tokenizer()
     parts = {
-        "vae": random_vae(**vae),
+        "vae": random_vae(),
         "text_encoder": random_language_model(tokenizer),
         "tokenizer": tokenizer,
         "text_encoder_2": random_glyph_encoder(),
@@ -115,13 +115,13 @@ def write_pipeline(folder, **vae):
     return parts
 
 
-def random_transformer(channels=8, target_size=32, **changes):
+def random_transformer():
     """A transformer for the pipeline's encoders, whose timesteps and texts matter."""
     torch.manual_seed(1)
     return moved_from_zero(
         HunyuanVideo15Transformer3DModel(
-            in_channels=2 * channels + 1,
-            out_channels=channels,
+            in_channels=17,
+            out_channels=8,
             num_attention_heads=2,
             attention_head_dim=8,
             rope_axes_dim=(4, 2, 2),
@@ -131,7 +131,6 @@ def random_transformer(channels=8, target_size=32, **changes):
             text_embed_dim=TEXT_WIDTH,
             text_embed_2_dim=GLYPH_WIDTH,
             image_embed_dim=IMAGE_WIDTH,
-            target_size=target_size,
-            **changes,
+            target_size=32,
         )
     )

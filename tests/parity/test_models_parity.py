@@ -14,7 +14,6 @@ from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffu
 from draw_models import call_hunyuan
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
-from random_models import random_params
 
 from alload_jax.config import read_config
 from alload_jax.models.common.config import ImageConfig, TextConfig
@@ -65,6 +64,17 @@ CONFIGS = {
     ),
 }
 SIZE, TIMESTEPS = (2, 4, 6), np.asarray([3.5, 990.0], np.float32)
+
+
+def random_params(config, seed=0):
+    """Every parameter random: fresh ones leave out gates and the head."""
+    rng = np.random.default_rng(seed)
+
+    def draw(path, leaf):
+        norm = "norm" in jax.tree_util.keystr(path) and "scale" in jax.tree_util.keystr(path)
+        return np.asarray(rng.normal(0, 0.2, leaf.shape) + norm, np.float32)
+
+    return jax.tree_util.tree_map_with_path(draw, abstract_model(config).params)
 
 
 def is_wan(config):
