@@ -107,6 +107,8 @@ def test_while_process_0_is_silent_no_other_process_counts_as_lost(cluster):
     cluster.advance(LOST_AFTER - INTERVAL)
     cluster.store.silent = False
     assert cluster.failure(INTERVAL) == ""  # a short pause ends no process
+    cluster.silent.add(2)
+    cluster.advance(INTERVAL)
     cluster.store.silent = True
     assert cluster.failure(LOST_AFTER) == ""
     assert cluster.failure(INTERVAL) == "process 0 of 3 (h0) was lost before the first step"

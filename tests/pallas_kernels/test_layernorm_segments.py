@@ -22,6 +22,7 @@ from kernel_cases import (
 )
 
 from pallas_kernels import layernorm_modulate, segmentation
+from pallas_kernels.layernorm_modulate import row_blocks
 from pallas_kernels.layernorm_modulate.operands import NormOptions
 from pallas_kernels.layernorm_modulate.row_blocks import (
     IMPOSSIBLE,
@@ -119,13 +120,15 @@ def test_more_runs_than_row_blocks_are_nan(interpret):
     assert np.isnan(gradients[0]).all()
 
 
-def test_prepared_segments_give_the_same_bits(way, dim):
+def test_prepared_segments_give_the_same_bits_and_are_not_prepared_again(way, dim, monkeypatch):
     ids = jnp.asarray(ROWS[[2, 5]], jnp.int32)
     operands = make((2, LENGTH, dim), (2, 5, dim), ids=ids, **GATED)
     ready = jax.jit(segmentation, static_argnums=(1, 2))(ids, 5, dim)
     cotangents = cotangents_for(operands)
+    expected = gradients_of(way)(operands, cotangents)
+    monkeypatch.delattr(row_blocks, "segment_row_blocks")
     found = with_gradients(implementation(way, segment_ids=ready))(operands, cotangents)
-    assert_same_bits(found, gradients_of(way)(operands, cotangents))
+    assert_same_bits(found, expected)
     x, table, shift = operands[:3]
     with pytest.raises(ValueError, match="prepared for tables of 5 rows, and scale has 4"):
         layernorm_modulate(x, table[:, :4], shift, segment_ids=ready)
@@ -162,8 +165,8 @@ def test_even_row_blocks_cover_each_row_once(batch, seq_len, programs, layout):
 @cache
 def compiled(tables, block, programs):
     def flattened(ids):
-        row_blocks = segment_row_blocks(ids, tables, block, programs)
-        return row_blocks.flattened(ids.shape[1], tables)
+        blocks = segment_row_blocks(ids, tables, block, programs)
+        return blocks.flattened(ids.shape[1], tables)
 
     return jax.jit(flattened)
 
@@ -193,11 +196,11 @@ def segments(draw):
 def test_segment_row_blocks_cover_a_row_and_never_cross(case):
     ids, tables, unit, programs = case
     seq_len = ids.shape[1]
-    row_blocks = [np.asarray(part) for part in compiled(tables, unit, programs)(jnp.asarray(ids))]
+    blocks = [np.asarray(part) for part in compiled(tables, unit, programs)(jnp.asarray(ids))]
     block = -(-seq_len // max(1, min(seq_len, programs // len(ids))))
     more = 0 if unit and unit >= block else 2 * tables + 1
-    assert row_blocks[0].shape[1] <= -(-seq_len // block) + more
-    for row, (start, stop, table_row) in enumerate(zip(*row_blocks, strict=True)):
+    assert blocks[0].shape[1] <= -(-seq_len // block) + more
+    for row, (start, stop, table_row) in enumerate(zip(*blocks, strict=True)):
         first = row * seq_len
         np.testing.assert_array_equal(stop[:-1], start[1:])
         assert (start[0], stop[-1]) == (first, first + seq_len)
@@ -207,6 +210,10 @@ def test_segment_row_blocks_cover_a_row_and_never_cross(case):
             assert (inside == inside[:1]).all()
             if end > begin:
                 assert place == (row * tables + inside[0] if inside[0] >= 0 else PADDING)
+
+
+def test_blocks_of_a_promised_size_are_halved_down_to_those_of_programs():
+    assert compiled(1, 8, 8)(jnp.zeros((1, 32), jnp.int32)).start.shape == (1, 8)
 
 
 def test_what_no_table_row_can_serve_is_impossible():
