@@ -1,9 +1,12 @@
-"""Implementations of LayerNorm-Modulate: one from here alone; Mosaic's, which a Hopper GPU runs."""
+"""Implementations of LayerNorm-Modulate: one from here alone; Mosaic's, which a Hopper GPU runs.
+
+And how kernels divide rows into blocks, walks, tiles and columns.
+"""
 
 import json
 import subprocess
 import sys
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import jax
@@ -45,9 +48,16 @@ from pallas_kernels.layernorm_modulate import (
 from pallas_kernels.layernorm_modulate.implementations import MosaicNorm
 from pallas_kernels.layernorm_modulate.mosaic import columns_of
 from pallas_kernels.layernorm_modulate.operands import NormOperands, NormOptions, reference
-from pallas_kernels.layernorm_modulate.row_blocks import walks_of
+from pallas_kernels.layernorm_modulate.row_blocks import (
+    IMPOSSIBLE,
+    PADDING,
+    even_row_blocks,
+    segment_row_blocks,
+    walks_of,
+)
 from pallas_kernels.layernorm_modulate.tuning import LANES, faster_than_triton
 from pallas_kernels.op import Call
+from pallas_kernels.triton_tiles import split_width
 
 
 class Mine(FusedImplementation):
@@ -178,9 +188,6 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 CASE = ("function", "rows", "dim", "implementation")
 
 
-LENGTH = 40
-
-
 @pytest.fixture
 def on_hopper(monkeypatch):
     if reason := devices.unsupported_mosaic_device():
@@ -272,53 +279,6 @@ def test_it_lowers_for_cuda(width):
     assert "mosaic_gpu" in both_lowered_for_cuda(shapes, MosaicNorm)
 
 
-@examples(60)
-@given(chunks=st.integers(1, 100), groups=st.sampled_from([1, 2, 4]))
-def test_columns_are_counted_once_and_all_groups_have_equally_many(chunks, groups):
-    each = -(-chunks // groups)
-    assume((groups - 1) * each <= chunks)  # else a group would have another's columns alone
-    counted = np.zeros(chunks, int)
-    for group in range(groups):
-        columns = columns_of(chunks * LANES, groups, group)
-        first, place = int(columns.first), 0
-        for piece in columns.pieces:
-            assert piece.at == place
-            assert piece.chunks in (1, 2, 4)
-            place += piece.chunks
-            if piece.counts is None or piece.counts:
-                counted[first + piece.at : first + place] += 1
-        assert place == columns.chunks == each
-    np.testing.assert_array_equal(counted, 1)
-
-
-@examples(25)
-@given(ids=layouts(2, LENGTH, 8), programs=st.sampled_from([1, 7, 90]), block=st.booleans())
-def test_programs_walk_through_each_token_once(ids, programs, block):
-    block = 4 if block else None
-    if block:
-        ids = np.repeat(ids[:, : LENGTH // block], block, axis=1)
-    walks = jax.jit(walked, static_argnums=(1, 2))(ids, block, programs)
-    first, end = (np.asarray(part).ravel() for part in (walks.first, walks.end))
-    start, stop = (np.asarray(part).ravel() for part in walks.row_blocks[:2])
-    table_row = np.asarray(walks.row_blocks.table_row).ravel()
-    expected = np.where(ids < 0, -1, ids + np.arange(2)[:, None] * 8).ravel()
-    place, lengths = 0, []
-    for one, other in zip(first, end, strict=True):
-        before = place
-        for number in range(one, other):
-            assert start[number] == place
-            assert (expected[place : stop[number]] == table_row[number]).all()
-            place = stop[number]
-        lengths.append(place - before)
-    assert place == ids.size
-    # Where segments begin at blocks, a program may have a block more.
-    assert max(lengths) <= -(-LENGTH // max(1, min(LENGTH, programs // 2))) + (block or 0)
-
-
-def walked(ids, block, programs):
-    return walks_of(jnp.asarray(ids), 8, block, programs).flattened(LENGTH, 8)
-
-
 @pytest.mark.usefixtures("for_cuda")
 @pytest.mark.parametrize(
     ("kind", "layout", "norm", "mosaic", "triton"),
@@ -362,3 +322,164 @@ def test_auto_loses_at_most_a_tenth_where_both_were_measured(device):
             names.reverse()
         taken, other = (found[norm, rows, dim, name] for name in names)
         assert taken >= 0.9 * other, (norm, rows, dim)
+
+
+# ---------------------------------------------------------------- row blocks and tiles
+
+
+@examples(30)
+@given(
+    batch=st.integers(1, 9),
+    seq_len=st.integers(1, 400),
+    programs=st.integers(1, 3000),
+    layout=st.sampled_from(["row", "token"]),
+)
+def test_even_row_blocks_cover_each_row_once(batch, seq_len, programs, layout):
+    options = NormOptions(layout, 1e-6, *(jnp.dtype(F32),) * 3)
+    blocks = even_row_blocks((batch, seq_len, 8), options, programs)
+    number = np.arange(4000)  # of one size, for which JAX compiles once
+    start, stop, row = (np.asarray(part)[: blocks.total] for part in blocks.place(number))
+    assert start[0] == 0
+    assert stop[-1] == batch * seq_len
+    np.testing.assert_array_equal(stop[:-1], start[1:])
+    assert (stop > start).all()
+    assert (stop - start).max() - (stop - start).min() <= 1
+    np.testing.assert_array_equal(start // blocks.seq_len, row)
+    np.testing.assert_array_equal((stop - 1) // blocks.seq_len, row)
+    tokens, rows = batch * seq_len, 1 if layout == "token" else batch
+    assert blocks.total == max(rows, min(tokens, programs // rows * rows))
+
+
+@cache
+def compiled(tables, block, programs):
+    def flattened(ids):
+        blocks = segment_row_blocks(ids, tables, block, programs)
+        return blocks.flattened(ids.shape[1], tables)
+
+    return jax.jit(flattened)
+
+
+@st.composite
+def segments(draw):
+    """Rows of runs that begin at multiples of a unit: (ids, table rows, unit or None, programs)."""
+    batch, blocks, unit, tables, programs = draw(
+        st.sampled_from([(1, 1, 1, 1, 1), (2, 30, 1, 5, 5), (3, 7, 3, 4, 5), (2, 4, 8, 3, 10)])
+    )
+    rows = []
+    for _ in range(batch):
+        left = iter(draw(st.permutations(range(tables))))
+        current, row = -1, []
+        for _ in range(blocks):
+            if draw(st.integers(0, 3)) == 0:
+                current = next(left, -1)
+            elif draw(st.integers(0, 7)) == 0:
+                current = -1
+            row += [current] * unit
+        rows.append(row)
+    return np.array(rows, np.int32), tables, unit if unit > 1 else None, programs
+
+
+@examples(40)
+@given(case=segments())
+def test_segment_row_blocks_cover_a_row_and_never_cross(case):
+    ids, tables, unit, programs = case
+    seq_len = ids.shape[1]
+    blocks = [np.asarray(part) for part in compiled(tables, unit, programs)(jnp.asarray(ids))]
+    block = -(-seq_len // max(1, min(seq_len, programs // len(ids))))
+    more = 0 if unit and unit >= block else 2 * tables + 1
+    assert blocks[0].shape[1] <= -(-seq_len // block) + more
+    for row, (start, stop, table_row) in enumerate(zip(*blocks, strict=True)):
+        first = row * seq_len
+        np.testing.assert_array_equal(stop[:-1], start[1:])
+        assert (start[0], stop[-1]) == (first, first + seq_len)
+        assert (stop >= start).all()
+        for begin, end, place in zip(start, stop, table_row, strict=True):
+            inside = ids[row, begin - first : end - first]
+            assert (inside == inside[:1]).all()
+            if end > begin:
+                assert place == (row * tables + inside[0] if inside[0] >= 0 else PADDING)
+
+
+def test_blocks_of_a_promised_size_are_halved_down_to_those_of_programs():
+    assert compiled(1, 8, 8)(jnp.zeros((1, 32), jnp.int32)).start.shape == (1, 8)
+
+
+def test_what_no_table_row_can_serve_is_impossible():
+    too_many = compiled(2, None, 4)(jnp.asarray(np.tile([0, 1], 30)[None]))
+    assert (np.asarray(too_many.table_row) == IMPOSSIBLE).all()
+    for segment in (3, 1000):
+        beyond = compiled(3, None, 4)(jnp.full((1, 8), segment))
+        used = np.asarray(beyond.stop > beyond.start)
+        assert (np.asarray(beyond.table_row)[used] == IMPOSSIBLE).all()
+
+
+@examples(80)
+@given(width=st.integers(1, 20_000), power=st.integers(7, 12), equal=st.booleans())
+def test_tiles_cover_the_width(width, power, equal):
+    tiles = split_width(width, 1 << power, equal=equal)
+    offset = 0
+    for tile in tiles:
+        assert tile.offset == offset
+        assert tile.width.bit_count() == 1
+        assert tile.width <= 1 << power
+        offset += tile.width
+        assert tile.ragged == (offset > width)
+    assert 0 <= offset - width < (tiles[-1].width if equal else 128)
+    assert not any(tile.ragged for tile in tiles[:-1])
+    assert not equal or len({tile.width for tile in tiles}) == 1
+
+
+def test_usual_widths_waste_nothing():
+    for width in (64, 96, 128, 1152, 1536, 3072, 5120, 8192):
+        waste = sum(tile.width for tile in split_width(width, 1024)) - width
+        assert waste == (32 if width == 96 else 0)
+
+
+@examples(60)
+@given(chunks=st.integers(1, 100), groups=st.sampled_from([1, 2, 4]))
+def test_columns_are_counted_once_and_all_groups_have_equally_many(chunks, groups):
+    each = -(-chunks // groups)
+    assume((groups - 1) * each <= chunks)  # else a group would have another's columns alone
+    counted = np.zeros(chunks, int)
+    for group in range(groups):
+        columns = columns_of(chunks * LANES, groups, group)
+        first, place = int(columns.first), 0
+        for piece in columns.pieces:
+            assert piece.at == place
+            assert piece.chunks in (1, 2, 4)
+            place += piece.chunks
+            if piece.counts is None or piece.counts:
+                counted[first + piece.at : first + place] += 1
+        assert place == columns.chunks == each
+    np.testing.assert_array_equal(counted, 1)
+
+
+LENGTH = 40
+
+
+@examples(25)
+@given(ids=layouts(2, LENGTH, 8), programs=st.sampled_from([1, 7, 90]), block=st.booleans())
+def test_programs_walk_through_each_token_once(ids, programs, block):
+    block = 4 if block else None
+    if block:
+        ids = np.repeat(ids[:, : LENGTH // block], block, axis=1)
+    walks = jax.jit(walked, static_argnums=(1, 2))(ids, block, programs)
+    first, end = (np.asarray(part).ravel() for part in (walks.first, walks.end))
+    start, stop = (np.asarray(part).ravel() for part in walks.row_blocks[:2])
+    table_row = np.asarray(walks.row_blocks.table_row).ravel()
+    expected = np.where(ids < 0, -1, ids + np.arange(2)[:, None] * 8).ravel()
+    place, lengths = 0, []
+    for one, other in zip(first, end, strict=True):
+        before = place
+        for number in range(one, other):
+            assert start[number] == place
+            assert (expected[place : stop[number]] == table_row[number]).all()
+            place = stop[number]
+        lengths.append(place - before)
+    assert place == ids.size
+    # Where segments begin at blocks, a program may have a block more.
+    assert max(lengths) <= -(-LENGTH // max(1, min(LENGTH, programs // 2))) + (block or 0)
+
+
+def walked(ids, block, programs):
+    return walks_of(jnp.asarray(ids), 8, block, programs).flattened(LENGTH, 8)

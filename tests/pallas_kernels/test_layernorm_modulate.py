@@ -1,4 +1,7 @@
-"""LayerNorm-Modulate against float64: values and gradients of both functions, and their errors."""
+"""LayerNorm-Modulate against float64: values and gradients of both functions, and their errors.
+
+Of packed rows too, with a row of scale, shift and gate for each segment.
+"""
 
 import dataclasses
 import itertools
@@ -19,10 +22,11 @@ from kernel_cases import (
     implementation,
     make,
     run_and_check,
+    with_gradients,
 )
 
-from pallas_kernels import layernorm_modulate, residual_layernorm_modulate
-from pallas_kernels.layernorm_modulate import tuning
+from pallas_kernels import layernorm_modulate, residual_layernorm_modulate, segmentation
+from pallas_kernels.layernorm_modulate import row_blocks, tuning
 from pallas_kernels.layernorm_modulate.operands import NormOperands
 
 WIDE = {"shape": (2, 7, 1152)}
@@ -109,10 +113,6 @@ def test_on_sampled_rows_of_a_large_tensor(seq_len, dim, on_gpu):
     np.testing.assert_allclose(actual, np.asarray(dx, np.float32), rtol=2**-7, atol=1e-3)
     summed = jax.jit(lambda d: d.astype(F32).sum(1))(cotangents[1])
     np.testing.assert_allclose(gradients[2], summed, rtol=1e-4, atol=1e-5 * np.sqrt(seq_len) * 50)
-
-
-def test_with_the_measured_number_of_programs(interpret):
-    run_and_check(make((1, 37, 96), y_dtype=BF16, gate=True), interpret)
 
 
 @pytest.mark.parametrize(
@@ -221,6 +221,109 @@ def test_numpy_arrays_are_arrays_and_need_no_jit(interpret):
     slope = jax.grad(lambda x, how: implementation(how)(operands._replace(x=x))[1].sum())
     expected = jax.jit(slope, static_argnums=1)(operands.x, "xla")
     np.testing.assert_allclose(slope(operands.x, interpret), expected, atol=2e-5)
+
+
+# ---------------------------------------------------------------- segments
+
+
+@pytest.fixture
+def dim(way):
+    """A width that the implementation takes; a ragged one where it takes any."""
+    return 384 if way == "mosaic" else 40
+
+
+def runs(*pairs):
+    """Ids of a row from (segment, length) pairs."""
+    return np.concatenate([np.full(length, segment) for segment, length in pairs])
+
+
+ROWS = np.stack(
+    [
+        runs((0, 1), (1, 1), (2, 21), (3, 1)),
+        runs((0, 24)),
+        runs((0, 5), (-1, 2), (1, 6), (-1, 3), (2, 7), (-1, 1)),
+        runs((-1, 4), (0, 20)),
+        runs((-1, 24)),
+        runs((3, 6), (0, 7), (2, 11)),
+        runs((0, 8), (1, 8), (0, 8)),
+    ]
+)
+"""Lengths of one, padding between and first and alone, segments not sorted, few not contiguous."""
+
+
+AT_8 = np.stack([runs((0, 7), (-1, 1), (1, 8), (4, 1), (-1, 7)), runs((2, 24))])
+AT_3 = np.stack([runs((0, 2), (-1, 1), (1, 3), (4, 1), (-1, 17)), runs((2, 24))])
+AT_64 = np.stack([runs((1, 6), (-1, 18)), runs((2, 24))])
+GATED = {"y_dtype": F32, "gate": True}
+
+
+@pytest.mark.parametrize(
+    ("ids", "table", "fields", "static"),
+    [
+        (ROWS, (5,), {"x_dtype": BF16}, {}),
+        (ROWS, (7, 5), GATED, {}),
+        (ROWS, (5,), {"x_dtype": BF16, "y_dtype": BF16}, {"residual_dtype": F32}),
+        (AT_3, (2, 5), {}, {"segment_block": 3}),
+        (AT_8, (2, 5), GATED, {"segment_block": 8}),
+        (AT_64, (2, 5), {}, {"segment_block": 64}),
+    ],
+)
+def test_rows_of_segments(ids, table, fields, static, way, dim):
+    operands = make((*ids.shape, dim), (*table, dim), ids=ids, **fields)
+    (h, out), gradients = run_and_check(operands, way, **static)
+    for value in (h, out, gradients[0], gradients[3]):
+        assert value is None or not np.asarray(value)[ids < 0].any()
+
+
+@pytest.mark.parametrize(("residual", "block"), [(True, None), (False, 8)])
+def test_nothing_leaks_from_padding(residual, block, way, dim):
+    ids = runs((0, 6), (-1, 2), (1, 8), (-1, 8))
+    operands = make((24, dim), (2, dim), ids=ids, **GATED if residual else {})
+
+    def spoiled(value):
+        return None if value is None else jnp.where(jnp.asarray(ids < 0)[:, None], jnp.nan, value)
+
+    dirty = operands._replace(x=spoiled(operands.x), y=spoiled(operands.y))
+    cotangents = cotangents_for(operands)
+    both = gradients_of(way, segment_block=block)
+    clean = both(operands, cotangents)
+    assert_same_bits(clean, both(dirty, tuple(spoiled(value) for value in cotangents)))
+    assert all(np.isfinite(np.asarray(value)).all() for value in jax.tree.leaves(clean))
+
+
+def test_segments_beyond_the_table_are_nan(way, dim):
+    ids = runs((0, 8), (3, 8), (1, 8))
+    operands = make((24, dim), (3, dim), ids=ids, **GATED)
+    for result in jax.jit(implementation(way))(operands):
+        np.testing.assert_array_equal(np.isnan(np.asarray(result)).all(-1), ids == 3)
+
+
+@pytest.mark.usefixtures("few_programs")
+def test_more_runs_than_row_blocks_are_nan(interpret):
+    operands = make((24, 40), (2, 40), ids=np.tile([0, 1], 12))
+    if not interpret:
+        # A GPU runs a program for each of so few rows, which serves any order of segments.
+        run_and_check(operands, interpret)
+        return
+    (_, out), gradients = gradients_of(interpret)(operands, cotangents_for(operands))
+    assert np.isnan(out).all()
+    assert np.isnan(gradients[0]).all()
+
+
+def test_prepared_segments_give_the_same_bits_and_are_not_prepared_again(way, dim, monkeypatch):
+    ids = jnp.asarray(ROWS[[2, 5]], jnp.int32)
+    operands = make((2, 24, dim), (2, 5, dim), ids=ids, **GATED)
+    ready = jax.jit(segmentation, static_argnums=(1, 2))(ids, 5, dim)
+    cotangents = cotangents_for(operands)
+    expected = gradients_of(way)(operands, cotangents)
+    monkeypatch.delattr(row_blocks, "segment_row_blocks")
+    found = with_gradients(implementation(way, segment_ids=ready))(operands, cotangents)
+    assert_same_bits(found, expected)
+    x, table, shift = operands[:3]
+    with pytest.raises(ValueError, match="prepared for tables of 5 rows, and scale has 4"):
+        layernorm_modulate(x, table[:, :4], shift, segment_ids=ready)
+    with pytest.raises(ValueError, match="take no segment_block"):
+        layernorm_modulate(x, table, shift, segment_ids=ready, segment_block=8)
 
 
 # ---------------------------------------------------------------- refusals
