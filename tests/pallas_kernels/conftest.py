@@ -25,15 +25,12 @@ def interpret(request):
 @pytest.fixture(
     params=["interpreted", "xla", *(pytest.param(w, marks=pytest.mark.gpu) for w in GPU_WAYS)]
 )
-def way(request, monkeypatch):
+def way(request):
     """How LayerNorm-Modulate runs: True for the interpreter, or an implementation's name."""
     if (jax.default_backend() == "gpu") != (request.param in GPU_WAYS):
         pytest.skip("not on this device")
     if request.param == "mosaic":
-        if reason := devices.unsupported_mosaic_device():
-            pytest.skip(str(reason))
-        # So that each program walks through many rows and segments.
-        monkeypatch.setattr(devices, "core_count", lambda: 3)
+        request.getfixturevalue("on_hopper")
     if request.param == "interpreted":
         request.getfixturevalue("few_programs")
         return True
@@ -46,6 +43,14 @@ def few_programs(monkeypatch):
     if jax.default_backend() != "gpu":
         monkeypatch.setattr(tuning, "blocks_for", one_each)
         monkeypatch.setattr(devices, "core_count", lambda: 7)
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """Few programs there, so that each walks through many rows and segments."""
+    if reason := devices.unsupported_mosaic_device():
+        pytest.skip(str(reason))
+    monkeypatch.setattr(devices, "core_count", lambda: 3)
 
 
 @pytest.fixture
