@@ -200,7 +200,7 @@ SEQUENCE, FLAT = P(None, ("data", "sequence")), P("sequence")
 def check_on_mesh(case, kind, spec, *, told, **options):
     """A compiled program, whose results on a mesh are those of XLA on one device.
 
-    In the case "blocks", shards begin inside of blocks.
+    In the case "blocks", shards begin inside of blocks, and ids are not split as x is.
     """
     options |= {"segment_block": 7} if case == "blocks" else {}
     mesh = mesh_of_four(kind, "data", "sequence")
@@ -208,10 +208,10 @@ def check_on_mesh(case, kind, spec, *, told, **options):
     cotangents = cotangents_for(operands)
     sharding = NamedSharding(mesh, spec)
     of_tables = NamedSharding(mesh, {"token": spec, "flat": P()}.get(case, P(spec[0])))
+    of_ids = NamedSharding(mesh, P()) if case == "blocks" else sharding
+    places = dict.fromkeys(("scale", "shift", "gate"), of_tables) | {"segment_ids": of_ids}
     split = {
-        name: each
-        if each is None
-        else jax.device_put(each, of_tables if name in ("scale", "shift", "gate") else sharding)
+        name: None if each is None else jax.device_put(each, places.get(name, sharding))
         for name, each in operands._asdict().items()
     }
     arguments = NormOperands(**split), jax.device_put(cotangents, sharding)
