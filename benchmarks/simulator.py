@@ -132,7 +132,7 @@ def halved(clip: np.ndarray, by: int) -> np.ndarray:
     height, width = (side // by * by for side in clip.shape[1:3])
     corners = ((i, j) for i in range(by) for j in range(by))
     parts = [clip[:, i:height:by, j:width:by] for i, j in corners]
-    total: np.ndarray = np.sum(parts, axis=0, dtype=np.uint16)
+    total = np.stack(parts).sum(axis=0, dtype=np.uint16)
     return ((total + by * by // 2) // (by * by)).astype(np.uint8)
 
 
