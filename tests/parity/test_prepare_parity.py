@@ -13,8 +13,6 @@ import hunyuan_video_folders as hunyuan_folders
 import numpy as np
 import pytest
 import yaml
-from alload_jax.encoders.image import ClipImage, SiglipImage
-from alload_jax.encoders.text import HunyuanVideoText, Umt5Text
 from encoder_folders import random_frames
 from patience import wait_until
 from PIL import Image
@@ -23,6 +21,7 @@ from alload_jax import cli
 from alload_jax.data.manifest import read_manifest
 from alload_jax.data.store import StoreReader
 from alload_jax.encoders import loading
+from alload_jax.encoders.conditions import ClipImage, HunyuanVideoText, SiglipImage, Umt5Text
 from alload_jax.encoders.vae import HunyuanVideoVae, WanVae
 from alload_jax.errors import run_command
 
