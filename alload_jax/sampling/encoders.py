@@ -119,6 +119,8 @@ class Encoders:
 
     def unload(self) -> None:
         """Frees the weights of text and image encoders, which are as large as the model's."""
+        if self.text is None and self.image is None:
+            return
         from alload_jax.encoders.loading import Encoder, release_memory
 
         loaded = [each for each in (self.text, self.image) if isinstance(each, Encoder)]
