@@ -1,6 +1,7 @@
 """Layers, circles, families and extras, computed from imports wherever they stand."""
 
 import ast
+import pkgutil
 import subprocess
 import sys
 from pathlib import Path
@@ -158,3 +159,23 @@ def test_planning_runs_without_jax(imports):
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"planning imports jax {done.stderr}"
+
+
+def exists(name):
+    try:
+        pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def test_what_slow_tests_and_benchmarks_import_exists():
+    """Parity, GPU tests and benchmarks are not imported by the quick tier."""
+    wrong = [
+        f"{path} imports {name}"
+        for folder in ("tests", "benchmarks")
+        for path in (ROOT / folder).rglob("*.py")
+        for name in imported_names("", path, ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        if name.split(".")[0] in ("alload_jax", "pallas_kernels") and not exists(name)
+    ]
+    assert not wrong
