@@ -124,10 +124,10 @@ def draw_sample(walker: Walker, rng: np.random.Generator) -> tuple[np.ndarray, s
     top, left = (240 - height) // 2, (320 - width) // 2
     clip = clip[:, top : top + height, left : left + width]
     by = 4 if frames == 1 and rng.uniform() < SMALL else 2
-    return halved(clip, by), move if frames > 1 else "stands still"
+    return reduced(clip, by), move if frames > 1 else "stands still"
 
 
-def halved(clip: np.ndarray, by: int) -> np.ndarray:
+def reduced(clip: np.ndarray, by: int) -> np.ndarray:
     """Means of squares of `by` pixels of a clip [T, H, W, 3]; pixels left over are cut off."""
     height, width = (side // by * by for side in clip.shape[1:3])
     corners = ((i, j) for i in range(by) for j in range(by))

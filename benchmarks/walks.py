@@ -33,7 +33,7 @@ import numpy as np
 import optax
 import safetensors.numpy
 from flax import nnx
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 from simulator import FPS, MOVES, PLACES
 
 from alload_jax.bench.harness import Record
@@ -274,36 +274,27 @@ def write_list(options: argparse.Namespace) -> None:
 
 
 def draw_picture(options: argparse.Namespace) -> None:
-    """Writes an animation of drawn clips, each beside a rendered one of its caption."""
-    of_caption: dict[str, Path] = {}
-    for text in sorted(options.real.glob("*.txt")):
-        if (clip := text.with_suffix(".mp4")).exists() and len(frames_of(clip)) == 65:
-            of_caption.setdefault(text.read_text(encoding="utf-8"), clip)
+    """Writes an animation of drawn clips, each beside a rendered one of its caption and shape."""
     cells = []
     for number in options.numbers:
         drawn = options.drawn / f"{number:04}.mp4"
-        caption = drawn.with_suffix(".txt").read_text(encoding="utf-8")
-        if caption not in of_caption:
-            raise InputError(f"{options.real}: no clip of 65 frames says {caption!r}; leave it out")
-        cells.append((caption, frames_of(drawn), frames_of(of_caption[caption])))
+        if not drawn.is_file():
+            raise InputError(f"{drawn}: no such file; give --numbers of drawn clips")
+        caption, frames = drawn.with_suffix(".txt").read_text(encoding="utf-8"), frames_of(drawn)
+        cells.append((caption, frames, rendered_like(frames, caption, options.real)))
     (width, height), gap, line = CELL, 6, 18
-    columns, rows = min(3, len(cells)), -(-len(cells) // 3)
-    size = (columns * (2 * width + 3 * gap), rows * (height + line + gap) + gap)
+    across, down = 2 * width + 3 * gap, height + line + gap
+    size = (min(3, len(cells)) * across, -(-len(cells) // 3) * down + gap)
     pages = []
-    for moment in range(65):
+    for moment in range(min(len(clip) for _, *clips in cells for clip in clips)):
         page = Image.new("RGB", size, "white")
-        text = ImageDraw.Draw(page)
         for place, (caption, *clips) in enumerate(cells):
-            left, top = (
-                place % 3 * (2 * width + 3 * gap) + gap,
-                place // 3 * (height + line + gap) + gap,
-            )
+            left, top = place % 3 * across + gap, place // 3 * down + gap
             for side, clip in enumerate(clips):
-                page.paste(
-                    clip[moment].resize(CELL, Image.Resampling.LANCZOS),
-                    (left + side * (width + gap // 2), top),
-                )
-            text.text((left, top + height + 2), caption, "black", ImageFont.load_default(12))
+                picture = ImageOps.pad(clip[moment], CELL, Image.Resampling.LANCZOS, "white")
+                page.paste(picture, (left + side * (width + gap // 2), top))
+            font = ImageFont.load_default(12)
+            ImageDraw.Draw(page).text((left, top + height + 2), caption, "black", font)
         pages.append(page)
     pages[0].save(
         options.out,
@@ -314,6 +305,19 @@ def draw_picture(options: argparse.Namespace) -> None:
         quality=70,
         method=6,
     )
+
+
+def rendered_like(frames: list[Image.Image], caption: str, folder: Path) -> list[Image.Image]:
+    """The first rendered clip of this caption and as many frames, of nearly the same ratio."""
+    ratio = frames[0].width / frames[0].height
+    for text in sorted(folder.glob("*.txt")):
+        clip = text.with_suffix(".mp4")
+        if text.read_text(encoding="utf-8") != caption or not clip.exists():
+            continue
+        found = frames_of(clip)
+        if len(found) == len(frames) and abs(found[0].width / found[0].height / ratio - 1) < 0.05:
+            return found
+    raise InputError(f"{folder}: holds no such clip of {caption!r}; leave it out of --numbers")
 
 
 def frames_of(path: Path) -> list[Image.Image]:

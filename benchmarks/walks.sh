@@ -4,10 +4,15 @@
 # renders 31,000 samples and 3,000 of another seed, trains configs/walks.yaml for so many steps, draws
 # clips of the last step and of half the steps, and scores them. Further arguments go to train.py.
 # What exists already is kept.
-set -eu
-data=$1 steps=$2
+set -euo pipefail
+usage="usage: benchmarks/walks.sh FOLDER STEPS [flags of train.py]"
+data=${1:?$usage} steps=${2:?$usage}
 shift 2
-cores=$(nproc) gpus=$(nvidia-smi -L | wc -l) run=$data/run
+if ! gpus=$(nvidia-smi -L 2> /dev/null | wc -l) || test "$gpus" = 0; then
+    echo "error: nvidia-smi finds no GPU; run this on a machine that has one" >&2
+    exit 2
+fi
+cores=$(nproc) run=$data/run
 python=${PYTHON:-python}
 mkdir -p "$data/log"
 
@@ -34,12 +39,13 @@ drawn() { # name, flags of `list`, flags of `alload sample`
 parts=()
 rendered "$data/media" 31000 0
 rendered "$data/held_out" 3000 1
+reader=
 if ! test -e "$data/reader.safetensors"; then
     CUDA_VISIBLE_DEVICES=$((gpus - 1)) XLA_PYTHON_CLIENT_PREALLOCATE=false \
         $python benchmarks/walks.py learn --train "$data/media" --reader "$data/reader.safetensors" \
         --workers $((cores / 4)) > "$data/log/learn.log" 2>&1 &
+    reader=$!
 fi
-reader=${!:-}
 test -e "$data/store" || $python -m alload_jax.cli prepare media "$data/media" --out "$data/store" --area 96x128 48x64 \
     --frames 65 --frames-per-latent 4 --text-length 64 --workers "$cores"
 $python train.py --config configs/walks.yaml --data.folder "$data/store" --run.folder "$run" \
