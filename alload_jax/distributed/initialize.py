@@ -21,7 +21,7 @@ from alload_jax.distributed.coordination import (
     process_info_from_launcher,
 )
 from alload_jax.distributed.key_value_store import agree_on_seal
-from alload_jax.errors import InputError, print_stderr, require_fields, require_positive
+from alload_jax.errors import InputError, first_line, print_stderr, require_fields, require_positive
 
 
 @contextmanager
@@ -125,7 +125,7 @@ def initialize(config: ClusterConfig, folder: str | Path) -> Cluster:
             certificates = Path(config.certificates) if config.certificates else None
             connect(process, max(100.0, 4 * config.lost_after), gone, certificates)
     except RuntimeError as error:
-        raise InputError(_not_connected(process, _first_line(error))) from error
+        raise InputError(_not_connected(process, first_line(error))) from error
     if process.process_id != 0:  # file descriptor 1, because gloo prints from C++
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     seal = agree_on_seal(process.process_id, process.num_processes, Path(folder))
@@ -216,7 +216,7 @@ def _process_info(config: ClusterConfig) -> ProcessInfo | None:
     try:
         process = process_info_from_launcher()
     except RuntimeError as error:
-        raise InputError(f"{launcher}: {_first_line(error)}; {remedy}") from error
+        raise InputError(f"{launcher}: {first_line(error)}; {remedy}") from error
     if process is None:
         raise InputError(f"{launcher}: JAX cannot detect the processes of the run; {remedy}")
     return process
@@ -230,7 +230,3 @@ def _task_count(variable: str) -> int:
             "it; unset it, or give --cluster.detect false"
         )
     return int(text)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
 
-from alload_jax.errors import InputError
+from alload_jax.errors import InputError, first_line
 from alload_jax.planning.epoch import Repeats
 
 Triple = tuple[int, int, int]
@@ -291,7 +291,7 @@ def _read_table(path: Path, wanted: tuple[str, ...] = _COLUMNS) -> pa.Table:
             table = pyarrow.parquet.read_table(path, columns=known if usable else None)
         columns = table.column_names
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise InputError(f"{path}: not a readable manifest ({reason}); write it again") from error
     if doubled := {name for name in columns if columns.count(name) > 1}:
         raise InputError(f"{path}: column {', '.join(sorted(doubled))} exists twice; keep one")

@@ -17,7 +17,7 @@ import orbax.checkpoint as ocp
 from jaxtyping import Array, PyTree, UInt32
 from orbax.checkpoint import multihost
 
-from alload_jax.errors import InputError, LostConnectionError, print_stderr
+from alload_jax.errors import InputError, LostConnectionError, first_line, print_stderr
 from alload_jax.files import Json, read_json, replacing
 from alload_jax.planning.plan import current_identity
 
@@ -87,7 +87,7 @@ def raise_if_lost(place: Path, doing: str, error: Exception) -> None:
       error: what Orbax has raised.
     """
     if _COMMUNICATION.search(str(error)):
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise LostConnectionError(
             f"{place}: the processes lost each other while they {doing} ({reason}); start all "
             "processes again"
@@ -97,7 +97,7 @@ def raise_if_lost(place: Path, doing: str, error: Exception) -> None:
 def reason_of_storage(error: Exception) -> str:
     """What the operating system said, out of the lines of Orbax and TensorStore."""
     found = _OS_REASONS.search(str(error))
-    return found[0] if found else (str(error).splitlines() or [type(error).__name__])[0][:200]
+    return found[0] if found else first_line(error)[:200]
 
 
 @contextmanager
@@ -108,7 +108,7 @@ def as_input_error(place: Path, remedy: str) -> Iterator[None]:
     except InputError:
         raise
     except Exception as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise_if_lost(place, "read it", error)
         raise InputError(f"{place}: this checkpoint cannot be read ({reason}); {remedy}") from error
 
