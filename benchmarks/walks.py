@@ -32,6 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import safetensors.numpy
+from av.video.reformatter import VideoReformatter
 from flax import nnx
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 from simulator import FPS, MOVES, PLACES
@@ -91,9 +92,10 @@ def read_clip(path: Path) -> tuple[np.ndarray, int, int, np.ndarray] | None:
     if len(frames) < 33:
         return None
     height, width = SIZE
-    seen = [f.to_ndarray(width=width, height=height, format="rgb24") for f in frames[::4]]
-    grey = np.stack([f.to_ndarray(width=128, height=96, format="gray") for f in frames])
-    return np.stack(seen), CAPTIONS.index(place), WAYS.index(move), motion_of(grey)
+    small, pale = VideoReformatter(), VideoReformatter()
+    seen = [small.reformat(f, width, height, "rgb24", threads=1).to_ndarray() for f in frames[::4]]
+    grey = [pale.reformat(f, 128, 96, "gray", threads=1).to_ndarray() for f in frames]
+    return np.stack(seen), CAPTIONS.index(place), WAYS.index(move), motion_of(np.stack(grey))
 
 
 def read_clips(folder: Path, workers: int) -> Clips:

@@ -13,7 +13,7 @@ import av
 import numpy as np
 from av.container import InputContainer
 from av.filter import Graph
-from av.video.reformatter import Interpolation
+from av.video.reformatter import Interpolation, VideoReformatter
 
 from alload_jax.data.prepare.sources import (
     BACKGROUND,
@@ -238,8 +238,16 @@ def shown_size(frame: av.VideoFrame, aspect: Fraction | None) -> tuple[float, fl
     return (width, frame.height) if transpose else (frame.height, width)
 
 
-def to_picture(frame: av.VideoFrame, aspect: Fraction | None, wanted: Fit) -> np.ndarray:
+def to_picture(
+    frame: av.VideoFrame, aspect: Fraction | None, wanted: Fit, scaler: VideoReformatter
+) -> np.ndarray:
     """Resizes a decoded frame, turns it upright and cuts it: [height, width, 3] uint8.
+
+    Args:
+      frame: the frame.
+      aspect: width over height of its pixels; None for square ones.
+      wanted: the fit.
+      scaler: resizes; one for all frames of a video, because it takes long to set up.
 
     Raises:
       UnusableError: its pixel format cannot be converted.
@@ -250,11 +258,13 @@ def to_picture(frame: av.VideoFrame, aspect: Fraction | None, wanted: Fit) -> np
     with_alpha = any(part.is_alpha for part in frame.format.components)
     with_alpha = with_alpha or frame.format.has_palette
     with damage_named("pixel format that cannot be converted"):
-        picture = frame.reformat(
+        picture = scaler.reformat(
+            frame,
             width=width,
             height=height,
             format="rgba" if with_alpha else "rgb24",
             interpolation=Interpolation.LANCZOS,
+            threads=1,  # else as many as cores, in each worker
         ).to_ndarray()
     if with_alpha:
         alpha = picture[..., 3:].astype(np.uint16)
@@ -339,6 +349,7 @@ def _small(frame: av.VideoFrame, like: np.ndarray | None) -> np.ndarray:
             height=height,
             format="bgr24",
             interpolation=Interpolation.AREA,
+            threads=1,
         ).to_ndarray()
 
 
@@ -384,12 +395,13 @@ def video_clips(
     with opened_video(source) as container:
         aspect = container.streams.video[0].sample_aspect_ratio
         chosen: list[Fit] = []
+        scaler = VideoReformatter()
 
         def picture(frame: av.VideoFrame) -> np.ndarray:
             """A picture in the bucket of the first frame."""
             if not chosen:
                 chosen.append(choose(*(round(side) for side in shown_size(frame, aspect))))
-            return to_picture(frame, aspect, chosen[0])
+            return to_picture(frame, aspect, chosen[0], scaler)
 
         longest = clips = 0
         shown = frames_at(container, fps, scenes)
