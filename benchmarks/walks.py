@@ -6,6 +6,7 @@
     alload sample --checkpoint runs/walks --list runs/walks/drawn/list.jsonl
     python benchmarks/walks.py score --reader runs/walks/reader.safetensors \
         --real data/walks/held_out --drawn runs/walks/drawn --out benchmarks/results/walks.json
+    python benchmarks/walks.py trained --run runs/walks --score benchmarks/results/walks.json
     python benchmarks/walks.py picture --real data/walks/held_out --drawn runs/walks/drawn \
         --numbers 0 1 2 3 4 5 --out docs/images/walks.webp
 
@@ -237,6 +238,26 @@ def score(options: argparse.Namespace) -> None:
         print(json.dumps(found, indent=1))
 
 
+def trained(options: argparse.Namespace) -> None:
+    """Adds to a score how long the run took and what its validation measured."""
+    folder: Path = options.run_folder
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = {line["step"]: line for line in lines if "step_seconds" in line}
+    validated = [line for line in lines if "validation/loss" in line]
+    total = {
+        name: sum(line[name] for line in steps.values())
+        for name in ("samples", "tokens", "step_seconds")
+    }
+    report = Record(options.score)
+    report.content = json.loads(options.score.read_text()) | {
+        "trained": json.loads((folder / "environment.json").read_text()),
+        "steps": len(steps),
+        **total,
+        "validation": validated,
+    }
+    report.write()
+
+
 def wanted(clips: int) -> Iterator[dict[str, object]]:
     """Every place and movement in turn, in three shapes."""
     for number in range(clips):
@@ -329,11 +350,11 @@ def frames_of(path: Path) -> list[Image.Image]:
 
 
 def main(argv: list[str]) -> int:
-    """Trains the reader, writes a list of samples, or scores what was drawn."""
+    """Trains the reader, lists, scores or shows samples, or sums up a run."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     commands = parser.add_subparsers(required=True)
-    learning, listing, scoring, drawing = map(
-        commands.add_parser, ("learn", "list", "score", "picture")
+    learning, listing, scoring, noting, drawing = map(
+        commands.add_parser, ("learn", "list", "score", "trained", "picture")
     )
     learning.add_argument("--train", type=Path, required=True, help="rendered clips to learn")
     learning.add_argument("--steps", type=int, default=1500)
@@ -346,6 +367,9 @@ def main(argv: list[str]) -> int:
     scoring.add_argument("--drawn", type=Path, nargs="+", required=True)
     scoring.add_argument("--out", type=Path, required=True)
     scoring.set_defaults(run=score)
+    noting.add_argument("--run", dest="run_folder", type=Path, required=True, help="of train.py")
+    noting.add_argument("--score", type=Path, required=True, help="file to which it is added")
+    noting.set_defaults(run=trained)
     drawing.add_argument("--real", type=Path, required=True, help="rendered clips to stand beside")
     drawing.add_argument("--drawn", type=Path, required=True)
     drawing.add_argument("--numbers", type=int, nargs="+", required=True, help="of drawn clips")

@@ -28,7 +28,7 @@ drawn() { # name, flags of `list`, flags of `alload sample`
     for gpu in $(seq 0 $((gpus - 1))); do
         awk "NR % $gpus == $gpu" "$data/$1/list.jsonl" > "$data/$1/part$gpu.jsonl"
         CUDA_VISIBLE_DEVICES=$gpu $python -m alload_jax.cli sample --checkpoint "$run" $3 \
-            --list "$data/$1/part$gpu.jsonl" --steps 40 --guidance 2.5 --batch 8 \
+            --list "$data/$1/part$gpu.jsonl" --steps 30 --guidance 2.5 --batch 8 \
             > "$data/log/$1_$gpu.log" 2>&1 &
         parts+=($!)
     done
@@ -57,3 +57,4 @@ drawn continued "--clips 96 --first-of $data/held_out" ""
 test -z "$reader" || wait "$reader"
 $python benchmarks/walks.py score --reader "$data/reader.safetensors" --real "$data/held_out" \
     --drawn "$data/drawn" "$data/half" "$data/continued" --workers "$cores" --out "$data/score.json"
+$python benchmarks/walks.py trained --run "$run" --score "$data/score.json"
