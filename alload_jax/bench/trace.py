@@ -199,6 +199,29 @@ def device_seconds(profile: ProfileData) -> tuple[list[list[float]], list[list[f
     return seconds(False), seconds(True)
 
 
+def device_shares(profile: ProfileData) -> dict[str, list[float] | float]:
+    """How GPUs spend the time from the first kernel of a trace to the last; {} without GPUs.
+
+    Returns:
+      `busy`, the share of each device in which a kernel other than a collective runs; `exposed`,
+      that in which only collectives run; and `idle`, one less the mean of `busy`.
+    """
+    devices = spans_of_devices(profile)
+    if not any(plane.name.startswith(_DEVICE) for plane in profile.planes) or not all(devices):
+        return {}
+    begin = min(each.begin for spans in devices for each in spans)
+    end = max(each.end for spans in devices for each in spans)
+    busy, exposed = [], []
+    for spans in devices:
+        owned, idle = divide(spans, begin, end)
+        computed = sum(
+            ns for each, ns in zip(spans, owned, strict=True) if not is_collective(each.operation)
+        )
+        busy.append(computed / (end - begin))
+        exposed.append(1 - (computed + idle) / (end - begin))
+    return {"busy": busy, "exposed": exposed, "idle": 1 - sum(busy) / len(busy)}
+
+
 class Spent(NamedTuple):
     """Of one operation in one step, mean over steps and devices.
 

@@ -7,6 +7,7 @@ from functools import partial
 from alload_jax.commands import (
     add_command,
     bench_balance,
+    bench_epoch,
     bench_kernel,
     bench_sparse_attention,
     bench_step,
@@ -22,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("kernel", bench_kernel),
         ("step", bench_step),
         ("balance", bench_balance),
+        ("epoch", bench_epoch),
         ("sparse-attention", bench_sparse_attention),
         ("tune", bench_tune),
     ):

@@ -20,6 +20,7 @@ from alload_jax.bench import device as device_load
 from alload_jax.bench.device import load_of, sampling
 from alload_jax.bench.trace import (
     device_seconds,
+    device_shares,
     divided_steps,
     recorded,
     step_windows,
@@ -186,10 +187,15 @@ def test_overlapping_kernels_count_once_and_collectives_separately():
     # The kernel from 15 to 25 began before its step; the record's clock is the host's.
     assert busy == [pytest.approx([5e-3, 0]), pytest.approx([10e-3, 5e-3])]
     assert exposed == [pytest.approx([3e-3, 0]), pytest.approx([2e-3, 0])]
+    of_trace = device_shares(profile(second, HOST, first))  # from 1 to 36
+    assert of_trace["busy"] == pytest.approx([15 / 35, 10 / 35])
+    assert of_trace["exposed"] == pytest.approx([5 / 35, 0], abs=1e-12)
+    assert of_trace["idle"] == pytest.approx(1 - 25 / 70)
 
 
 def test_a_profile_without_gpus_has_no_device_times():
     assert device_seconds(profile(HOST)) is None
+    assert device_shares(profile(HOST)) == {}
 
 
 def test_every_step_runs_once_in_order():

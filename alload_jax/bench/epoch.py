@@ -1,0 +1,189 @@
+"""Measures whole runs: the training program itself on a data folder, an epoch or for a time.
+
+Each run is a process of its own. It ends without saving what it trained.
+"""
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import jax
+import numpy as np
+from jax.profiler import ProfileData
+from typing_extensions import override
+
+from alload_jax.bench.harness import provenance
+from alload_jax.bench.trace import device_shares
+from alload_jax.bench.workload_step import RandomReader, manifest_of
+from alload_jax.config import read_config
+from alload_jax.data.batch import Signature, signature
+from alload_jax.data.condition import conditions_for
+from alload_jax.data.loader import PlacedStep
+from alload_jax.data.record import GIVEN, IMAGE, LABELS, LATENTS, TEXT
+from alload_jax.data.store import StoreWriter
+from alload_jax.errors import InputError
+from alload_jax.files import Json
+from alload_jax.models.common.config import ModelConfig
+from alload_jax.planning.samples import Samples
+from alload_jax.training.callbacks import CALLBACKS, CallbackConfig, CallbackContext
+from alload_jax.training.device_memory import out_of_memory
+from alload_jax.training.loop import Callback, Loop
+from alload_jax.training.run_files import is_validation, process_seconds
+
+WARM_UP = 3
+"""First steps of a run, which no figure of its steps counts."""
+_PROFILED = {"name": "profile", "first": 8, "steps": 6}
+_TEXT_TOKENS = 8
+"""Of each stored text; training pads it to the model's length."""
+
+
+def write_random_store(folder: Path, samples: Samples, model: ModelConfig) -> None:
+    """Writes a data folder of random latents and conditions.
+
+    Args:
+      folder: to make.
+      samples: their sizes.
+      model: whose channels and conditions the data have.
+
+    Raises:
+      InputError: the folder exists, or cannot be written.
+    """
+    manifest = manifest_of(samples, model)
+    reader = RandomReader(manifest, conditions_for(model, manifest))
+    with StoreWriter(folder, vae_stride=manifest.vae_stride) as writer:
+        for number, size in enumerate(map(tuple, samples.shape.tolist())):
+            found = reader.read(number)
+            text = found[TEXT][:_TEXT_TOKENS] if TEXT in found else found[LABELS]
+            further = {part.name: found[part.name] for part in model.condition_parts()}
+            writer.add(
+                found.pop(LATENTS),
+                text,
+                size,
+                given=found.get(GIVEN),
+                image=found.get(IMAGE),
+                parts=further or None,
+            )
+
+
+class _EnoughError(Exception):
+    """Ends a run that was measured for long enough."""
+
+
+class _Watch(Callback):
+    """Ends the run after the first half of its steps, or after some seconds."""
+
+    def __init__(self, seconds: float, found: Json):
+        self._seconds, self._found = seconds, found
+        self._programs: set[Signature] = set()
+
+    @override
+    def on_start(self, run: Loop) -> None:
+        self._found["ready"] = process_seconds()
+
+    @override
+    def on_step_end(self, run: Loop, step: PlacedStep, metrics: dict[str, jax.Array]) -> None:
+        self._programs.update(map(signature, step.batches))
+        if run.done == WARM_UP:
+            self._ends = time.monotonic() + self._seconds
+        whole = 2 * run.done >= run.total
+        if not whole and (run.done < WARM_UP or time.monotonic() < self._ends):
+            return
+        jax.block_until_ready(metrics)
+        memory = [device.memory_stats() for device in jax.local_devices()]
+        self._found["peak_bytes"] = [each["peak_bytes_in_use"] for each in memory if each] or None
+        self._found |= {"whole_epoch": whole, "programs": len(self._programs)}
+        raise _EnoughError
+
+
+def measure(*, argv: list[str], folder: str, seconds: float) -> Json:
+    """Trains by a command line until an epoch ends, or for some seconds after the first steps.
+
+    Args:
+      argv: of `train.py`, without the folder of the run and without callbacks.
+      folder: of the run.
+      seconds: after which the run ends before its epoch does.
+
+    Returns:
+      Provenance and `figures_of` the run; or the error that ended it.
+
+    Raises:
+      InputError: the training did.
+    """
+    from alload_jax.run.training import run
+
+    found: Json = {}
+
+    @dataclass(frozen=True)
+    class Watched(CallbackConfig):
+        name: Literal["measured"] = "measured"
+
+        @override
+        def make(self, context: CallbackContext) -> Callback:
+            return _Watch(seconds, found)
+
+    CALLBACKS.register("measured", Watched)
+    callbacks = json.dumps([_PROFILED, {"name": "measured"}])
+    fixed = ["--run.folder", folder, "--run.epochs", "2", "--run.steps", "null"]
+    fixed += ["--sampling.prompts", "[]", "--validation.share", "null", "--callbacks", callbacks]
+    fixed += ["--trackers", "[]", "--evaluators", "[]", "--checkpoint.every", "null"]
+    fixed += ["--checkpoint.minutes", "null"]
+    recorded = provenance(["jax", "jaxlib", "flax"]) | {"devices": jax.device_count()}
+    try:
+        run(read_config([*argv, *fixed], "train.py"), [*argv, *fixed])
+    except _EnoughError:
+        pass
+    except jax.errors.JaxRuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        return recorded | {"error": "out of memory"}
+    ready = found.pop("ready")
+    return recorded | found | figures_of(Path(folder), ready)
+
+
+def figures_of(folder: Path, ready: float) -> Json:
+    """What the files of a run say.
+
+    Args:
+      folder: of the run.
+      ready: seconds from the start of the process to its first step.
+
+    Returns:
+      `first_step_seconds` from the start of the process to the end of its first step; `seconds`,
+      `steps`, `tokens` and `samples` after the warm-up; `tokens_per_second`,
+      `samples_per_second`; `spread`, the range of the tokens per second of fifths of the steps, as
+      a share of them; `loss`, mean over the samples of the last fifth; `busy`, `exposed` and `idle`
+      as `device_shares` has them, if the profiler shows GPUs.
+
+    Raises:
+      InputError: the run ended within the warm-up.
+    """
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [line for line in lines if not is_validation(line)]
+    if len(rows) < WARM_UP + 5:
+        raise InputError(
+            f"{folder}: only {len(rows)} steps were run, and {WARM_UP + 5} are needed; give more "
+            "samples or more seconds"
+        )
+    names = ("step_seconds", "tokens", "samples", "loss", "padding")
+    counted = np.asarray([[row[name] for name in names] for row in rows[WARM_UP:]])
+    seconds, tokens, samples, loss, padding = counted.T
+    fifths = np.array_split(np.arange(len(seconds)), 5)
+    speeds = np.asarray([tokens[part].sum() / seconds[part].sum() for part in fifths])
+    speed, last = tokens.sum() / seconds.sum(), fifths[-1]
+    found = {
+        "first_step_seconds": ready + rows[0]["step_seconds"],
+        "seconds": float(seconds.sum()),
+        "steps": len(seconds),
+        "tokens": int(tokens.sum()),
+        "samples": int(samples.sum()),
+        "tokens_per_second": float(speed),
+        "samples_per_second": float(samples.sum() / seconds.sum()),
+        "spread": float(np.ptp(speeds) / speed),
+        "loss": float(np.average(loss[last], weights=samples[last])),
+        "padding": float(padding.mean()),
+    }
+    for trace in (folder / "profile").rglob("*.xplane.pb"):
+        found |= device_shares(ProfileData.from_file(str(trace)))
+    return found

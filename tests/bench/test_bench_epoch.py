@@ -1,0 +1,144 @@
+"""`alload bench epoch`: figures of the files of a run, and whole runs on two CPU devices."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from alload_jax.bench.epoch import WARM_UP, figures_of
+from alload_jax.cli import main
+from alload_jax.data.manifest import read_manifest
+from alload_jax.errors import InputError
+
+ROOT = Path(__file__).parents[2]
+CONFIG = {
+    "run": {"folder": "unused", "steps": 3, "compilation_cache": None},
+    "data": {"folder": "unused", "loader": {"processes": 0}},
+    "planning": {"m_mem": 520},
+    "model": {
+        "dim": 32,
+        "ffn_dim": 64,
+        "num_heads": 2,
+        "num_layers": 1,
+        "in_channels": 4,
+        "text": {"dim": 16, "length": 12},
+    },
+    "checkpoint": {"every": 1},
+    "sampling": {"prompts": [{"prompt": "x", "frames": 1, "height": 64, "width": 64}]},
+}
+CASES = {
+    "sorted": {"planning": {"policy": "sorted", "ranks_mode": "independent"}},
+    "equal-tokens": {"planning": {"policy": "equal_tokens", "ranks_mode": "synchronous"}},
+}
+
+
+@pytest.fixture
+def flags(tmp_path):
+    """The command's files, and its words without the data."""
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(CONFIG))
+    (tmp_path / "cases.yaml").write_text(yaml.safe_dump(CASES))
+    files = {name: str(tmp_path / f"{name}.yaml") for name in ("config", "cases")}
+    words = [word for name, file in files.items() for word in (f"--{name}", file)]
+    return ["bench", "epoch", *words, "--out", str(tmp_path / "out.json")]
+
+
+def run_files(folder, seconds, tokens, samples, losses):
+    columns = zip(seconds, tokens, samples, losses, strict=True)
+    names = ("step_seconds", "tokens", "samples", "loss")
+    rows = [dict(zip(names, row, strict=True)) | {"padding": 0.25} for row in columns]
+    rows.insert(2, {"step": 2, "validation/loss": 9.0})
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+
+def test_figures_count_all_steps_but_the_first(tmp_path):
+    rng, late = np.random.default_rng(0), slice(WARM_UP, None)
+    seconds, losses = rng.uniform(1, 2, 23).tolist(), rng.uniform(1, 2, 23).tolist()
+    tokens, samples = rng.integers(50, 99, 23).tolist(), rng.integers(1, 9, 23).tolist()
+    run_files(tmp_path, seconds, tokens, samples, losses)
+    found = figures_of(tmp_path, ready=10.0)
+    time = sum(seconds[late])
+    speeds = [sum(tokens[n : n + 4]) / sum(seconds[n : n + 4]) for n in range(WARM_UP, 23, 4)]
+    assert found == pytest.approx(
+        {
+            "first_step_seconds": 10 + seconds[0],
+            "seconds": time,
+            "steps": 20,
+            "tokens": sum(tokens[late]),
+            "samples": sum(samples[late]),
+            "tokens_per_second": sum(tokens[late]) / time,
+            "samples_per_second": sum(samples[late]) / time,
+            "spread": (max(speeds) - min(speeds)) / (sum(tokens[late]) / time),
+            "loss": np.dot(losses[-4:], samples[-4:]) / sum(samples[-4:]),
+            "padding": 0.25,
+        }
+    )
+
+
+def test_a_run_that_is_too_short_is_refused(tmp_path):
+    run_files(tmp_path, *([1.0] * 7 for _ in range(4)))
+    with pytest.raises(InputError, match=r"only 7 steps were run, and 8 are needed"):
+        figures_of(tmp_path, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--only", "none"], r"--only none: .*has only equal-tokens, sorted"),
+        (["--seconds", "0"], r"--seconds is 0.0; give a number above 0"),
+        (["--repeats", "0"], r"--repeats is 0; it must be at least 1"),
+        (["--out", "no/such.json"], "not a file in an existing folder"),
+        ([], r"--data .*data: no such folder; give --workload"),
+        (["--cases", "nowhere.yaml"], "nowhere.yaml: no such file"),
+    ],
+)
+def test_invalid_flags_are_named(words, reason, flags, tmp_path):
+    with pytest.raises(InputError, match=reason):
+        main([*flags, "--data", str(tmp_path / "data"), *words])
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [({"planning": {"polcy": "x"}}, "polcy"), ("sorted", "give sections of a config")],
+)
+def test_cases_are_checked_before_anything_is_written(case, reason, flags, tmp_path):
+    (tmp_path / "cases.yaml").write_text(yaml.safe_dump({"first": case}))
+    data = tmp_path / "data"
+    with pytest.raises(InputError, match=reason):
+        main([*flags, "--data", str(data), "--workload", "mixed-resolution"])
+    assert not data.exists()
+
+
+@pytest.mark.slow
+def test_whole_runs_are_measured_and_leave_only_the_data(flags, tmp_path):
+    words = ["--data", str(tmp_path / "data"), "--workload", "mixed-resolution", "--one-aspect"]
+    words += ["--samples", "600", "--longest", "300", "--seconds", "60"]
+    xla_flags = os.environ["XLA_FLAGS"].replace("count=8", "count=2")
+    variables = {"XLA_FLAGS": xla_flags, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path / "tmp")}
+    (tmp_path / "tmp").mkdir()
+    command = [sys.executable, "-m", "alload_jax.cli", *flags, *words]
+    subprocess.run(command, env=os.environ | variables, check=True, cwd=tmp_path)
+    cases = json.loads((tmp_path / "out.json").read_text())["cases"]
+    assert [case["case"] for case in cases] == sorted(CASES)
+    data = read_manifest(tmp_path / "data")
+    tokens = data.samples((1, 2, 2)).seq_len
+    for case in cases:
+        assert case["devices"] == 2
+        assert case["whole_epoch"]
+        # All but those of the first steps, and those that fill no whole step.
+        assert 0.5 * tokens.sum() < case["tokens"] <= tokens.sum()
+        assert 1 <= case["programs"] <= len(np.unique(tokens))
+        assert case["first_step_seconds"] > 1
+    assert {path.name for path in tmp_path.iterdir()} >= {"data", "out.json"}
+    assert not [path for path in tmp_path.rglob("*") if "checkpoint" in path.name]
+    # An existing folder is taken as it is.
+    stamp = (tmp_path / "data" / "manifest.parquet").stat().st_mtime_ns
+    again = [*command, "--only", "sorted", "--seconds", "0.001"]
+    assert subprocess.run(again, env=os.environ | variables, cwd=tmp_path).returncode == 1
+    (case,) = json.loads((tmp_path / "out.json").read_text())["cases"]
+    assert "and 8 are needed" in case["error"]
+    assert (tmp_path / "data" / "manifest.parquet").stat().st_mtime_ns == stamp
