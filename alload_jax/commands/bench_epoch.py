@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
                     place = Path(folder) / "run"
                     given = {"argv": argv, "folder": str(place), "seconds": options.seconds}
                     try:
-                        found = measured("alload_jax.bench.epoch", given)
+                        found = measured("alload_jax.run.epoch", given)
                     except InputError as error:  # such as a policy that does not fit the data
                         found = {"error": str(error)}
                     yield {"case": name} | found
@@ -99,7 +99,7 @@ def _require_data(options: argparse.Namespace, argv: list[str]) -> None:
         return
     if options.workload is None:
         raise InputError(f"{_COMMAND}: --data {options.data}: no such folder; give --workload")
-    from alload_jax.bench.epoch import write_random_store  # imports JAX
+    from alload_jax.run.epoch import write_random_store  # imports JAX
 
     ratios = {(16, 9): 1.0} if options.one_aspect else ASPECT_RATIOS
     samples = make_workload(options.workload, options.samples, aspect_ratios=ratios)

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import yaml
 
-from alload_jax.bench.epoch import WARM_UP, figures_of
 from alload_jax.cli import main
 from alload_jax.data.manifest import read_manifest
 from alload_jax.errors import InputError
+from alload_jax.run.epoch import WARM_UP, figures_of
 
 ROOT = Path(__file__).parents[2]
 CONFIG = {

@@ -27,6 +27,7 @@ from alload_jax.errors import InputError
 from alload_jax.files import Json
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.planning.samples import Samples
+from alload_jax.run.training import run
 from alload_jax.training.callbacks import CALLBACKS, CallbackConfig, CallbackContext
 from alload_jax.training.device_memory import out_of_memory
 from alload_jax.training.loop import Callback, Loop
@@ -111,8 +112,6 @@ def measure(*, argv: list[str], folder: str, seconds: float) -> Json:
     Raises:
       InputError: the training did.
     """
-    from alload_jax.run.training import run
-
     found: Json = {}
 
     @dataclass(frozen=True)
