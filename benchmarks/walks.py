@@ -6,7 +6,7 @@
     alload sample --checkpoint runs/walks --list runs/walks/drawn/list.jsonl
     python benchmarks/walks.py score --reader runs/walks/reader.safetensors \
         --real data/walks/held_out --drawn runs/walks/drawn --out benchmarks/results/walks.json
-    python benchmarks/walks.py trained --run runs/walks --score benchmarks/results/walks.json
+    python benchmarks/walks.py trained --runs runs/walks --score benchmarks/results/walks.json
     python benchmarks/walks.py picture --real data/walks/held_out --drawn runs/walks/drawn \
         --numbers 0 1 2 3 4 5 --out docs/images/walks.webp
 
@@ -239,23 +239,18 @@ def score(options: argparse.Namespace) -> None:
 
 
 def trained(options: argparse.Namespace) -> None:
-    """Adds to a score how long the run took and what its validation measured."""
-    folder: Path = options.run_folder
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    steps = {line["step"]: line for line in lines if "step_seconds" in line}
-    validated = [line for line in lines if "validation/loss" in line]
-    total = {
-        name: sum(line[name] for line in steps.values())
-        for name in ("samples", "tokens", "step_seconds")
-    }
+    """Adds to a score how long its runs took and what their validations measured."""
     report = Record(options.score)
-    report.content = json.loads(options.score.read_text()) | {
-        "trained": json.loads((folder / "environment.json").read_text()),
-        "steps": len(steps),
-        **total,
-        "validation": validated,
-    }
-    report.write()
+    report.content = json.loads(options.score.read_text())
+    for folder in options.runs:
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        steps = {line["step"]: line for line in lines if "step_seconds" in line}
+        found = {"folder": folder.name, "steps": len(steps)}
+        for name in ("samples", "tokens", "step_seconds"):
+            found[name] = sum(line[name] for line in steps.values())
+        found["validation"] = [line for line in lines if "validation/loss" in line]
+        found["starts"] = json.loads((folder / "environment.json").read_text())
+        report.add(found, to="runs")
 
 
 def wanted(clips: int) -> Iterator[dict[str, object]]:
@@ -367,7 +362,7 @@ def main(argv: list[str]) -> int:
     scoring.add_argument("--drawn", type=Path, nargs="+", required=True)
     scoring.add_argument("--out", type=Path, required=True)
     scoring.set_defaults(run=score)
-    noting.add_argument("--run", dest="run_folder", type=Path, required=True, help="of train.py")
+    noting.add_argument("--runs", type=Path, nargs="+", required=True, help="folders of train.py")
     noting.add_argument("--score", type=Path, required=True, help="file to which it is added")
     noting.set_defaults(run=trained)
     drawing.add_argument("--real", type=Path, required=True, help="rendered clips to stand beside")

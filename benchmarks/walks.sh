@@ -57,4 +57,4 @@ drawn continued "--clips 96 --first-of $data/held_out" ""
 test -z "$reader" || wait "$reader"
 $python benchmarks/walks.py score --reader "$data/reader.safetensors" --real "$data/held_out" \
     --drawn "$data/drawn" "$data/half" "$data/continued" --workers "$cores" --out "$data/score.json"
-$python benchmarks/walks.py trained --run "$run" --score "$data/score.json"
+$python benchmarks/walks.py trained --runs "$run" --score "$data/score.json"

@@ -1,0 +1,32 @@
+#!/bin/bash
+# Trains the walks under three policies and two seeds for as many minutes each, and scores what they draw:
+#   benchmarks/walks_policies.sh data/walks 2
+# FOLDER is that of walks.sh, whose data and reader are taken. Further arguments go to train.py.
+set -euo pipefail
+usage="usage: benchmarks/walks_policies.sh FOLDER MINUTES [flags of train.py]"
+data=${1:?$usage} minutes=${2:?$usage}
+shift 2
+python=${PYTHON:-python} gpus=$(nvidia-smi -L | wc -l)
+mkdir -p "$data/policies"
+runs=() drawn=()
+for seed in 0 1; do
+    for policy in equal_tokens:independent sorted:independent balanced:synchronous; do
+        name=${policy%:*}_$seed
+        run=$data/policies/$name
+        runs+=("$run") drawn+=("$data/policies/drawn_$name")
+        $python train.py --config configs/walks.yaml --data.folder "$data/store" --run.folder "$run" \
+            --run.seed "$seed" --run.steps 100000 --planning.policy "${policy%:*}" \
+            --planning.ranks_mode "${policy#*:}" --optimizer.schedule constant --validation.every 250 \
+            --callbacks "[{name: time_limit, minutes: $minutes}]" --sampling.prompts '[]' "$@"
+    done
+done
+for number in "${!runs[@]}"; do
+    $python benchmarks/walks.py list --out "${drawn[$number]}" --clips 144
+    CUDA_VISIBLE_DEVICES=$((number % gpus)) $python -m alload_jax.cli sample --checkpoint "${runs[$number]}" \
+        --list "${drawn[$number]}/list.jsonl" --steps 30 --guidance 2.5 --batch 8 &
+    test $(((number + 1) % gpus)) != 0 || wait
+done
+wait
+$python benchmarks/walks.py score --reader "$data/reader.safetensors" --real "$data/held_out" \
+    --drawn "${drawn[@]}" --workers "$(nproc)" --out "$data/policies.json"
+$python benchmarks/walks.py trained --runs "${runs[@]}" --score "$data/policies.json"
