@@ -204,19 +204,21 @@ def _print_summary(
     for size, samples, tokens in bucket_rows(manifest, vae.patch_size):
         table.add_row("×".join(map(str, size)), f"{samples:,}", f"{tokens:,}")
     console.print(table)
-    if report.skipped:
-        table = Table("not used, or not to its end", "files", "such as", box=None)
-        found = reasons(report.skipped)
-        for reason, count, example in found[:_REASONS]:
+    skipped = [row for row in report.skipped if not row.used]
+    changed = [row for row in report.skipped if row.used]
+    for title, rows in (("not used, or not to its end", skipped), ("used, but", changed)):
+        table = Table(title, "files", "such as", box=None)
+        for reason, count, example in reasons(rows)[:_REASONS]:
             table.add_row(one_line(reason), f"{count:,}", one_line(example))
-        console.print(table)
+        if rows:
+            console.print(table)
     counts = caption_counts(manifest)
     if several := int((counts > 1).sum()):
         print(f"{several:,} samples have several captions, up to {counts.max()}")
     hours = video_hours(manifest, settings.rate)
     console.print(
         f"{report.used:,} files used, {report.without_caption:,} of them without a caption · "
-        f"{len(report.skipped):,} listed as skipped · {len(manifest):,} samples · "
+        f"{len(skipped):,} listed as skipped · {len(manifest):,} samples · "
         f"{hours:.3f} hours of video",
         highlight=False,
         soft_wrap=True,

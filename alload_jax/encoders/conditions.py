@@ -107,6 +107,14 @@ class TextModel(Encoder):
           InputError: the weights cannot be loaded.
         """
 
+    def surplus_tokens(self, text: str) -> int:
+        """How many tokens of a text `tokens` cuts off.
+
+        Raises:
+          InputError: the tokenizer cannot be read.
+        """
+        return 0
+
 
 _TOKENIZERS = ("tokenizer.json", "spiece.model")
 
@@ -170,6 +178,11 @@ class Umt5Text(TextModel):
         with inference():
             state = model(tokens.input_ids.to(device), mask.to(device)).last_hidden_state
             return {TEXT: to_host(state[0, : int(mask.sum())])}
+
+    @override
+    def surplus_tokens(self, text: str) -> int:
+        tokens = self._tokenizer(clean_prompt(text), verbose=False).input_ids
+        return max(0, len(tokens) - self.length)
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -274,19 +287,8 @@ class HunyuanVideoText(TextModel):
         return {TEXT: self._language(text), GLYPHS: self._glyphs(text)}
 
     def _language(self, text: str) -> np.ndarray:
-        conversation = [
-            {"role": "system", "content": _SYSTEM},
-            {"role": "user", "content": text or " "},
-        ]
-        tokenizer, _ = self._tokenizers
-        ids = tokenizer.apply_chat_template(
-            conversation,
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,
-            truncation=True,
-            max_length=self.length + _SYSTEM_TOKENS,
-        )["input_ids"]
+        most = self.length + _SYSTEM_TOKENS
+        ids = self._conversation_ids(text, truncation=True, max_length=most)
         if len(ids) <= _SYSTEM_TOKENS:
             raise InputError(
                 f"{self._tokenizer_folders[0]}: gives {len(ids)} tokens for a prompt with its "
@@ -298,6 +300,23 @@ class HunyuanVideoText(TextModel):
                 input_ids=self._sent(ids), output_hidden_states=True, use_cache=False
             ).hidden_states[-1 - _LAST_LAYERS]
             return to_host(states[0, _SYSTEM_TOKENS:])
+
+    def _conversation_ids(self, text: str, **options: Any) -> list[int]:
+        conversation = [
+            {"role": "system", "content": _SYSTEM},
+            {"role": "user", "content": text or " "},
+        ]
+        options |= {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
+        return self._tokenizers[0].apply_chat_template(conversation, **options)["input_ids"]
+
+    @override
+    def surplus_tokens(self, text: str) -> int:
+        quiet = {"verbose": False}  # about texts that are longer than the model takes
+        ids = self._conversation_ids(text, tokenizer_kwargs=quiet)
+        found = max(0, len(ids) - self.length - _SYSTEM_TOKENS)
+        if (prompt := glyph_prompt(text)) is None:
+            return found
+        return found + max(0, len(self._tokenizers[1](prompt, **quiet).input_ids) - _GLYPH_TOKENS)
 
     def _glyphs(self, text: str) -> np.ndarray:
         if (prompt := glyph_prompt(text)) is None:

@@ -146,4 +146,14 @@ def rows(path):
 
 def skipped(out):
     """The reason for each skipped file."""
-    return {row["path"]: row["reason"] for row in rows(out / "skipped.parquet")}
+    found = rows(out / "skipped.parquet")
+    return {row["path"]: row["reason"] for row in found if not row["used"]}
+
+
+def changed(out):
+    """What was changed in each file that is used."""
+    found = {}
+    for row in rows(out / "skipped.parquet"):
+        if row["used"]:
+            found.setdefault(row["path"], set()).add(row["reason"])
+    return found

@@ -8,8 +8,10 @@ from fractions import Fraction
 
 import av
 import numpy as np
+import pillow_heif
 import pytest
 from media_helpers import (
+    changed,
     grey_frames,
     levels_of,
     moving_frames,
@@ -25,7 +27,12 @@ from PIL import Image
 
 from alload_jax.data.manifest import read_manifest, read_paths
 from alload_jax.data.prepare.sources import Source
-from alload_jax.data.prepare.videos import clip_lengths, frames_at, opened_video
+from alload_jax.data.prepare.videos import (
+    clip_lengths,
+    frames_at,
+    opened_video,
+    video_frames,
+)
 from alload_jax.errors import InputError
 
 
@@ -154,7 +161,7 @@ def test_interlaced_frames_are_deinterlaced(media):
         frame[1::2] = np.roll(before, 30, axis=1)[1::2]  # the second field shows another time
     write_video(media / "a.mpg", frames, 25, "mpeg2video", "yuv420p", flags="+ildct+ilme", b="4M")
     with opened_video(Source(media / "a.mpg", 0, (media / "a.mpg").stat().st_size)) as container:
-        shown = list(frames_at(container, Fraction(25)))
+        shown = list(frames_at(video_frames(container), Fraction(25)))
     assert len(shown) == 9
     found = np.mean([comb(each.frame.to_ndarray(format="gray")) for each in shown])
     assert found < 0.4 * np.mean([comb(frame[..., 0]) for frame in frames])
@@ -212,17 +219,63 @@ def test_pictures_of_every_mode_become_rgb_on_white(media, tmp_path):
     palette.putpalette([0, 0, 0, 200, 0, 0])
     palette.save(media / "clear gif.gif", transparency=0)
     write_video(media / "clear mkv.mkv", [picture], pix_fmt="bgra")
+    for codec in ("libvpx", "libvpx-vp9"):
+        flags = {"auto-alt-ref": "0", "b": "4M"}
+        write_video(media / f"clear {codec}.webm", [picture], 16, codec, "yuva420p", **flags)
+    for suffix in ("avif", "heif"):
+        pillow_heif.register_heif_opener()
+        Image.fromarray(picture).save(media / f"clear {suffix}.{suffix}", quality=99)
+    sixteen = Image.fromarray(np.where(picture[..., 3] > 0, 0, 70).astype(np.uint16))
+    sixteen.save(media / "clear sixteen.png", transparency=70)
     ramp = np.linspace(0, 65535, 32).astype(np.uint16)
     Image.fromarray(np.tile(ramp[:, None], (1, 32))).save(media / "ramp.png")
     prepare(media, tmp_path / "out", files_per_shard=100)
     found = {name: clip for name, (clip,) in clips_of(tmp_path / "out").items()}
     for mode in ("RGBA", "LA", "P", "1", "CMYK"):
         assert abs(found[mode]).max() < 8
-    for suffix in ("png", "webp", "gif", "mkv"):
-        clip = found[f"clear {suffix}"]
-        assert clip[0, 16, 4].tolist() == pytest.approx([255, 255, 255], abs=2)
-        assert clip[0, 16, 28].tolist() == pytest.approx([200, 0, 0], abs=2)
+    clear = {name: clip for name, clip in found.items() if name.startswith("clear")}
+    assert len(clear) == 9
+    for name, clip in clear.items():
+        assert clip[0, 16, 4].tolist() == pytest.approx([255, 255, 255], abs=2), name
+        red = 0 if "sixteen" in name else 200
+        assert clip[0, 16, 28].tolist() == pytest.approx([red, 0, 0], abs=4), name
+    noted = {n.partition(".")[0] for n, c in changed(tmp_path / "out").items() if len(c) > 1}
+    assert noted == clear.keys()
     assert np.allclose(found["ramp"][0, :, 0, 0], ramp / 257, atol=1)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "options"),
+    [("WebP", {"lossless": True}), ("png", {}), ("apng", {}), ("avif", {"quality": 99})],
+)
+def test_animated_images_are_videos(media, tmp_path, suffix, options):
+    levels = [0, 40, 80, 120, 160]
+    frames = [Image.new("RGBA", (32, 32), (level, level, level, 255)) for level in levels]
+    frames.append(Image.new("RGBA", (32, 32), (0, 0, 0, 0)))
+
+    def save(name, frames, **more):
+        rest = {
+            "save_all": True,
+            "append_images": frames[1:],
+            "format": suffix.replace("apng", "png"),
+        }
+        frames[0].save(media / f"{name}.{suffix}", **rest | options | more)
+
+    save("even", frames, duration=125)
+    save("uneven", frames[:3], duration=[125, 500, 125])
+    save("one", frames[:1])
+    if suffix != "avif":  # whose frames have a duration
+        save("hasty", frames[:3], duration=0)
+    if "png" in suffix:
+        save("poster", frames, duration=125, default_image=True)
+    prepare(media, tmp_path / "out", fps="8", frames=5, files_per_shard=9)
+    found = {name: levels_of(clip) for name, (clip, *_) in clips_of(tmp_path / "out").items()}
+    expected = {"even": levels, "uneven": [0, 40, 40, 40, 40], "one": [0]}
+    expected |= {"hasty": [0]} if suffix != "avif" else {}  # three tenths of a second
+    expected |= {"poster": [*levels[1:], 255]} if "png" in suffix else {}
+    assert found.keys() == expected.keys()
+    for name, each in expected.items():
+        assert found[name] == pytest.approx(each, abs=1), name
 
 
 def png(width=32, height=32, *more, data=None):
@@ -261,6 +314,7 @@ UNUSABLE = {
     "floats.tif": (tiff("F"), "image of floats"),
     "cut.png": (png()[:-30], "damaged image"),
     "words.png": (b"no image at all", "not an image"),
+    "words.heic": (b"\0\0\0\x18ftypheic" + bytes(99), "not an image"),
     "words.mp4": (b"no video at all" * 40, "not a video"),
     "png.mp4": (png(), "PNG image with the suffix of a video"),
     "riff.mp4": (b"RIFFxxxxWEBPxxxx", "WebP image with the suffix of a video"),
@@ -341,18 +395,22 @@ def test_of_a_truncated_video_whole_clips_are_kept(media, tmp_path, faststart):
     prepare(media, out)
     lengths = [len(clip) for clip in stored(out)]
     assert lengths in ([9], [9, 9])
-    (row,) = rows(out / "skipped.parquet")
-    assert (row["path"], row["clips"]) == ("a.mp4", len(lengths))
+    row, note = rows(out / "skipped.parquet")
+    assert (row["path"], row["clips"], row["used"]) == ("a.mp4", len(lengths), False)
     assert "damaged" in row["reason"] or "truncated" in row["reason"]
+    assert note == {"path": "a.mp4", "clips": len(lengths), "reason": "no caption", "used": True}
 
 
 def test_random_damage_never_crashes(media, tmp_path):
     rng = np.random.default_rng(0)
     write_video(media / "good.mkv", moving_frames(9))
     write_video(tmp_path / "a.mp4", moving_frames(20), codec="mpeg4", pix_fmt="yuv420p")
-    for name in ("a.png", "a.jpg"):
-        Image.fromarray(quadrants()).save(tmp_path / name)
-    for name in ("a.mp4", "a.png", "a.jpg"):
+    pillow_heif.register_heif_opener()
+    more = {"save_all": True, "append_images": [Image.fromarray(quadrants()[::-1])]}
+    kinds = {"a.png": {}, "a.jpg": {}, "a.heic": {}, "a.apng": more, "a.webp": more, "a.avif": more}
+    for name, flags in kinds.items():
+        Image.fromarray(quadrants()).save(tmp_path / name, **flags)
+    for name in ("a.mp4", *kinds):
         whole = np.frombuffer((tmp_path / name).read_bytes(), np.uint8)
         for number in range(12):
             data = whole.copy()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import toy_encoders
 from data_helpers import contents
-from media_helpers import moving_frames, prepare, skipped, write_video
+from media_helpers import changed, moving_frames, prepare, skipped, write_video
 from PIL import Image
 
 from alload_jax.data.manifest import read_manifest
@@ -57,6 +57,7 @@ def test_all_kinds_of_tokens_of_each_caption_and_given_frames_are_stored(media, 
     assert manifest.part_lengths.tolist() == [[3], [0], [0], [0], [0]]
     assert skipped(out) == {"2.png": "the text encoder gives values that are not finite"}
     arrays = reader.read(0)
+    assert changed(out)["0.png"] == {"caption cut, 5 tokens too long"}
     assert arrays["text"].dtype == arrays["shouts"].dtype == np.float16
     np.testing.assert_array_equal(arrays["text"][:, 0], [ord(letter) for letter in "stop!"])
     np.testing.assert_array_equal(arrays["shouts"], [[1, 1, 1]])
@@ -121,7 +122,7 @@ def test_an_encoding_process_that_fails_or_ends_is_an_error_of_one_line(weights)
         ):
             (weights / "weights").write_text(fault)
             with pytest.raises(InputError, match=said):
-                remote.encode("vae", np.zeros((1, 8, 8, 3), np.uint8))
+                remote.encode("vae", "encode", np.zeros((1, 8, 8, 3), np.uint8))
 
 
 def test_byte_embeddings_never_change():
@@ -135,6 +136,7 @@ def test_byte_embeddings_never_change():
     assert abs(long.astype(float).std() - 1) < 0.05
     assert not np.array_equal(long[0], long[1])
     assert len(ByteText(length=4).encode("猫猫")) == 3  # no half characters
+    assert [ByteText(length=4).surplus_tokens(text) for text in ("猫猫", "four")] == [2, 0]
     assert ByteText().encode(None).shape == (0, 64)
     for length in (1, 2**16):
         assert ByteText.make(EncoderOptions(text_length=length)).length == length

@@ -1,6 +1,7 @@
 """`alload prepare media` as a whole: kills, workers, settings, disks, flags, and what it prints."""
 
 import os
+import re
 import resource
 import shutil
 import signal
@@ -11,7 +12,15 @@ import numpy as np
 import pytest
 import toy_encoders
 from data_helpers import contents
-from media_helpers import finished_shards, hold, make_media, prepare, rows, stored
+from media_helpers import (
+    changed,
+    finished_shards,
+    hold,
+    make_media,
+    prepare,
+    skipped,
+    stored,
+)
 from patience import PATIENCE
 
 from alload_jax import cli
@@ -197,11 +206,13 @@ def test_the_command_prints_a_summary(media, whole, tmp_path, alload, monkeypatc
     assert contents(tmp_path / "out") == whole
     for part in ("10 files", "files/s", "MB/s", "9×32×32", "8 files used, 4 of them without"):
         assert part in out
+    assert "2 listed as skipped" in out
     assert "empty file" in out
     assert "bad.mp4" in out
+    assert re.search(r"used, but .*\n *no caption +4 +image0.png", out)
     assert out.endswith("out/manifest.parquet\n")
-    skipped = {row["path"] for row in rows(tmp_path / "out/skipped.parquet")}
-    assert skipped == {"bad.mp4", "worse.png"}
+    assert skipped(tmp_path / "out").keys() == {"bad.mp4", "worse.png"}
+    assert changed(tmp_path / "out") == {f"image{n}.png": {"no caption"} for n in range(4)}
 
 
 REFUSED = {

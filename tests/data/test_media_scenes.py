@@ -4,7 +4,6 @@ import importlib.util
 import itertools
 import sys
 from fractions import Fraction
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,7 @@ from scenedetect import AdaptiveDetector, detect
 
 from alload_jax.data.manifest import read_manifest
 from alload_jax.data.prepare.sources import Source
-from alload_jax.data.prepare.videos import frames_at, numbered_scenes, opened_video
+from alload_jax.data.prepare.videos import frames_at, numbered_scenes, opened_video, video_frames
 from alload_jax.errors import InputError
 
 LENGTHS = (20, 11, 3, 26)
@@ -90,7 +89,8 @@ def test_cuts_beside_the_ends_and_of_frames_that_change_their_size_are_found(tmp
 def assert_cut_as_by_pyscenedetect(path, rate, cuts):
     expected = detect(str(path), AdaptiveDetector(min_scene_len=0), start_in_scene=True)
     with opened_video(Source(path, 0, path.stat().st_size)) as container:
-        frames = list(frames_at(container, Fraction(rate), partial(numbered_scenes, 3.0)))
+        decoded = numbered_scenes(3.0, video_frames(container))
+        frames = list(frames_at(decoded, Fraction(rate)))
     begins = [b.place for a, b in itertools.pairwise(frames) if a.scene != b.scene]
     assert begins == [begin.frame_num for begin, _ in expected][1:]
     assert len(begins) == cuts

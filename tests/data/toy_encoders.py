@@ -87,6 +87,9 @@ class SpokenModel:
     def origin(self):
         return {"name": "spoken", "length": self.length}
 
+    def surplus_tokens(self, text):
+        return max(0, len(text) - self.length)
+
     def tokens(self, text):
         letters = np.array([[ord(letter), 1] for letter in text[: self.length]], np.float32)
         shouts = np.full((text.count("!"), 3), text.count("!") or 1, np.float32)

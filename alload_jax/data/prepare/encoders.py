@@ -129,6 +129,10 @@ class TextEncoder(Protocol):
         """
         ...
 
+    def surplus_tokens(self, caption: str) -> int:
+        """How many tokens of a cleaned caption `encode` cuts off."""
+        return 0
+
 
 class Given(NamedTuple):
     """What a model is given for a clip.
@@ -280,6 +284,10 @@ class ByteText(TextEncoder):
         places = uniform_vectors(1, self.length, self.width)[: len(values)]
         rows = uniform_vectors(0, 256, self.width)[values] + places
         return (rows / np.sqrt(2.0)).astype(np.float16)
+
+    @override
+    def surplus_tokens(self, caption: str) -> int:
+        return max(0, len(caption.encode("utf-8", "replace")) - self.length)
 
 
 @cache

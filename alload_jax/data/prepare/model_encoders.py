@@ -221,6 +221,10 @@ class TextEmbeddings(TextEncoder):
             raise UnusableError("the text encoder gives values that are not finite")
         return dict(tokens) if len(tokens) > 1 else tokens[TEXT]
 
+    @override
+    def surplus_tokens(self, caption: str) -> int:
+        return self.model.surplus_tokens(caption)
+
 
 @lru_cache(128)  # captions; 4 MB each at 512 tokens of width 4096
 def _encoded(model: TextModel, caption: str) -> dict[str, np.ndarray]:

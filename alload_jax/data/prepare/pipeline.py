@@ -37,7 +37,9 @@ from alload_jax.files import replacing
 
 SKIPPED_NAME = "skipped.parquet"
 """The list of files that cannot be used, in the data folder."""
-_SKIPPED = pa.schema({"path": pa.string(), "reason": pa.string(), "clips": pa.int64()})
+_SKIPPED = pa.schema(
+    {"path": pa.string(), "reason": pa.string(), "clips": pa.int64(), "used": pa.bool_()}
+)
 
 _SECONDS_BETWEEN_LOOKS = 0.5
 _SECONDS_TO_STOP = 5.0
@@ -240,7 +242,7 @@ def _finish(out: Path, units: int, path: Path | None) -> UnitReport:
 
 
 def write_skipped(path: Path, rows: Sequence[Skipped]) -> None:
-    """Writes the list of files that cannot be used: path, reason, clips stored all the same."""
+    """Writes the list of files that cannot be used or were changed, by the fields of `Skipped`."""
     table = pa.Table.from_pylist([vars(row) for row in rows], schema=_SKIPPED)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as unfinished:

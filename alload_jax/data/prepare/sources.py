@@ -15,6 +15,12 @@ from typing import BinaryIO, NamedTuple, cast
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from alload_jax.data.prepare.tone_mapping import (
+    TONE_MAPPED,
+    TRANSFERS,
+    stored_colour,
+    tone_mapped,
+)
 from alload_jax.errors import InputError, first_line
 from alload_jax.planning.workloads import ASPECT_RATIOS
 
@@ -30,8 +36,11 @@ def short(error: BaseException) -> str:
     return first_line(error)[:200]
 
 
-IMAGES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff"})
-"""Suffixes of images."""
+IMAGES = frozenset(
+    {".jpg", ".jpeg", ".png", ".apng", ".webp", ".bmp", ".tif", ".tiff"}
+    | {".avif", ".heic", ".heif", ".hif"}
+)
+"""Suffixes of images, some of which may be animated."""
 VIDEOS = frozenset(
     {".mp4", ".mov", ".m4v", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ts", ".mts", ".m2ts"}
     | {".wmv", ".flv", ".gif", ".ogv", ".3gp", ".vob"}
@@ -278,23 +287,95 @@ def covering(bucket: Bucket, height: float, width: float) -> tuple[int, int]:
 
 BACKGROUND = 255
 """Grey level that transparent pixels get: white."""
+ON_WHITE = "transparent parts became white"
+"""What the report says of them."""
 MOST_PIXELS = 2**27
 """Most pixels of a picture; more is taken for a decompression bomb."""
 _DAMAGE = (
     *(OSError, SyntaxError, ValueError, EOFError, KeyError, IndexError, TypeError),
-    *(OverflowError, MemoryError, NotImplementedError, struct.error, zlib.error),
+    *(OverflowError, MemoryError, RuntimeError, struct.error, zlib.error),
     Image.DecompressionBombError,
     Image.DecompressionBombWarning,
 )
 """What Pillow's decoders raise for damaged files."""
+_HEIF = re.compile(rb"....ftyp(hei|hev|mif1|msf1)", re.DOTALL)
+_MOVING = ("PNG", "WEBP", "AVIF", "GIF")
+"""Formats whose frames are an animation; TIFF has pages, and HEIC bursts of shots."""
+
+Note = Callable[[str], None]
+"""Called with what is changed in a picture, for the report."""
 
 
-def decode_image(source: Source, choose: Callable[[int, int], Fit]) -> np.ndarray:
-    """Decodes an image: turned as its EXIF data say, on white, scaled to 8 bits, resized and cut.
+@contextmanager
+def image_errors() -> Iterator[None]:
+    """Turns what Pillow raises and warns of into an UnusableError."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        try:
+            yield
+        except UnusableError:
+            raise
+        except UnidentifiedImageError as error:
+            raise UnusableError("not an image, or of an unknown format") from error
+        except _DAMAGE as error:
+            raise UnusableError(f"damaged image ({short(error)})") from error
+
+
+def open_image(file: BinaryIO) -> tuple[Image.Image, tuple[int, int]]:
+    """Opens an image, whose pixels are not decoded yet; also gives its `stored_colour`."""
+    start = file.read(2**16)
+    if _HEIF.match(start):
+        try:
+            from pillow_heif import register_heif_opener
+        except ImportError as error:
+            raise UnusableError(
+                "HEIC needs the package pillow-heif; install alload-jax[prepare]"
+            ) from error
+        register_heif_opener()
+    file.seek(0)
+    image = Image.open(file)
+    check_pixels(image.height, image.width)
+    return image, stored_colour(image, start)
+
+
+def is_animated(source: Source) -> bool:
+    """Whether an image has several frames that are shown one after the other."""
+    try:
+        with opened(source) as file, image_errors():
+            image, _ = open_image(file)
+            return image.format in _MOVING and getattr(image, "n_frames", 1) > 1
+    except UnusableError:
+        return False  # decode_image says why
+
+
+def upright(image: Image.Image, colour: tuple[int, int], note: Note) -> Image.Image:
+    """An opened image as 8-bit RGB of standard range, turned as its EXIF data say, on white.
+
+    Args:
+      image: the image, at the frame that is wanted.
+      colour: see `stored_colour`.
+      note: called with what is changed.
+
+    Raises:
+      UnusableError: its values are floats, whose range is not known.
+    """
+    found = to_rgb(ImageOps.exif_transpose(image), note)
+    if colour[1] not in TRANSFERS:
+        return found
+    note(TONE_MAPPED.format(TRANSFERS[colour[1]]))
+    return Image.fromarray(tone_mapped(np.asarray(found), *colour))
+
+
+def decode_image(
+    source: Source, choose: Callable[[int, int], Fit], note: Note = lambda change: None
+) -> np.ndarray:
+    """Decodes an image as `upright` does, resized and cut.
 
     Args:
       source: the file.
       choose: gives the fit for (height, width) in pixels.
+      note: called with what is changed.
 
     Returns:
       [1, height, width, 3] uint8.
@@ -302,20 +383,8 @@ def decode_image(source: Source, choose: Callable[[int, int], Fit]) -> np.ndarra
     Raises:
       UnusableError: it is damaged, no image, too large or too small.
     """
-    with opened(source) as file, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        warnings.simplefilter("error", Image.DecompressionBombWarning)
-        try:
-            stored = Image.open(file)
-            check_pixels(stored.height, stored.width)
-            stored.load()
-            image = to_rgb(ImageOps.exif_transpose(stored))
-        except UnusableError:
-            raise
-        except UnidentifiedImageError as error:
-            raise UnusableError("not an image, or of an unknown format") from error
-        except _DAMAGE as error:
-            raise UnusableError(f"damaged image ({short(error)})") from error
+    with opened(source) as file, image_errors():
+        image = upright(*open_image(file), note)
     wanted = choose(image.height, image.width)
     height, width = wanted.resized
     resized = image.resize((width, height), Image.Resampling.LANCZOS)
@@ -334,19 +403,24 @@ def check_pixels(height: int, width: int) -> None:
         )
 
 
-def to_rgb(image: Image.Image) -> Image.Image:
-    """An image of any mode as 8-bit RGB, on white where it is transparent.
+def to_rgb(image: Image.Image, note: Note) -> Image.Image:
+    """An image of any mode as 8-bit RGB, on white where it is transparent, which it notes.
 
     Raises:
       UnusableError: its values are floats, whose range is not known.
     """
     if image.mode.startswith("I"):  # 16 bits, which Pillow would clip, not scale
         values = np.asarray(image).astype(np.int64).clip(0, 65535)
-        image = Image.fromarray(((values + 128) // 257).astype(np.uint8))
+        clear = values == image.info.get("transparency", -1)
+        alpha = Image.fromarray(np.where(clear, 0, 255).astype(np.uint8))
+        grey = Image.fromarray(((values + 128) // 257).astype(np.uint8))
+        image = Image.merge("LA", (grey, alpha))
     if image.mode == "F":
         raise UnusableError("image of floats, whose range is not known")
     if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
         rgba = image.convert("RGBA")
+        if rgba.getchannel("A").getextrema()[0] != 255:
+            note(ON_WHITE)
         white = Image.new("RGBA", rgba.size, (BACKGROUND, BACKGROUND, BACKGROUND, 255))
         return Image.alpha_composite(white, rgba).convert("RGB")
     return image.convert("RGB")

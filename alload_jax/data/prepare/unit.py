@@ -27,15 +27,21 @@ from alload_jax.data.prepare.sources import (
     IMAGES,
     Bucket,
     Item,
+    Note,
     UnusableError,
     buckets_of,
     decode_image,
     fit,
+    is_animated,
     short,
     suffix_of,
 )
 from alload_jax.data.prepare.videos import video_clips
-from alload_jax.data.prepare.work_folder import Skipped, UnitReport, write_report
+from alload_jax.data.prepare.work_folder import (
+    Skipped,
+    UnitReport,
+    write_report,
+)
 from alload_jax.data.record import TEXT
 from alload_jax.data.store import ShardWriter
 from alload_jax.data.store.shard import Alternative
@@ -110,11 +116,9 @@ class _Encoders:
         self._encoders = encoders
         self._lock = threading.Lock()
 
-    def encode(self, name: str, *arguments: Any) -> Any:
-        encoder = self._encoders[name]
-        assert encoder is not None
+    def encode(self, name: str, method: str, *arguments: Any) -> Any:
         with self._lock:
-            return encoder.encode(*arguments)
+            return getattr(self._encoders[name], method)(*arguments)
 
 
 class RemoteEncoders(BaseProxy):
@@ -126,14 +130,14 @@ class RemoteEncoders(BaseProxy):
 
     _exposed_ = ("encode",)
 
-    def encode(self, name: str, *arguments: Any) -> Any:
-        """Encodes by the encoder of that name in a `Job`.
+    def encode(self, name: str, method: str, *arguments: Any) -> Any:
+        """Calls a method of the encoder of that name in a `Job`.
 
         Raises:
           InputError: the process has ended; what the encoder raises is raised here too.
         """
         try:
-            return self._callmethod("encode", (name, *arguments))
+            return self._callmethod("encode", (name, method, *arguments))
         except (EOFError, ConnectionError, FileNotFoundError) as error:
             raise InputError(
                 "the process that encodes ended, perhaps for lack of memory; run the same command "
@@ -169,14 +173,14 @@ class Job:
 
     def encode_frames(self, frames: np.ndarray) -> np.ndarray:
         """Encodes a clip, here or remotely; see `VaeEncoder.encode`."""
-        return np.asarray(self._encode("vae", frames))
+        return np.asarray(self._call("vae", "encode", frames))
 
     def encode_caption(self, caption: str | None) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Encodes a caption, here or remotely: the condition, and tokens of further kinds by name.
 
         See `TextEncoder.encode`.
         """
-        found: Encoded = self._encode("text", caption)
+        found: Encoded = self._call("text", "encode", caption)
         if not isinstance(found, dict):
             return found, {}
         return found[TEXT], {name: array for name, array in found.items() if name != TEXT}
@@ -185,13 +189,19 @@ class Job:
         """What image-to-video models are given for a clip; nothing without their encoder."""
         if self.given is None:
             return Given(None, None)
-        return self._encode("given", clip[0], clip[-1], len(clip))
+        return self._call("given", "encode", clip[0], clip[-1], len(clip))
 
-    def _encode(self, name: str, *arguments: Any) -> Any:
+    def surplus_tokens(self, caption: str) -> int:
+        """See `TextEncoder.surplus_tokens`; 0 of encoders that have no such method."""
+        if not hasattr(self.text, "surplus_tokens"):
+            return 0
+        return int(self._call("text", "surplus_tokens", caption))
+
+    def _call(self, name: str, method: str, *arguments: Any) -> Any:
         encoder = getattr(self, name)
         if self.remote is not None and getattr(encoder, "has_weights", True):
-            return self.remote.encode(name, *arguments)
-        return encoder.encode(*arguments)
+            return self.remote.encode(name, method, *arguments)
+        return getattr(encoder, method)(*arguments)
 
     def encoder_origins(self) -> Json:
         """What the encoders' outputs depend on, by encoder, as JSON values."""
@@ -245,18 +255,26 @@ def prepare_unit(
 
 
 def _add_item(
-    job: Job, item: Item, shard: ShardWriter, report: UnitReport, stopped: Callable[[], bool]
+    job: Job,
+    item: Item,
+    shard: ShardWriter,
+    report: UnitReport,
+    stopped: Callable[[], bool],
 ) -> None:
-    """Adds the clips of a file; what cannot be used goes to the report."""
+    """Adds the clips of a file; to the report what cannot be used, and what was changed."""
     before = shard.written
     caption = None if item.caption is None else clean(item.caption)
+    changes = set() if caption else {"no caption"}
     try:
         condition, parts = job.encode_caption(caption)
         alternatives: list[Alternative] = []
         for words in map(clean, item.alternatives):
             other, other_parts = job.encode_caption(words)
             alternatives.append((other, words, other_parts))
-        for clip in _clips(job, item):
+        for words in map(clean, filter(None, (item.caption, *item.alternatives))):
+            if surplus := job.surplus_tokens(words):
+                changes.add(f"caption cut, {surplus:,} tokens too long")
+        for clip in _clips(job, item, changes.add):
             if stopped():
                 raise KeyboardInterrupt
             latents, given = job.encode_frames(clip), job.encode_given(clip)
@@ -276,18 +294,21 @@ def _add_item(
             )
     except UnusableError as error:
         report.skipped.append(Skipped(item.name, str(error), shard.written - before))
-    if shard.written > before:
+    if clips := shard.written - before:
         report.used += 1
         report.without_caption += not caption
+        notes = (Skipped(item.name, change, clips, used=True) for change in sorted(changes))
+        report.skipped.extend(notes)
 
 
-def _clips(job: Job, item: Item) -> Iterator[np.ndarray]:
+def _clips(job: Job, item: Item, note: Note) -> Iterator[np.ndarray]:
     settings = job.settings
     if item.source is None:
         raise UnusableError(item.reason)
     choose = partial(fit, areas=job.areas(), max_enlarge=settings.max_enlarge)
-    if suffix_of(item.name) in IMAGES:
-        yield decode_image(item.source, choose)
+    is_image = suffix_of(item.name) in IMAGES
+    if is_image and not is_animated(item.source):
+        yield decode_image(item.source, choose, note)
         return
     yield from video_clips(
         item.source,
@@ -298,4 +319,6 @@ def _clips(job: Job, item: Item) -> Iterator[np.ndarray]:
         stride=settings.stride,
         max_clips=settings.max_clips,
         scene_threshold=settings.cut_threshold,
+        animated_image=is_image,
+        note=note,
     )

@@ -4,9 +4,8 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from fractions import Fraction
-from functools import partial
 from typing import NamedTuple, cast
 
 import av
@@ -17,15 +16,21 @@ from av.video.reformatter import Interpolation, VideoReformatter
 
 from alload_jax.data.prepare.sources import (
     BACKGROUND,
+    ON_WHITE,
     Fit,
+    Note,
     Source,
     UnusableError,
     check_pixels,
     covering,
     cut,
+    image_errors,
+    open_image,
     opened,
     short,
+    upright,
 )
+from alload_jax.data.prepare.tone_mapping import TONE_MAPPED, TRANSFERS, tone_mapped
 from alload_jax.errors import InputError
 
 # Playlists and scripts that open other files or addresses must not pass for a video.
@@ -38,6 +43,8 @@ _OPTIONS = {"format_whitelist": _FORMATS, "protocol_whitelist": "none"}
 _LONGEST_HOLD = 60  # seconds; a longer gap is a damaged time stamp
 _EARLY = Fraction(3, 10)  # places by which a frame may be shown early
 _LATE_END = 0.25  # seconds by which frames may end before the header says
+_WITH_ALPHA = {"vp8": "libvpx", "vp9": "libvpx-vp9"}  # FFmpeg's own decoders leave alpha out
+_UNKNOWN, _ICTCP = 2, (14, 15)  # colours by ITU-T H.273
 _STILLS = {b"\x89PNG": "PNG", b"\xff\xd8\xff": "JPEG", b"RIFF": "WebP", b"BM": "BMP"}
 
 
@@ -108,19 +115,17 @@ def damage_named(what: str) -> Iterator[None]:
 
 
 def frames_at(
-    container: InputContainer,
-    fps: Fraction,
-    scenes: Callable[[Iterator[Decoded]], Iterator[Decoded]] = iter,
+    frames: Iterator[Decoded], fps: Fraction, expected: float = 0.0
 ) -> Iterator[TimedFrame]:
-    """Decodes the first video stream and resamples it to `fps` by presentation times.
+    """Resamples decoded frames to `fps` by presentation times.
 
     A place shows the last frame that begins before it, or at most 0.3 places after it: time stamps
-    are often rounded to milliseconds. Interlaced frames are deinterlaced (yadif).
+    are often rounded to milliseconds.
 
     Args:
-      container: the opened video.
+      frames: in order of time.
       fps: frames per second.
-      scenes: numbers the scenes of the decoded frames; by default there is one.
+      expected: seconds that the header says; fewer are a truncated video.
 
     Raises:
       UnusableError: decoding fails, or time stamps jump. What was yielded before is sound.
@@ -128,7 +133,7 @@ def frames_at(
     first: Fraction | None = None
     last, until = 0, 0
     held: Decoded | None = None
-    for decoded in scenes(_timed(container)):
+    for decoded in frames:
         first = decoded.begin if first is None else first
         place = max(0, math.ceil((decoded.begin - first) * fps - _EARLY))
         if held is not None and place - last > _LONGEST_HOLD * fps:
@@ -141,21 +146,26 @@ def frames_at(
         until = max(place + 1, int((decoded.end - first) * fps + Fraction(1, 2)))
     if held is None:
         raise UnusableError("no frame can be decoded")
-    stream, seconds = container.streams.video[0], float(until / fps)
-    expected = float((stream.duration or 0) * (stream.time_base or 0))
+    seconds = float(until / fps)
     if expected - seconds > max(_LATE_END, 0.1 * expected):
         raise UnusableError(f"truncated: {seconds:.1f} of {expected:.1f} s can be decoded")
     until = min(until, last + int(_LONGEST_HOLD * fps))
     yield from (TimedFrame(at, held.frame, held.scene) for at in range(last, until))
 
 
-def _timed(container: InputContainer) -> Iterator[Decoded]:
-    """Frames in order of time."""
+def video_frames(container: InputContainer, note: Note = lambda change: None) -> Iterator[Decoded]:
+    """Decodes the first video stream, in order of time.
+
+    Interlaced frames are deinterlaced (yadif), which is noted.
+
+    Raises:
+      UnusableError: decoding fails. What was yielded before is sound.
+    """
     stream = container.streams.video[0]
     each = 1 / Fraction(stream.average_rate or stream.guessed_rate or 25)
     after = Fraction(0)
     begun: Fraction | None = None
-    for frame in _progressive(_decoded(container, stream), stream):
+    for frame in _progressive(_decoded(container, stream), stream, note):
         base = frame.time_base or stream.time_base
         begin, duration = after, each
         if frame.pts is not None and base:
@@ -168,17 +178,25 @@ def _timed(container: InputContainer) -> Iterator[Decoded]:
 
 
 def _decoded(container: InputContainer, stream: av.VideoStream) -> Iterator[av.VideoFrame]:
-    # Threads of the codec would change nothing but the number of busy cores; workers fill those.
-    stream.codec_context.thread_count = 1
+    decoder = stream.codec_context
+    stored = decoder.color_trc, decoder.color_primaries, decoder.colorspace
     with damage_named("damaged video"):
-        for frame in container.decode(stream):
+        if stream.metadata.get("alpha_mode") == "1" and decoder.name in _WITH_ALPHA:
+            name = _WITH_ALPHA[decoder.name]
+            decoder = cast(av.VideoCodecContext, av.CodecContext.create(name, "r"))
+        # Threads would change nothing but the number of busy cores; workers fill those.
+        decoder.thread_count = 1
+        packets = container.demux(stream)
+        for frame in itertools.chain.from_iterable(map(decoder.decode, packets)):
             if frame.is_corrupt:
                 raise UnusableError("damaged video (corrupt frame)")
+            if frame.color_trc == _UNKNOWN and stored[0] in TRANSFERS:
+                frame.color_trc, frame.color_primaries, frame.colorspace = stored
             yield frame
 
 
 def _progressive(
-    frames: Iterator[av.VideoFrame], stream: av.VideoStream
+    frames: Iterator[av.VideoFrame], stream: av.VideoStream, note: Note
 ) -> Iterator[av.VideoFrame]:
     """Passes all frames from the first interlaced one on through yadif, which alters only those."""
     graph: Graph | None = None
@@ -190,6 +208,7 @@ def _progressive(
         found = (frame.width, frame.height, frame.format.name)
         if graph is None or found != size:
             yield from _passed(graph, None)
+            note("interlaced, made progressive")
             graph, size = Graph(), found
             source = graph.add_buffer(
                 width=frame.width,
@@ -213,6 +232,27 @@ def _passed(graph: Graph | None, frame: av.VideoFrame | None) -> Iterator[av.Vid
             yield graph.vpull()
         except (av.BlockingIOError, av.EOFError):
             return
+
+
+def animation_frames(source: Source, note: Note) -> Iterator[Decoded]:
+    """Decodes an animated image, as `upright` does each frame.
+
+    Raises:
+      UnusableError: it is damaged. What was yielded before is sound.
+    """
+    after = Fraction(0)
+    with opened(source) as file:
+        with image_errors():
+            image, colour = open_image(file)
+        for number in range(bool(image.info.get("default_image")), getattr(image, "n_frames", 1)):
+            with image_errors():
+                image.seek(number)
+                image.load()
+                picture = upright(image, colour, note)
+            frame = av.VideoFrame.from_ndarray(np.asarray(picture), format="rgb24")
+            # Browsers show frames without a duration for as long.
+            begin, after = after, after + (Fraction(image.info.get("duration", 0) or 100) / 1000)
+            yield Decoded(frame, begin, after)
 
 
 def turn_of(frame: av.VideoFrame) -> tuple[bool, bool, bool]:
@@ -239,15 +279,22 @@ def shown_size(frame: av.VideoFrame, aspect: Fraction | None) -> tuple[float, fl
 
 
 def to_picture(
-    frame: av.VideoFrame, aspect: Fraction | None, wanted: Fit, scaler: VideoReformatter
+    frame: av.VideoFrame,
+    aspect: Fraction | None,
+    wanted: Fit,
+    scaler: VideoReformatter,
+    note: Note = lambda change: None,
 ) -> np.ndarray:
     """Resizes a decoded frame, turns it upright and cuts it: [height, width, 3] uint8.
+
+    HDR is tone-mapped and transparent parts become white, which is noted.
 
     Args:
       frame: the frame.
       aspect: width over height of its pixels; None for square ones.
       wanted: the fit.
       scaler: resizes; one for all frames of a video, because it takes long to set up.
+      note: is told what is changed.
 
     Raises:
       UnusableError: its pixel format cannot be converted.
@@ -257,18 +304,30 @@ def to_picture(
     height, width = (width, height) if transpose else (height, width)
     with_alpha = any(part.is_alpha for part in frame.format.components)
     with_alpha = with_alpha or frame.format.has_palette
+    is_hdr = frame.color_trc in TRANSFERS
+    is_dolby = frame.color_trc == _UNKNOWN and "DOVI_RPU_BUFFER" in frame.side_data
+    if is_dolby or frame.colorspace in _ICTCP:
+        raise UnusableError("colours as ICtCp, of HDR or Dolby Vision, which are not converted")
+    wide = "rgba64le" if with_alpha else "rgb48le"
     with damage_named("pixel format that cannot be converted"):
         picture = scaler.reformat(
             frame,
             width=width,
             height=height,
-            format="rgba" if with_alpha else "rgb24",
+            format=wide if is_hdr else "rgba" if with_alpha else "rgb24",
             interpolation=Interpolation.LANCZOS,
             threads=1,  # else as many as cores, in each worker
         ).to_ndarray()
-    if with_alpha:
-        alpha = picture[..., 3:].astype(np.uint16)
-        mixed = picture[..., :3] * alpha + BACKGROUND * (255 - alpha)
+    alpha: np.ndarray
+    picture, alpha = picture[..., :3], picture[..., 3:]
+    if is_hdr:
+        note(TONE_MAPPED.format(TRANSFERS[frame.color_trc]))
+        picture = tone_mapped(picture, frame.color_primaries, frame.color_trc)
+        alpha = alpha // 256
+    if with_alpha and alpha.min() < 255:
+        note(ON_WHITE)
+        alpha = alpha.astype(np.uint16)
+        mixed = picture * alpha + BACKGROUND * (255 - alpha)
         picture = ((mixed + 127) // 255).astype(np.uint8)
     picture = picture.swapaxes(0, 1) if transpose else picture
     picture = picture[:, ::-1] if flip_x else picture
@@ -369,11 +428,13 @@ def video_clips(
     stride: int | None = None,
     max_clips: int | None = None,
     scene_threshold: float | None = None,
+    animated_image: bool = False,
+    note: Note = lambda change: None,
 ) -> Iterator[np.ndarray]:
-    """Decodes a video and cuts it into clips; a shorter scene gives one, of the length that fits.
+    """Decodes a video or an animated image and cuts it into clips.
 
-    Without a threshold the video is one scene. What is left after the last whole clip of a scene is
-    dropped.
+    Without a threshold it is one scene. A short scene gives one clip, of the length that fits. What
+    is left after the last whole clip of a scene is dropped.
 
     Args:
       source: the file.
@@ -384,6 +445,8 @@ def video_clips(
       stride: frames from the start of a clip to that of the next; None for no gap or overlap.
       max_clips: most clips of a video; None for all.
       scene_threshold: cuts the video into scenes, see `numbered_scenes`; None does not.
+      animated_image: whether Pillow decodes it.
+      note: called with what is changed in its pictures.
 
     Yields:
       [frames, height, width, 3] uint8.
@@ -391,9 +454,15 @@ def video_clips(
     Raises:
       UnusableError: the video cannot be used, or not on from here; or all scenes are too short.
     """
-    scenes = iter if scene_threshold is None else partial(numbered_scenes, scene_threshold)
-    with opened_video(source) as container:
-        aspect = container.streams.video[0].sample_aspect_ratio
+    with ExitStack() as stack:
+        aspect, expected, decoded = None, 0.0, animation_frames(source, note)
+        if not animated_image:
+            container = stack.enter_context(opened_video(source))
+            stream, decoded = container.streams.video[0], video_frames(container, note)
+            aspect = stream.sample_aspect_ratio
+            expected = float((stream.duration or 0) * (stream.time_base or 0))
+        if scene_threshold is not None:
+            decoded = numbered_scenes(scene_threshold, decoded)
         chosen: list[Fit] = []
         scaler = VideoReformatter()
 
@@ -401,10 +470,10 @@ def video_clips(
             """A picture in the bucket of the first frame."""
             if not chosen:
                 chosen.append(choose(*(round(side) for side in shown_size(frame, aspect))))
-            return to_picture(frame, aspect, chosen[0], scaler)
+            return to_picture(frame, aspect, chosen[0], scaler, note)
 
         longest = clips = 0
-        shown = frames_at(container, fps, scenes)
+        shown = frames_at(decoded, fps, expected)
         for _, scene in itertools.groupby(shown, key=lambda one: one.scene):
             for window in _windows(scene, picture, stride or frames, frames):
                 longest = max(longest, len(window))

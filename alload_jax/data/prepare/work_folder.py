@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
@@ -32,17 +31,19 @@ _SECONDS_FOR_WORKERS = 60
 
 @dataclass
 class Skipped:
-    """A file that cannot be used, or not to its end.
+    """A file that cannot be used, or not to its end, or is not stored as it was.
 
     Attributes:
       path: the file, as `Item.name`.
-      reason: why.
-      clips: clips that were stored before the damage.
+      reason: why, or what was changed.
+      clips: clips that were stored.
+      used: whether the reason is what was changed in clips that were stored.
     """
 
     path: str
     reason: str
     clips: int = 0
+    used: bool = False
 
 
 @dataclass
@@ -52,7 +53,7 @@ class UnitReport:
     Attributes:
       used: files of which something was stored.
       without_caption: those of them that have no caption.
-      skipped: files that cannot be used, or not to their end.
+      skipped: files that cannot be used, or not to their end, and what was changed in others.
     """
 
     used: int = 0
@@ -236,9 +237,13 @@ def video_hours(manifest: Manifest, fps: Fraction) -> float:
     return float(frames[frames > 1].sum() / fps) / 3600
 
 
-def reasons(skipped: Sequence[Skipped]) -> list[tuple[str, int, str]]:
-    """(reason, number of files, one of them), the most frequent first; numbers count as alike."""
-    kinds = [re.sub(r"\d[\d.,]*", "N", row.reason.split(" (")[0]) for row in skipped]
-    example = {kind: row.path for kind, row in zip(reversed(kinds), reversed(skipped), strict=True)}
-    counts = sorted(Counter(kinds).items(), key=lambda one: (-one[1], one[0]))
-    return [(kind, count, example[kind]) for kind, count in counts]
+def reasons(rows: Sequence[Skipped]) -> list[tuple[str, int, str]]:
+    """(reason, number of files, one of them), the most frequent first.
+
+    Reasons that differ in numbers alone are one; the numbers shown are those of that file.
+    """
+    kinds: dict[str, list[Skipped]] = {}
+    for row in rows:
+        kinds.setdefault(re.sub(r"\d[\d.,]*", "N", row.reason.split(" (")[0]), []).append(row)
+    found = ((same[0].reason.split(" (")[0], len(same), same[0].path) for same in kinds.values())
+    return sorted(found, key=lambda one: (-one[1], one[0]))
