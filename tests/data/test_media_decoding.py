@@ -1,6 +1,7 @@
 """Frames and pictures as `alload prepare media` decodes them, and files that cannot be used."""
 
 import io
+import math
 import os
 import struct
 import zlib
@@ -10,6 +11,8 @@ import av
 import numpy as np
 import pillow_heif
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 from media_helpers import (
     changed,
     grey_frames,
@@ -28,6 +31,7 @@ from PIL import Image
 from alload_jax.data.manifest import read_manifest, read_paths
 from alload_jax.data.prepare.sources import Source
 from alload_jax.data.prepare.videos import (
+    Decoded,
     clip_lengths,
     frames_at,
     opened_video,
@@ -68,6 +72,29 @@ def test_frames_are_resampled_by_time_from_their_first(media, tmp_path, video, f
     write_video(media / "a.mkv", grey_frames(range(0, 10 * count, 10)), **video)
     found = levels_of(one(media, tmp_path / "out", fps=fps, max_clips=1))
     assert found[: len(expected)] == expected
+
+
+@given(
+    count=st.integers(1, 90),
+    native=st.sampled_from([5, 8, 15, 16, 17, "24000/1001", 24, 25, 30, 50, 60]),
+    fps=st.sampled_from([8, 12, 15, 16, "24000/1001", 24]),
+    milliseconds=st.booleans(),
+)
+@example(count=24, native=24, fps=16, milliseconds=True)
+def test_a_second_has_as_many_frames_as_the_rate_says(count, native, fps, milliseconds):
+    native, fps = Fraction(native), Fraction(fps)
+    times = [number / native for number in range(count + 1)]
+    if milliseconds:
+        times = [Fraction(round(1000 * time), 1000) for time in times]
+    decoded = (Decoded(n, *times[n : n + 2]) for n in range(count))
+    found = [one.frame for one in frames_at(decoded, fps)]
+    end = count / native * fps
+    assert len(found) in {max(1, math.ceil(end - 0.1)), max(1, math.ceil(end - 0.3))}
+    for place, number in enumerate(found):
+        shown = [n for n in range(count) if times[n] * fps <= place + Fraction(3, 10)]
+        assert number == shown[-1]
+    if native >= fps:
+        assert len(set(found)) == len(found)
 
 
 def test_time_stamps_that_jump_end_the_video(media, tmp_path):

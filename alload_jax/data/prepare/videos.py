@@ -42,6 +42,7 @@ _FORMATS = (
 _OPTIONS = {"format_whitelist": _FORMATS, "protocol_whitelist": "none"}
 _LONGEST_HOLD = 60  # seconds; a longer gap is a damaged time stamp
 _EARLY = Fraction(3, 10)  # places by which a frame may be shown early
+_ROUNDED = Fraction(1, 10)  # places by which the end may come late, as time stamps are rounded
 _LATE_END = 0.25  # seconds by which frames may end before the header says
 _WITH_ALPHA = {"vp8": "libvpx", "vp9": "libvpx-vp9"}  # FFmpeg's own decoders leave alpha out
 _UNKNOWN, _ICTCP = 2, (14, 15)  # colours by ITU-T H.273
@@ -120,7 +121,8 @@ def frames_at(
     """Resamples decoded frames to `fps` by presentation times.
 
     A place shows the last frame that begins before it, or at most 0.3 places after it: time stamps
-    are often rounded to milliseconds.
+    are often rounded to milliseconds. Places lie before the end of the last frame, so that frames
+    of a higher rate are shown once at most.
 
     Args:
       frames: in order of time.
@@ -143,7 +145,8 @@ def frames_at(
         if held is not None:
             yield from (TimedFrame(at, held.frame, held.scene) for at in range(last, place))
         last, held = place, decoded
-        until = max(place + 1, int((decoded.end - first) * fps + Fraction(1, 2)))
+        end = (decoded.end - first) * fps
+        until = max(1, math.ceil(end - _EARLY), place + (place < end - _ROUNDED))
     if held is None:
         raise UnusableError("no frame can be decoded")
     seconds = float(until / fps)
