@@ -44,10 +44,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run_dataset(options: argparse.Namespace) -> int:
     """Writes the folder."""
     replace(DATASETS.get(options.kind)(), seed=options.seed).write(options.out)
+    _draw_samples(Path(options.out))
     print(Path(options.out) / MANIFEST_NAME)
     return 0
 
 
+def _draw_samples(out: Path, previews: Sequence[str] = ()) -> None:
+    """Draws a data folder's first samples, or some of all without previews, with captions."""
+    # Imported here because they take a while to import.
+    from alload_jax.data.sources.opening import open_source
+    from alload_jax.report.pictures import write_contact_sheet
+
+    write_contact_sheet(out / _SAMPLES, open_source(str(out)), previews=previews)
+
+
+_SAMPLES = "samples.png"
 _REASONS = 8
 """Most reasons for skipped files that the summary lists."""
 _PARQUET = b"PAR1"
@@ -223,4 +234,6 @@ def _print_summary(
         highlight=False,
         soft_wrap=True,
     )
+    _draw_samples(out, report.previews)
+    print(f"{out / _SAMPLES} shows the first samples")
     print(out / MANIFEST_NAME)

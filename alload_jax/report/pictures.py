@@ -1,5 +1,8 @@
 """Pictures of a run's sparsity and validation, and contact sheets of data."""
 
+import base64
+import io
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -134,7 +137,9 @@ _NOTE = (
 )
 
 
-def write_contact_sheet(path: str | Path, source: SampleSource, samples: int = 16) -> None:
+def write_contact_sheet(
+    path: str | Path, source: SampleSource, samples: int = 16, previews: Sequence[str] = ()
+) -> None:
     """Draws samples from the whole source, evenly spread, each with up to 6 frames.
 
     Sources of pixels show pixels. Others show the first three channels of the latents, and say so.
@@ -143,14 +148,18 @@ def write_contact_sheet(path: str | Path, source: SampleSource, samples: int = 1
       path: the PNG to write.
       source: the samples.
       samples: number of samples at most.
+      previews: pictures of the first samples, PNG in base64, which are drawn in place of others.
     """
     manifest = source.manifest
     count = min(samples, len(manifest))
     chosen = np.linspace(0, len(manifest) - 1, count).round().astype(int).tolist()
+    if previews:
+        chosen = list(range(len(previews)))
+    strips = [Image.open(io.BytesIO(base64.b64decode(each))) for each in previews]
     captions = source.captions(chosen)
-    rows = [_row(source, *each) for each in zip(chosen, captions, strict=True)]
+    rows = [_row(source, *each) for each in itertools.zip_longest(chosen, captions, strips)]
     source.close()
-    notes = [] if holds_pixels(manifest) else [_text([_NOTE], _FAINT)]
+    notes = [] if previews or holds_pixels(manifest) else [_text([_NOTE], _FAINT)]
     _stack([*notes, *rows]).save(path, format="PNG")
 
 
@@ -171,33 +180,40 @@ def latent_colours(latents: np.ndarray) -> np.ndarray:
     return (padded * 255).round().astype(np.uint8)
 
 
-def _row(source: SampleSource, number: int, caption: str | None) -> Image.Image:
-    """A heading, the frames and the caption of a sample."""
+def _row(
+    source: SampleSource, number: int, caption: str | None, strip: Image.Image | None
+) -> Image.Image:
+    """A heading, the frames, which `strip` may show, and the caption of a sample."""
     manifest = source.manifest
     frames, height, width = manifest.shape[number].tolist()
     heading = _text([f"sample {number} · {frames}×{height}×{width}"], _FAINT)
+    cells = [] if strip is None else [_cell(np.asarray(strip), columns=1)]
     try:
-        latents = source.read(number)[LATENTS]
+        cells = cells or [_cell(frame) for frame in _pictures(source, number)]
     except BadRecordError:
         return _stack([heading, _text(["This record is damaged."], _INK)])
-    if holds_pixels(manifest):
-        latents = unfold_frames(latents, manifest.vae_stride[0])
-    chosen = np.linspace(0, len(latents) - 1, min(_FRAMES, len(latents))).round().astype(int)
-    if holds_pixels(manifest):
-        pixels = to_bytes(latents[chosen].astype(np.float32))
-        pixels = np.broadcast_to(pixels, (*pixels.shape[:-1], 3))
-    else:
-        pixels = latent_colours(latents[chosen])
-    parts = [heading, _strip([_cell(frame) for frame in pixels])]
+    parts = [heading, _strip(cells)]
     if caption:
         parts.append(_text(lines_of(caption, _LETTERS, _CAPTION_LINES), _INK))
     return _stack(parts)
 
 
-def _cell(frame: np.ndarray) -> Image.Image:
+def _pictures(source: SampleSource, number: int) -> np.ndarray:
+    """[frames, height, width, 3] uint8, of a sample as it is stored."""
+    manifest, latents = source.manifest, source.read(number)[LATENTS]
+    if holds_pixels(manifest):
+        latents = unfold_frames(latents, manifest.vae_stride[0])
+    chosen = np.linspace(0, len(latents) - 1, min(_FRAMES, len(latents))).round().astype(int)
+    if not holds_pixels(manifest):
+        return latent_colours(latents[chosen])
+    pixels = to_bytes(latents[chosen].astype(np.float32))
+    return np.broadcast_to(pixels, (*pixels.shape[:-1], 3))
+
+
+def _cell(frame: np.ndarray, columns: int = _FRAMES) -> Image.Image:
     """A frame that fits a cell; small ones are enlarged without blur."""
     image = Image.fromarray(np.ascontiguousarray(frame))
-    most = (_WIDTH - _GAP) // _FRAMES - _GAP
+    most = (_WIDTH - _GAP) // columns - _GAP
     scale = min(_CELL / image.height, most / image.width)
     size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
     return image.resize(size, Image.Resampling.NEAREST if scale > 1 else Image.Resampling.BOX)

@@ -22,6 +22,7 @@ from media_helpers import (
     stored,
 )
 from patience import PATIENCE
+from PIL import Image
 
 from alload_jax import cli
 from alload_jax.data.manifest import read_manifest
@@ -203,6 +204,10 @@ def test_the_command_prints_a_summary(media, whole, tmp_path, alload, monkeypatc
     monkeypatch.chdir(tmp_path)
     status, out, err = alload("prepare", "media", media, "--out", "out", *FLAGS)
     assert (status, err) == (0, "")
+    with Image.open(tmp_path / "out/samples.png") as sheet:
+        assert sheet.height > 8 * 150
+        assert {(number, 0, 0) for number in range(4)} <= {c for _, c in sheet.getcolors(2**20)}
+    (tmp_path / "out/samples.png").unlink()
     assert contents(tmp_path / "out") == whole
     for part in ("10 files", "files/s", "MB/s", "9×32×32", "8 files used, 4 of them without"):
         assert part in out

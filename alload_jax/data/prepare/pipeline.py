@@ -21,6 +21,7 @@ from alload_jax.data.prepare.sources import Item
 from alload_jax.data.prepare.unit import Job, deferred_interrupts, encoding_processes, prepare_unit
 from alload_jax.data.prepare.videos import require_detector
 from alload_jax.data.prepare.work_folder import (
+    PREVIEWS,
     Skipped,
     UnitReport,
     claimed,
@@ -227,6 +228,7 @@ def _finish(out: Path, units: int, path: Path | None) -> UnitReport:
         used=sum(report.used for report in found),
         without_caption=sum(report.without_caption for report in found),
         skipped=[row for report in found for row in report.skipped],
+        previews=[each for report in found for each in report.previews][:PREVIEWS],
     )
     if path is not None:
         write_skipped(path, total.skipped)

@@ -38,8 +38,10 @@ from alload_jax.data.prepare.sources import (
 )
 from alload_jax.data.prepare.videos import video_clips
 from alload_jax.data.prepare.work_folder import (
+    PREVIEWS,
     Skipped,
     UnitReport,
+    preview,
     write_report,
 )
 from alload_jax.data.record import TEXT
@@ -244,7 +246,8 @@ def prepare_unit(
     try:
         with ShardWriter(job.out, number, vae_stride=job.vae.stride, origin=origin) as shard:
             for files, item in enumerate(items, 1):
-                _add_item(job, item, shard, report, stopped)
+                # Each of the first shards might have a sample only.
+                _add_item(job, item, shard, report, stopped, PREVIEWS if number < PREVIEWS else 0)
                 finished(files)
             write_report(job.out, number, report)
     except OSError as error:
@@ -260,8 +263,9 @@ def _add_item(
     shard: ShardWriter,
     report: UnitReport,
     stopped: Callable[[], bool],
+    previews: int,
 ) -> None:
-    """Adds the clips of a file; to the report what cannot be used, and what was changed."""
+    """Adds the clips of a file; to the report what cannot be used, and at most so many previews."""
     before = shard.written
     caption = None if item.caption is None else clean(item.caption)
     changes = set() if caption else {"no caption"}
@@ -292,6 +296,8 @@ def _add_item(
                 parts=parts,
                 path=item.name,
             )
+            if len(report.previews) < previews:
+                report.previews.append(preview(clip))
     except UnusableError as error:
         report.skipped.append(Skipped(item.name, str(error), shard.written - before))
     if clips := shard.written - before:

@@ -1,7 +1,9 @@
 """STORE.prepare: settings and reports of a preparation in work, and their summary."""
 
+import base64
 import contextlib
 import fcntl
+import io
 import json
 import re
 import shutil
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import IO
 
 import numpy as np
+from PIL import Image
 
 from alload_jax.data.manifest import Manifest
 from alload_jax.data.store.files import partial_folder
@@ -27,6 +30,18 @@ _WORKERS = "workers"
 """Locked by the processes that write shards."""
 _SECONDS_BETWEEN_NOTES = 0.2
 _SECONDS_FOR_WORKERS = 60
+
+
+PREVIEWS, PREVIEW_FRAMES, _PREVIEW_SIZE = 16, 6, (1200, 150)
+
+
+def preview(clip: np.ndarray) -> str:
+    """A preview, as in `UnitReport`, of a clip [frames, height, width, 3] uint8."""
+    chosen = np.linspace(0, len(clip) - 1, min(PREVIEW_FRAMES, len(clip))).round().astype(int)
+    strip, file = Image.fromarray(np.concatenate(clip[chosen], axis=1)), io.BytesIO()
+    strip.thumbnail(_PREVIEW_SIZE)
+    strip.save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode("ascii")
 
 
 @dataclass
@@ -54,11 +69,13 @@ class UnitReport:
       used: files of which something was stored.
       without_caption: those of them that have no caption.
       skipped: files that cannot be used, or not to their end, and what was changed in others.
+      previews: of the first clips, up to `PREVIEW_FRAMES` frames side by side: PNG in base64.
     """
 
     used: int = 0
     without_caption: int = 0
     skipped: list[Skipped] = field(default_factory=list)
+    previews: list[str] = field(default_factory=list)
 
 
 def work_folder(out: Path) -> Path:
