@@ -319,6 +319,8 @@ class Encoder(ABC):
         library, _, name = library_class.partition(".")
         kind = getattr(import_module(library), name)
         usual = "bfloat16" if self._device.type == "cuda" else "float32"
+        without = library == "diffusers" and importlib.util.find_spec("accelerate") is None
+        options = {"low_cpu_mem_usage": False} if without else {}  # else it says to install it
         try:
             with _quiet():
                 model, info = kind.from_pretrained(
@@ -327,6 +329,7 @@ class Encoder(ABC):
                     local_files_only=True,
                     use_safetensors=True,
                     output_loading_info=True,
+                    **options,
                 )
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise InputError(

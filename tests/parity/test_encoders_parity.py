@@ -157,6 +157,20 @@ def test_given_latents_of_hunyuan_video_are_the_condition_of_the_pipeline(hunyua
     np.testing.assert_array_equal(vae.encode_given(first, None, 1), found[:1])
 
 
+def test_nothing_is_said_where_accelerate_is_missing(wan, monkeypatch):
+    said = []
+    monkeypatch.setattr("diffusers.models.modeling_utils.logger.warning", said.append)
+    monkeypatch.setattr("diffusers.models.modeling_utils.is_accelerate_available", lambda: False)
+    find = loading.importlib.util.find_spec
+    monkeypatch.setattr(
+        loading.importlib.util,
+        "find_spec",
+        lambda name: None if name == "accelerate" else find(name),
+    )
+    WanVae(wan[0]).encode(random_frames(1, 16, 16))
+    assert said == []
+
+
 def test_what_does_not_fit_the_memory_is_tiled(wan, hunyuan, monkeypatch, capsys):
     ours, clip = WanVae(wan[0]), random_frames(5, 16, 24)
     expected, kind = ours.encode(clip), type(ours._model)
