@@ -54,7 +54,9 @@ class WeighedPixels(Pixels):
         device = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         (self.folder / f"process-{os.getpid()}").write_text(device)
         weights = (self.folder / "weights").read_text()
-        if weights == "ends":
+        fatal = self.folder / "fatal"
+        if weights == "ends" or fatal.exists():
+            fatal.unlink(missing_ok=True)
             os._exit(9)
         if weights == "refuses":
             raise InputError("the weights are damaged")

@@ -164,7 +164,7 @@ def _in_processes(
     context = multiprocessing.get_context("spawn")
     with ExitStack() as stack:
         jobs = [job]
-        if job.vae.has_weights or job.text.has_weights:
+        if job.has_weights:
             processes = encoding_processes(job.vae, job.text, job.given, context)
             jobs = [replace(job, remote=each) for each in stack.enter_context(processes)]
         stop = context.Event()

@@ -1,5 +1,10 @@
-"""`--engine ray`: the shards of a preparation as tasks of Ray, on this machine or a cluster."""
+"""`--engine ray`: the shards of a preparation as tasks of Ray, on this machine or a cluster.
 
+A task decodes on a CPU and writes its shard; an actor on each GPU encodes for all of them. A data
+set of Ray would bring the clips of a shard together only after all are encoded, or in one process.
+"""
+
+import itertools
 import logging
 import os
 import secrets
@@ -7,21 +12,29 @@ import socket
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import ray
 
 from alload_jax.data.prepare.pipeline import Finished, Units, run_shards
 from alload_jax.data.prepare.sources import Item, short
-from alload_jax.data.prepare.unit import Job, deferred_interrupts, prepare_unit
+from alload_jax.data.prepare.unit import (
+    ENCODING_ENDED,
+    Encoders,
+    Job,
+    deferred_interrupts,
+    prepare_unit,
+)
 from alload_jax.data.prepare.work_folder import progress_note, work_folder
 from alload_jax.errors import InputError
 from alload_jax.files import Json
 
 _SECONDS_TO_CONNECT = 10.0
-_OBJECT_STORE_BYTES = 10**8  # tasks hand over names, not media
+_OBJECT_STORE_BYTES = 10**8  # tasks without encoders of weights hand over names, not media
+_SECONDS_FOR_GPUS = 60.0
+_RETRIES = 3
 _TOKEN = "token"
 
 
@@ -49,10 +62,10 @@ class RayEngine:
         """
         if not todo:
             return
-        with _started(self.address, self.workers):
+        with _started(self.address, self.workers, job.has_weights), _encoders(job) as encoders:
             token = secrets.token_hex(8)
             (work_folder(job.out) / _TOKEN).write_text(token, encoding="ascii")
-            shared = ray.put(job)
+            shared = ray.put((job, encoders))
 
             def most() -> int:
                 return self.workers or 2 * max(1, int(ray.cluster_resources().get("CPU", 1)))
@@ -75,7 +88,7 @@ class RayEngine:
 
 
 @contextmanager
-def _started(address: str | None, workers: int | None) -> Iterator[None]:
+def _started(address: str | None, workers: int | None, encoders: bool) -> Iterator[None]:
     """Starts Ray, or joins a cluster, without its logs."""
     if ray.is_initialized():
         yield
@@ -85,8 +98,8 @@ def _started(address: str | None, workers: int | None) -> Iterator[None]:
     address = address or os.environ.get("RAY_ADDRESS") or "local"
     options: Json = {"log_to_driver": False, "logging_level": logging.CRITICAL}
     if address == "local":
-        options |= {"num_cpus": workers, "object_store_memory": _OBJECT_STORE_BYTES}
-        options |= {"include_dashboard": False}
+        options |= {"num_cpus": workers, "include_dashboard": False}
+        options |= {} if encoders else {"object_store_memory": _OBJECT_STORE_BYTES}
     host, _, port = address.rpartition(":")
     try:
         try:
@@ -106,11 +119,65 @@ def _started(address: str | None, workers: int | None) -> Iterator[None]:
             ray.shutdown()
 
 
-_jobs: dict[str, Job] = {}
+@ray.remote(num_cpus=0, num_gpus=1, max_restarts=-1, max_task_retries=_RETRIES)
+class _GpuEncoders(Encoders):
+    """Encoders that have a GPU of the cluster."""
+
+    def node(self) -> str:
+        """The node that they are on."""
+        return str(ray.get_runtime_context().get_node_id())
+
+
+@dataclass(frozen=True)
+class _RayEncoders:
+    """Has the method of `RemoteEncoders`, by an actor."""
+
+    actor: Any
+
+    def encode(self, name: str, method: str, *arguments: Any) -> Any:
+        try:
+            return ray.get(self.actor.encode.remote(name, method, *arguments))
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from None
+        except ray.exceptions.RayActorError as error:
+            raise InputError(ENCODING_ENDED) from error
+
+
+@contextmanager
+def _encoders(job: Job) -> Iterator[dict[str, list[_RayEncoders]]]:
+    """Starts encoders on each GPU that is free, and ends them at the end.
+
+    They are given by node. There are none in a cluster without GPUs, and for encoders without
+    weights: then each task encodes.
+
+    Raises:
+      InputError: the cluster has GPUs, and none is free.
+    """
+    gpus = int(ray.cluster_resources().get("GPU", 0)) if job.has_weights else 0
+    start = cast(Any, _GpuEncoders).remote
+    actors = [start(vae=job.vae, text=job.text, given=job.given) for _ in range(gpus)]
+    try:
+        nodes = {actor.node.remote(): actor for actor in actors}
+        limits = {"num_returns": max(1, gpus), "timeout": _SECONDS_FOR_GPUS}
+        ready = ray.wait(list(nodes), **limits)[0] if gpus else []
+        if gpus and not ready:
+            raise InputError(
+                f"--engine ray: all {gpus} GPUs of the cluster are in use; wait until one is free"
+            )
+        found: dict[str, list[_RayEncoders]] = {}
+        for node in ready:
+            found.setdefault(ray.get(node), []).append(_RayEncoders(nodes[node]))
+        yield found
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+
+
+_jobs: dict[str, tuple[Job, dict[str, list[_RayEncoders]]]] = {}
 """The job of a worker process by its token, because encoders keep what they have loaded."""
 
 
-@ray.remote(num_cpus=1, max_retries=3)
+@ray.remote(num_cpus=1, max_retries=_RETRIES)
 def _prepare(
     shared: "list[ray.ObjectRef]", token: str, number: int, items: Sequence[Item], seen: Path | None
 ) -> str:
@@ -118,7 +185,11 @@ def _prepare(
     if token not in _jobs:
         _jobs.clear()
         _jobs[token] = ray.get(shared[0])
-    job = _jobs[token]
+    job, encoders = _jobs[token]
+    if encoders:  # those of this node, or of all
+        here = encoders.get(ray.get_runtime_context().get_node_id())
+        here = here or list(itertools.chain(*encoders.values()))
+        job = replace(job, remote=here[number % len(here)])
     try:
         _require_shared(job.out, token, seen)
         prepare_unit(job, number, items, finished=progress_note(job.out, number))

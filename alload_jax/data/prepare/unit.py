@@ -111,16 +111,23 @@ def _begin(device: str | None) -> None:
     follow_parent()
 
 
-class _Encoders:
-    """The encoders of an encoding process; a thread for each worker calls them."""
+class Encoders:
+    """The encoders of an encoding process; a thread for each worker may call them."""
 
     def __init__(self, **encoders: VaeEncoder | TextEncoder | GivenEncoder | None):
         self._encoders = encoders
         self._lock = threading.Lock()
 
     def encode(self, name: str, method: str, *arguments: Any) -> Any:
+        """Calls a method of the encoder of that name in a `Job`."""
         with self._lock:
             return getattr(self._encoders[name], method)(*arguments)
+
+
+ENCODING_ENDED = (
+    "the process that encodes ended, perhaps for lack of memory; run the same command again, which "
+    "goes on from here"
+)
 
 
 class RemoteEncoders(BaseProxy):
@@ -141,17 +148,14 @@ class RemoteEncoders(BaseProxy):
         try:
             return self._callmethod("encode", (name, method, *arguments))
         except (EOFError, ConnectionError, FileNotFoundError) as error:
-            raise InputError(
-                "the process that encodes ended, perhaps for lack of memory; run the same command "
-                "again, which goes on from here"
-            ) from error
+            raise InputError(ENCODING_ENDED) from error
 
 
 class _Manager(BaseManager):
     Encoders: Callable[..., RemoteEncoders]
 
 
-_Manager.register("Encoders", _Encoders, RemoteEncoders)
+_Manager.register("Encoders", Encoders, RemoteEncoders)
 
 
 @dataclass(frozen=True)
@@ -163,7 +167,8 @@ class Job:
       settings: the settings.
       vae, text: the encoders.
       given: encoder of the frames that image-to-video models are given; None for none.
-      remote: another process that encodes with those of them that have weights; None for none.
+      remote: another process that encodes with those of them that have weights, with the method
+        `encode` of `Encoders`; None for none.
     """
 
     out: Path
@@ -171,7 +176,7 @@ class Job:
     vae: VaeEncoder
     text: TextEncoder
     given: GivenEncoder | None = None
-    remote: RemoteEncoders | None = None
+    remote: Any = None
 
     def encode_frames(self, frames: np.ndarray) -> np.ndarray:
         """Encodes a clip, here or remotely; see `VaeEncoder.encode`."""
@@ -198,6 +203,11 @@ class Job:
         if not hasattr(self.text, "surplus_tokens"):
             return 0
         return int(self._call("text", "surplus_tokens", caption))
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether other processes should encode."""
+        return self.vae.has_weights or self.text.has_weights
 
     def _call(self, name: str, method: str, *arguments: Any) -> Any:
         encoder = getattr(self, name)
