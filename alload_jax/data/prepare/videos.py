@@ -45,7 +45,7 @@ _EARLY = Fraction(3, 10)  # places by which a frame may be shown early
 _ROUNDED = Fraction(1, 10)  # places by which the end may come late, as time stamps are rounded
 _LATE_END = 0.25  # seconds by which frames may end before the header says
 _WITH_ALPHA = {"vp8": "libvpx", "vp9": "libvpx-vp9"}  # FFmpeg's own decoders leave alpha out
-_UNKNOWN, _ICTCP = 2, (14, 15)  # colours by ITU-T H.273
+_UNKNOWN, _BT2020, _ICTCP = 2, 9, (14, 15)  # colours by ITU-T H.273
 _STILLS = {b"\x89PNG": "PNG", b"\xff\xd8\xff": "JPEG", b"RIFF": "WebP", b"BM": "BMP"}
 
 
@@ -182,7 +182,10 @@ def video_frames(container: InputContainer, note: Note = lambda change: None) ->
 
 def _decoded(container: InputContainer, stream: av.VideoStream) -> Iterator[av.VideoFrame]:
     decoder = stream.codec_context
-    stored = decoder.color_trc, decoder.color_primaries, decoder.colorspace
+    # Of HDR: what the container says, where the frames do not, else the matrix of BT.2020.
+    matrix = _BT2020 if decoder.colorspace == _UNKNOWN else decoder.colorspace
+    transfer, primaries = decoder.color_trc, decoder.color_primaries
+    stored = {"color_trc": transfer, "color_primaries": primaries, "colorspace": matrix}
     with damage_named("damaged video"):
         if stream.metadata.get("alpha_mode") == "1" and decoder.name in _WITH_ALPHA:
             name = _WITH_ALPHA[decoder.name]
@@ -193,8 +196,10 @@ def _decoded(container: InputContainer, stream: av.VideoStream) -> Iterator[av.V
         for frame in itertools.chain.from_iterable(map(decoder.decode, packets)):
             if frame.is_corrupt:
                 raise UnusableError("damaged video (corrupt frame)")
-            if frame.color_trc == _UNKNOWN and stored[0] in TRANSFERS:
-                frame.color_trc, frame.color_primaries, frame.colorspace = stored
+            if TRANSFERS.keys() & {frame.color_trc, transfer}:
+                for name, value in stored.items():
+                    if getattr(frame, name) == _UNKNOWN:
+                        setattr(frame, name, value)
             yield frame
 
 
