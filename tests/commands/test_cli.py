@@ -46,6 +46,7 @@ def test_prepare_writes_a_folder_that_can_be_planned_and_leaves_one_that_exists(
     small = Digits(mix=((1, 8, 8, 5), (5, 16, 16, 2)))
     monkeypatch.setattr(prepare.DATASETS, "get", lambda _: lambda: small)
     assert alload("prepare", "digits", "--out", "data") == (0, "data/manifest.parquet\n", "")
+    assert (tmp_path / "data/samples.png").is_file()
     flags = ["--policy", "fixed", "--rows", 2, "--ranks", 1, "--patch-size", "1,4,4", "--p", 2]
     found = figures("--manifest", "data/manifest.parquet", *flags)
     assert found["metrics"]["tokens"] == 5 * 4 + 2 * 2 * 16  # two latents of 5 frames

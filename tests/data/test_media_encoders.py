@@ -1,5 +1,7 @@
 """Encoders of captions and frames, and the processes that encode for all workers."""
 
+import base64
+import io
 import json
 import os
 from collections import Counter
@@ -74,6 +76,14 @@ def test_all_kinds_of_tokens_of_each_caption_and_given_frames_are_stored(media, 
     assert (given[..., 1] > given[..., 0]).all()  # of its last frame, more is white
     one = read_manifest(encoded(media, tmp_path / "one", weights, captions="one", text_length=7))
     assert one.text_length.tolist() == [5, 5, 0, 0, 0]
+
+
+def test_previews_show_frames_as_they_are_before_the_vae(media, weights, tmp_path):
+    flags = {"vae": "weighed", "vae_folder": str(weights), "files_per_shard": 1}
+    report = prepare(media, tmp_path / "out", **flags)
+    strips = [Image.open(io.BytesIO(base64.b64decode(each))) for each in report.previews]
+    assert [strip.size for strip in strips] == [*[(32, 32)] * 4, (6 * 32, 32), (32, 32)]
+    assert [strip.getpixel((9, 9)) for strip in strips[:4]] == [(90 + n, 90, 90) for n in range(4)]
 
 
 def test_latents_that_are_not_finite_are_listed(media, weights, tmp_path):

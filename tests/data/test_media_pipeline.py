@@ -29,7 +29,7 @@ from alload_jax.data.manifest import read_manifest
 from alload_jax.data.pixel_latents import unfold_frames
 from alload_jax.data.prepare.settings import MediaSettings
 from alload_jax.data.prepare.sources import AREA_CLASSES, buckets_of, parse_area
-from alload_jax.data.prepare.work_folder import claimed, join_workers
+from alload_jax.data.prepare.work_folder import Skipped, claimed, join_workers, reasons
 from alload_jax.errors import InputError, run_command
 from alload_jax.planning.workloads import AREAS
 
@@ -218,6 +218,12 @@ def test_the_command_prints_a_summary(media, whole, tmp_path, alload, monkeypatc
     assert out.endswith("out/manifest.parquet\n")
     assert skipped(tmp_path / "out").keys() == {"bad.mp4", "worse.png"}
     assert changed(tmp_path / "out") == {f"image{n}.png": {"no caption"} for n in range(4)}
+
+
+def test_reasons_are_counted_whatever_their_numbers_and_shown_as_they_are():
+    found = [Skipped("a", "too small: 9 wide"), Skipped("b", "its caption is not UTF-8 (byte 3)")]
+    found += [Skipped("c", "too small: 12 wide"), Skipped("d", "too small: 7 wide")]
+    assert reasons(found) == [("too small: 9 wide", 3, "a"), ("its caption is not UTF-8", 1, "b")]
 
 
 REFUSED = {
