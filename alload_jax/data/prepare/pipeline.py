@@ -9,6 +9,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from itertools import takewhile
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import IO
@@ -224,11 +225,13 @@ def _work(number: int, items: Sequence[Item]) -> None:
 def _finish(out: Path, units: int, path: Path | None) -> UnitReport:
     """Makes the data folder of the shards, writes the list of skipped files, and cleans up."""
     found = [read_report(out, number) or UnitReport() for number in range(units)]
+    # Reports of an earlier version have none: what follows them would get other captions.
+    drawn = takewhile(lambda report: report.previews or not report.used, found)
     total = UnitReport(
         used=sum(report.used for report in found),
         without_caption=sum(report.without_caption for report in found),
         skipped=[row for report in found for row in report.skipped],
-        previews=[each for report in found for each in report.previews][:PREVIEWS],
+        previews=[each for report in drawn for each in report.previews][:PREVIEWS],
     )
     if path is not None:
         write_skipped(path, total.skipped)

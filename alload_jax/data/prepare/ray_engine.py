@@ -62,7 +62,8 @@ class RayEngine:
         """
         if not todo:
             return
-        with _started(self.address, self.workers, job.has_weights), _encoders(job) as encoders:
+        start = _started(self.address, self.workers, job.has_weights)
+        with start, _losses_named(job.out), _encoders(job) as encoders:
             token = secrets.token_hex(8)
             (work_folder(job.out) / _TOKEN).write_text(token, encoding="ascii")
             shared = ray.put((job, encoders))
@@ -76,15 +77,21 @@ class RayEngine:
                 task = _prepare.remote([shared], token, number, units[number], seen)
                 return cast(Future[str | None], task.future())
 
-            try:
-                run_shards(job.out, units, todo, finished, submit, most, {})
-            except ray.exceptions.RayTaskError as error:
-                raise error.cause from None
-            except ray.exceptions.RayError as error:
-                raise InputError(
-                    f"{job.out}: a worker of Ray was lost ({short(error)}); run the same command "
-                    "again, which goes on from here"
-                ) from error
+            run_shards(job.out, units, todo, finished, submit, most, {})
+
+
+@contextmanager
+def _losses_named(out: Path) -> Iterator[None]:
+    """Raises what was raised in a task; other errors of Ray are lost workers."""
+    try:
+        yield
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from None
+    except ray.exceptions.RayError as error:
+        raise InputError(
+            f"{out}: a worker of Ray was lost ({short(error)}); run the same command again, which "
+            "goes on from here"
+        ) from error
 
 
 @contextmanager
