@@ -97,7 +97,7 @@ def test_an_encoder_on_each_gpu_of_the_cluster_encodes_for_all_tasks(
             prepare(media, tmp_path / weight, engine=RayEngine(), **flags)
         assert "\n" not in str(refused.value)
 
-    monkeypatch.setattr(ray_engine, "_SECONDS_FOR_GPUS", 15.0)
+    monkeypatch.setattr(ray_engine, "_GPU_SECONDS", 15.0)
     (weights / "weights").write_text("half")
     holder = ray.remote(num_gpus=1, num_cpus=0)(SimpleNamespace)
     held = [holder.remote()]

@@ -33,7 +33,7 @@ from alload_jax.files import Json
 
 _SECONDS_TO_CONNECT = 10.0
 _OBJECT_STORE_BYTES = 10**8  # tasks without encoders of weights hand over names, not media
-_SECONDS_FOR_GPUS = 60.0
+_GPU_SECONDS = 60.0
 _RETRIES = 3
 _TOKEN = "token"
 
@@ -165,8 +165,7 @@ def _encoders(job: Job) -> Iterator[dict[str, list[_RayEncoders]]]:
     actors = [start(vae=job.vae, text=job.text, given=job.given) for _ in range(gpus)]
     try:
         nodes = {actor.node.remote(): actor for actor in actors}
-        limits = {"num_returns": max(1, gpus), "timeout": _SECONDS_FOR_GPUS}
-        ready = ray.wait(list(nodes), **limits)[0] if gpus else []
+        ready = ray.wait(list(nodes), num_returns=gpus, timeout=_GPU_SECONDS)[0] if gpus else []
         if gpus and not ready:
             raise InputError(
                 f"--engine ray: all {gpus} GPUs of the cluster are in use; wait until one is free"

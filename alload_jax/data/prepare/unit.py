@@ -37,13 +37,7 @@ from alload_jax.data.prepare.sources import (
     suffix_of,
 )
 from alload_jax.data.prepare.videos import video_clips
-from alload_jax.data.prepare.work_folder import (
-    PREVIEWS,
-    Skipped,
-    UnitReport,
-    preview,
-    write_report,
-)
+from alload_jax.data.prepare.work_folder import PREVIEWS, Skipped, UnitReport, preview, write_report
 from alload_jax.data.record import TEXT
 from alload_jax.data.store import ShardWriter
 from alload_jax.data.store.shard import Alternative
