@@ -1,7 +1,6 @@
 """Frames and pictures as `alload prepare media` decodes them, and files that cannot be used."""
 
 import io
-import math
 import os
 import struct
 import zlib
