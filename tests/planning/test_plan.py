@@ -416,6 +416,14 @@ def test_every_plan_of_weighted_samples_keeps_its_promises(plan, index):
     assert plan_metrics(fewer, seq_len, COSTS[0], None).dropped == len(plan.samples)
 
 
+def test_a_window_that_can_place_nothing_gets_more_samples():
+    samples = weighted([56, 47, 47], [1.0, 1.786, 1.786])
+    policy, topology = Balanced(58, COSTS[0], look_ahead=2), RankTopology(3)
+    for seed in range(20):  # seeds 1, 4 and 9 never came to an end
+        plan = Plan(samples, policy, topology, seed)
+        assert plan.epoch(0).counts.sum() in (4, 5)
+
+
 @given(
     st.lists(st.tuples(WEIGHTS, st.integers(1, 3)), min_size=1, max_size=60),
     st.integers(0, 999),

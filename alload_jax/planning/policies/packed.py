@@ -235,8 +235,9 @@ class PackedEpochBuilder:
         while taken < len(order) or len(waiting):
             ready = int(footprint[waiting].sum())
             stop = len(order)
-            if ready + int(upto[-1] - upto[taken]) > _LAST * window_tokens:
-                most = int(upto[taken]) + max(0, int(window_tokens) - ready)
+            room = window_tokens * easing  # more, if the last window could place nothing
+            if ready + int(upto[-1] - upto[taken]) > _LAST * room:
+                most = int(upto[taken]) + max(0, int(room) - ready)
                 stop = int(np.searchsorted(upto, most, side="right")) - 1
                 if not len(waiting):  # one sample may be more than a window
                     stop = max(stop, taken + 1)
