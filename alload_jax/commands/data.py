@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from alload_jax.commands.flags import require_place, source_config, triple
-from alload_jax.data.manifest import Manifest, caption_counts
+from alload_jax.data.manifest import Manifest, caption_counts, read_manifest
 from alload_jax.data.pixel_latents import holds_pixels
 from alload_jax.data.sources.opening import open_source
 from alload_jax.errors import InputError, one_line
@@ -147,7 +147,8 @@ def _merge(options: argparse.Namespace) -> int:
     if options.out is None:
         raise InputError("alload data merge: --out is missing; name the folder to write")
     path = merge_stores(options.words[1:], options.out, add_names=options.add_names)
-    if found := origin_differences(options.words[1:]):
+    origins = {each: read_manifest(each).origin for each in options.words[1:]}
+    if found := origin_differences(origins):
         more = f" and {len(found) - _DIFFERENCES} more" if len(found) > _DIFFERENCES else ""
         print(
             f"note: the origins differ: {one_line(', '.join(found[:_DIFFERENCES]))}{more}",

@@ -22,7 +22,7 @@ class Batch(NamedTuple, Generic[T]):
       condition: [B, L] int32 classes, `num_classes` for the null class; [B, L, width] text
         embeddings; or `ConditionTokens` by name, of one segment a row, for models that declare
         `condition_parts`.
-      sample: [B] int32, row numbers in the manifest; −1 for padding.
+      sample: [B] int32, the samples' numbers in the data folder; −1 for padding.
       epoch: [B] int32, the epoch to which each sample belongs, as `noise_epoch` numbers it.
       weight: [B] float32, 1 for a sample and 0 for padding.
       given: [B, frames, height, width, G] float32, input channels behind the noisy latents; None
@@ -50,7 +50,7 @@ class PackedBatch(NamedTuple, Generic[T]):
       metadata: positions of the segments in T and of their conditions in C.
       condition: [R, C] int32 classes or [R, C, width] text embeddings; or `ConditionTokens` by
         name, whose segments are then those of the conditions.
-      sample: [R, M] int32, row numbers in the manifest; −1 in unused slots.
+      sample: [R, M] int32, the samples' numbers in the data folder; −1 in unused slots.
       epoch: [R, M] int32, the epoch to which each sample belongs, as `noise_epoch` numbers it.
       weight: [R, M] float32: 1 for a sample, its fraction of the tokens for a part, 0 in unused
         slots.

@@ -135,7 +135,7 @@ class BucketedCollation:
         if batch.image is not None:
             batch.image[row] = arrays[IMAGE]
         put_condition(batch.condition, row, 0, 0, condition)
-        batch.sample[row] = sample
+        batch.sample[row] = self.manifest.number(sample)
         batch.weight[row] = 1.0
 
 
@@ -221,7 +221,8 @@ class Collator:
             try:
                 arrays = self.reader.read(sample)
                 epoch_of_sample = int(epochs[place.row, place.slot])
-                arrays = with_text_of_epoch(arrays, self.seed, epoch_of_sample, sample)
+                number = self.reader.manifest.number(sample)
+                arrays = with_text_of_epoch(arrays, self.seed, epoch_of_sample, number)
                 condition = self.collation.conditions.of(arrays)
             except BadRecordError as error:
                 problems.append(str(error))

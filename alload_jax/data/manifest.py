@@ -5,6 +5,7 @@ import reprlib
 from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -48,12 +49,24 @@ PATH = "path"
 """Column of the path of the media file within the input of `alload prepare media`."""
 PART_LENGTHS = "part_lengths"
 """Column of the number of tokens of each kind that the note `parts` names, sorted by name."""
+CONTENT = "content"
+"""Column of a digest of the media file's bytes, by which an update knows the file again."""
+NUMBER = "number"
+"""Column of the sample's number, which stays when others leave; without it, that of the row."""
+JOINED = "joined"
+"""Column of the checksum that the record had at first; null where it is still the same."""
+NEXT_NUMBER = "next_number"
+"""Note of the number that the next new sample gets; of folders with the column `NUMBER`."""
 _OPTIONAL = {
     CAPTIONS: pa.list_(pa.string()),
     PATH: pa.string(),
     PART_LENGTHS: pa.list_(pa.int32()),
+    CONTENT: pa.string(),
+    NUMBER: pa.int64(),
+    JOINED: pa.uint32(),
 }
 """Columns that are written where a sample has a value."""
+_AGAIN = "prepare the data again"
 _LARGEST_SIZE = 2**16
 """Most frames, rows or columns of pixels, channels, and tokens of text of a sample."""
 
@@ -76,7 +89,9 @@ class Manifest:
       shard_bytes: size of each shard in bytes.
       origin: provenance of the data, as given to the writer; `VAE` and `FPS` name parts of it.
       tells_content: whether `checksum` tells samples of other content apart.
-      numbers: [N] int64, the samples' numbers in the whole data folder; None if these are all.
+      numbers: [N] int64, the samples' rows in the whole data folder; None if these are all.
+      ids: [N] int64, the samples' numbers, which stay when the folder changes; None for their rows.
+      joined: [N] uint32, `checksum` when the samples joined; None if no caption has changed since.
       part_lengths: [N, K] int32, tokens of each of the form's `parts`; None if it has none.
     """
 
@@ -94,6 +109,8 @@ class Manifest:
     tells_content: bool = True
     numbers: np.ndarray | None = None
     part_lengths: np.ndarray | None = None
+    ids: np.ndarray | None = None
+    joined: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.index)
@@ -122,7 +139,18 @@ class Manifest:
 
     def number(self, sample: int) -> int:
         """The number that a sample has in the whole data folder."""
-        return sample if self.numbers is None else int(self.numbers[sample])
+        return int(self.sample_numbers[sample])
+
+    @cached_property
+    def sample_numbers(self) -> np.ndarray:
+        """[N] int64: the number that each sample has in the whole data folder."""
+        rows = np.arange(len(self)) if self.numbers is None else self.numbers
+        return rows if self.ids is None else self.ids
+
+    @property
+    def contents(self) -> np.ndarray:
+        """[N] uint32: what a sample keeps when its captions change, to split samples by."""
+        return self.checksum if self.joined is None else self.joined
 
     @property
     def is_store(self) -> bool:
@@ -231,7 +259,7 @@ def read_manifest(folder: str | Path) -> Manifest:
     require_regular(path, "prepare the data again", or_folder=False)
     if not path.is_file():
         raise InputError(f"{path}: no such manifest; set data.folder to a prepared data folder")
-    table = read_columns(path, [*SCHEMA.names, PART_LENGTHS])
+    table = read_columns(path, [*SCHEMA.names, PART_LENGTHS, NUMBER, JOINED])
     notes = manifest_metadata(path)
     _check_format(path, table, notes)
     _check_notes(path, notes)
@@ -252,7 +280,36 @@ def read_manifest(folder: str | Path) -> Manifest:
         shard_bytes=notes["shard_bytes"],
         origin=notes["origin"],
         part_lengths=_part_lengths(path, table, len(form.parts)),
+        ids=_numbers(path, table),
+        joined=_filled(table, JOINED, column["checksum"]),
     )
+
+
+def _numbers(path: Path, table: pa.Table) -> np.ndarray | None:
+    """[N] numbers of the samples; None where the rows count."""
+    if NUMBER not in table.column_names:
+        return None
+    numbers = table[NUMBER].to_numpy()
+    if table[NUMBER].null_count or len(np.unique(numbers)) < len(numbers) or numbers.min() < 0:
+        raise InputError(
+            f"{path}: column {NUMBER} is not a number of its own in each row; {_AGAIN}"
+        )
+    return numbers.astype(np.int64)
+
+
+def _filled(
+    table: pa.Table, name: str, usual: object, least: float = 0.0, most: float = 2.0**32
+) -> np.ndarray | None:
+    """[N] values of a column that may be missing, with the usual one where there is none."""
+    if name not in table.column_names:
+        return None
+    usual = pa.scalar(usual) if isinstance(usual, float) else pa.array(usual)
+    found = np.asarray(pyarrow.compute.coalesce(table[name], usual).to_numpy())
+    if not ((found >= least) & (found <= most)).all():
+        raise InputError(
+            f"manifest: {name} is not from {least:g} to {most:g} in each row; {_AGAIN}"
+        )
+    return found
 
 
 def _part_lengths(path: Path, table: pa.Table, parts: int) -> np.ndarray | None:

@@ -504,7 +504,7 @@ class PackedCollation:
         batch.position[row, here] = np.indices(grid).reshape(3, -1).T[in_sample]
         begin = int(batch.metadata.condition.offset[row, slot])
         put_condition(batch.condition, row, slot, begin, condition)
-        batch.sample[row, slot] = sample
+        batch.sample[row, slot] = self.manifest.number(sample)
         batch.weight[row, slot] = tokens / len(patches)
         batch.first[row, slot] = place.first
         batch.seq_len[row, slot] = len(patches)

@@ -206,7 +206,7 @@ def is_held_out(manifest: Manifest, share: float) -> np.ndarray:
             f"validation.share is {share}, but {manifest.path} does not record the content of its "
             "samples, by which they are split; give validation.folder"
         )
-    place = positions(manifest.checksum)
+    place = positions(manifest.contents)
     found = place < share
     count = len(found)
     if not found.any():
@@ -228,12 +228,15 @@ def is_held_out(manifest: Manifest, share: float) -> np.ndarray:
 _LONGEST_NUMBER = 20
 
 
-def read_excluded(path: str | Path | None, samples: int) -> frozenset[int]:
+def read_excluded(path: str | Path | None, numbers: np.ndarray) -> frozenset[int]:
     """Reads the numbers of samples, one per line; what follows `#` is a comment.
 
     Args:
       path: the file; None for no samples.
-      samples: number of samples of the data.
+      numbers: [N] int64, of all samples of the data, ascending.
+
+    Returns:
+      Their rows among all samples. Numbers of samples that have left the folder are passed over.
 
     Raises:
       InputError: the file cannot be read, a line is no number of a sample, or no sample is left.
@@ -248,7 +251,7 @@ def read_excluded(path: str | Path | None, samples: int) -> frozenset[int]:
         raise InputError(
             f"data.exclude: {path} cannot be read ({reason}); name a text file"
         ) from error
-    found = set()
+    found, samples = set(), int(numbers.max()) + 1
     for number, line in enumerate(lines, 1):
         text = line.partition("#")[0].strip()
         if not text:
@@ -261,9 +264,10 @@ def read_excluded(path: str | Path | None, samples: int) -> frozenset[int]:
                 f"from 0 to {samples - 1}"
             )
         found.add(int(text))
-    if len(found) == samples:
-        raise InputError(f"data.exclude: {path} names all {samples} samples; remove some lines")
-    return frozenset(found)
+    rows = np.flatnonzero(np.isin(numbers, sorted(found)))
+    if len(rows) == len(numbers):
+        raise InputError(f"data.exclude: {path} names all {len(rows)} samples; remove some lines")
+    return frozenset(rows.tolist())
 
 
 def exclusion_identity(excluded: frozenset[int]) -> dict[str, str]:

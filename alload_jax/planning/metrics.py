@@ -302,7 +302,7 @@ def step_metrics(
       terms_of: the model whose `cost_terms` are wanted, if `cost_model` is not quadratic.
     """
     seq_len = plan.samples.seq_len
-    part = plan.epoch(step.epoch).only(plan.locate(step.index)[1])
+    part = plan.epoch_of_steps(step.epoch).only(plan.locate(step.index)[1])
     each = micro_batch_costs(part, seq_len, cost_model, seconds_per_split_token)
     [cost] = rank_costs(part, each)
     slowest = part.rank == int(cost.argmax())

@@ -8,7 +8,9 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -48,19 +50,28 @@ class Recalibration:
     cost: CostModel
 
 
+class Beginning(NamedTuple):
+    """Where a plan begins that goes on with other samples than the steps before it.
+
+    Attributes:
+      epoch: the epoch of its first step.
+      step: its first step.
+      done: [N] int64, how often the earlier steps of that epoch took each sample; None for none.
+    """
+
+    epoch: int = 0
+    step: int = 0
+    done: np.ndarray | None = None
+
+
+_START = Beginning()
 _EPOCHS_KEPT = 2
 """Epochs whose plans stay in memory."""
 
 
 @waits("for the plan")
 class Plan:
-    """An infinite sequence of steps with random access; every epoch holds all samples, anew.
-
-    Attributes:
-      steps_per_epoch: steps of the first epoch, and of every epoch of a bucketed plan whose
-        samples have no weights, or whole ones. Other epochs differ by a few steps, so all epochs
-        before a step are planned once to find it.
-    """
+    """An infinite sequence of steps with random access; every epoch holds all samples, anew."""
 
     def __init__(
         self,
@@ -70,6 +81,7 @@ class Plan:
         seed: int,
         starts: Sequence[int] = (0,),
         recalibrations: Sequence[Recalibration] = (),
+        beginning: Beginning = _START,
     ):
         """Plans with `policy` over `samples` for the ranks of `topology`.
 
@@ -78,8 +90,9 @@ class Plan:
           policy: the policy.
           topology: the ranks.
           seed: seed of the order of samples.
-          starts: first steps of the first epochs, as far as they are known.
+          starts: first steps of the epochs from that of `beginning` on, as far as they are known.
           recalibrations: of the policy, in the order of their epochs.
+          beginning: where it goes on from steps of other samples.
 
         Raises:
           InputError: the policy cannot place a sample, or cannot follow weights.
@@ -89,21 +102,31 @@ class Plan:
         self.topology = topology
         self.seed = seed
         self.recalibrations = tuple(recalibrations)
+        self.beginning = beginning
         self._repeats = samples.repeats(seed)
-        self.fixed_epoch_length = not policy.packed and (
-            self._repeats is None or self._repeats.is_even
+        self.fixed_epoch_length = (
+            not policy.packed
+            and (self._repeats is None or self._repeats.is_even)
+            and not beginning.step
         )
-        self._starts = list(starts)
-        self._planned: OrderedDict[int, EpochPlan] = OrderedDict()
+        self._starts = list(starts) if not beginning.step else [beginning.step, *starts[1:]]
+        self._planned: OrderedDict[tuple[int, bool], EpochPlan] = OrderedDict()
         self._planning = threading.RLock()
-        if len(self._starts) == 1:
-            self.epoch(0)
-        self.steps_per_epoch = self._starts[1]
+        if len(self._starts) == 1 and not beginning.step:
+            self.epoch_of_steps(0)
+
+    @cached_property
+    def steps_per_epoch(self) -> int:
+        """Steps of the first epoch, and of every one of a bucketed plan without weights, or whole.
+
+        Other epochs differ by a few steps, so all before a step are planned once to find it.
+        """
+        return self.epoch(0).steps if self.beginning.step else self._starts[1]
 
     def __reduce__(self) -> tuple[type["Plan"], tuple[object, ...]]:
         """Pickles the plan's inputs and starts of epochs; the worker process plans again."""
         inputs = (self.samples, self.policy, self.topology, self.seed)
-        return Plan, (*inputs, tuple(self._starts), self.recalibrations)
+        return Plan, (*inputs, tuple(self._starts), self.recalibrations, self.beginning)
 
     def recalibrated(self, epoch: int, cost: CostModel) -> "Plan":
         """The plan whose epochs from `epoch` on, 1 or later, follow another cost model.
@@ -116,9 +139,30 @@ class Plan:
             self.policy,
             self.topology,
             self.seed,
-            self._starts[: epoch + 1],
+            self._starts[: max(1, epoch - self.beginning.epoch + 1)],
             (*kept, Recalibration(epoch, cost)),
+            self.beginning,
         )
+
+    def beginning_at(self, beginning: Beginning) -> "Plan":
+        """The plan that goes on from steps of other samples; in the next epoch, if this is over."""
+        counts = self._counts(beginning.epoch, beginning.done)
+        if counts is not None and not counts.any():
+            beginning = Beginning(beginning.epoch + 1, beginning.step)
+        inputs = (self.samples, self.policy, self.topology, self.seed)
+        return Plan(*inputs, (0,), self.recalibrations, beginning)
+
+    def done_before(self, index: int) -> tuple[int, np.ndarray]:
+        """The epoch of step `index`, and [N] how often its earlier steps take each sample."""
+        epoch, within = self.locate(index)
+        plan = self.epoch_of_steps(epoch)
+        upto = plan.of_step(within).start
+        first = int(plan.offsets[upto])
+        tokens = plan.part_tokens(self.samples.seq_len)[:first].astype(np.float64)
+        placed = np.bincount(plan.sample[:first], tokens, len(self.samples)) / self.samples.seq_len
+        done = np.rint(placed).astype(np.int64)
+        before = self.beginning.done if epoch == self.beginning.epoch else None
+        return epoch, done if before is None else done + before
 
     def cost_model(self, epoch: int) -> CostModel | None:
         """The cost model that an epoch was recalibrated with; None for the policy's own."""
@@ -128,32 +172,43 @@ class Plan:
     def end_of_epoch(self, index: int) -> int:
         """The first step of the epoch that follows the one of step number `index`."""
         epoch, within = self.locate(index)
-        return index - within + self.epoch(epoch).steps
+        return index - within + self.epoch_of_steps(epoch).steps
 
     def epoch(self, number: int) -> EpochPlan:
-        """The plan of an epoch.
+        """The plan of a whole epoch.
 
         Raises:
           InputError: the policy cannot place a sample.
         """
+        return self._planned_epoch(number, None)
+
+    def epoch_of_steps(self, number: int) -> EpochPlan:
+        """The plan of an epoch as the steps take it: of the first one, what is left to do."""
+        found = self._planned_epoch(
+            number, self.beginning.done if number == self.beginning.epoch else None
+        )
         with self._planning:
-            if number not in self._planned:
-                found = self._plan_epoch(number)
-                if number + 1 == len(self._starts):
-                    self._starts.append(self._starts[-1] + found.steps)
-                self._planned[number] = found
+            if number - self.beginning.epoch + 1 == len(self._starts):
+                self._starts.append(self._starts[-1] + found.steps)
+        return found
+
+    def _planned_epoch(self, number: int, done: np.ndarray | None) -> EpochPlan:
+        key = (number, done is None)
+        with self._planning:
+            if key not in self._planned:
+                self._planned[key] = self._plan_epoch(number, done)
                 while len(self._planned) > _EPOCHS_KEPT:
                     self._planned.popitem(last=False)
-            return self._planned[number]
+            return self._planned[key]
 
-    def _plan_epoch(self, number: int) -> EpochPlan:
-        """Plans an epoch; of weighted samples, with how often each stands in it."""
+    def _plan_epoch(self, number: int, done: np.ndarray | None) -> EpochPlan:
+        """Plans an epoch, or what is left of it; with how often each sample stands in it."""
         rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self.seed, number])))
         cost = self.cost_model(number)
         policy = self.policy.recalibrated(cost) if cost else self.policy
-        if self._repeats is None:
+        counts, seq_len = self._counts(number, done), self.samples.seq_len
+        if counts is None:
             return policy.plan_epoch(self.samples, self.topology, rng)
-        counts, seq_len = self._repeats.counts(number), self.samples.seq_len
         found = policy.plan_epoch(self.samples.of_epoch(counts), self.topology, rng)
         if not np.array_equal(times_placed(found, seq_len), counts):
             raise InputError(
@@ -161,7 +216,16 @@ class Plan:
                 "data.weights; choose another policy, or leave data.weights out"
             )
         repetition = number_repetitions(found, seq_len)
+        if done is not None:  # their noise is that of the times that are not done
+            repetition = repetition + done[found.sample]
         return replace(found, counts=counts, repetition=repetition)
+
+    def _counts(self, number: int, done: np.ndarray | None) -> np.ndarray | None:
+        """[N] int64, how often each sample stands in an epoch or its rest; None for once each."""
+        counts = None if self._repeats is None else self._repeats.counts(number)
+        if done is None:
+            return counts
+        return np.maximum((np.ones_like(done) if counts is None else counts) - done, 0)
 
     def bucket_shapes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Rows [K], tokens of a row [K] and (frames, height, width) [K, 3] of all micro-batches.
@@ -173,13 +237,17 @@ class Plan:
             # An epoch may lack a bucket.
             buckets, rows = self.policy.classes(self.samples, self.topology)
             return rows, buckets.seq_len, buckets.shape
-        epoch = self.epoch(0)
-        return epoch.rows, epoch.padded_len, epoch.shape
+        epochs = [self.epoch(0)]
+        if self.beginning.done is not None:
+            epochs.append(self.epoch_of_steps(self.beginning.epoch))
+        found = ((epoch.rows, epoch.padded_len, epoch.shape) for epoch in epochs)
+        rows, lengths, shapes = map(np.concatenate, zip(*found, strict=True))
+        return rows, lengths, shapes
 
     def step(self, index: int) -> Step:
         """Step number `index`, counted from the start of training."""
         epoch, within = self.locate(index)
-        plan = self.epoch(epoch)
+        plan = self.epoch_of_steps(epoch)
         place = plan.of_step(within)
         return Step(
             index=index,
@@ -193,18 +261,19 @@ class Plan:
             return divmod(index, self.steps_per_epoch)
         with self._planning:
             while self._starts[-1] <= index:
-                self.epoch(len(self._starts) - 1)
-        epoch = bisect_right(self._starts, index) - 1
-        return epoch, index - self._starts[epoch]
+                self.epoch_of_steps(self.beginning.epoch + len(self._starts) - 1)
+        place = max(0, bisect_right(self._starts, index) - 1)
+        return self.beginning.epoch + place, index - self._starts[place]
 
     def first_step(self, epoch: int) -> int:
         """The number of the first step of an epoch; earlier epochs are planned if it needs them."""
         if self.fixed_epoch_length:
             return epoch * self.steps_per_epoch
+        place = max(0, epoch - self.beginning.epoch)
         with self._planning:
-            while len(self._starts) <= epoch:
-                self.epoch(len(self._starts) - 1)
-            return self._starts[epoch]
+            while len(self._starts) <= place:
+                self.epoch_of_steps(self.beginning.epoch + len(self._starts) - 1)
+            return self._starts[place]
 
     @property
     def group_ranks(self) -> int:

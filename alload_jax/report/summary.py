@@ -61,12 +61,12 @@ class Opening(NamedTuple):
     doubts: Sequence[str] = ()
 
 
-def show_opening(opening: Opening, changed: str) -> None:
+def show_opening(opening: Opening, changed: Sequence[str]) -> None:
     """Prints what the run will do; warnings go to stderr. Only the first process prints."""
     if not first_process():
         return
     lines, warnings = opening_lines(opening)
-    print("\n".join(map(one_line, [*lines, *([changed] if changed else [])])), flush=True)
+    print("\n".join(map(one_line, [*lines, *filter(None, changed)])), flush=True)
     for warning in warnings:
         print(one_line(f"warning: {warning}"), file=sys.stderr, flush=True)
 

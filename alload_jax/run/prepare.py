@@ -67,7 +67,7 @@ def read_data(
     source = open_source(data.folder, data.source)
     source.require_settings()
     source.manifest.require(model.latent_channels, model.patch_size)
-    excluded = read_excluded(data.exclude, len(source.manifest))
+    excluded = read_excluded(data.exclude, source.manifest.sample_numbers)
     cluster.require_same(
         exclusion_identity(excluded), "give all processes the same file of samples"
     )
@@ -116,7 +116,7 @@ def plan_run(
         costs=costs,
         model=model,
         excluded=data.excluded,
-        number=trained.number,
+        manifest=trained,
     )
     return plan, chosen.reason
 

@@ -138,7 +138,7 @@ def train(
     )
     plan, planning, costs = run_plan.plan, run_plan.planning, run_plan.costs
     config = dataclasses.replace(config, planning=planning)
-    values, total = values_of(config), run_steps(config.run, plan)
+    values = values_of(config)
     identity = {
         "validation": config.validation.identity(),
         "model": config.model.architecture(),
@@ -154,7 +154,6 @@ def train(
         identity["plan"] | identity["data"] | held_out,
         "give all processes the same data folder, code and packages",
     )
-    collator = make_collator(run_plan, data, config.model, mesh, config.run.seed)
     groups, tokens = group_meshes(mesh, plan), planning.tokens_bound(costs)
     writer = SampleWriter(
         folder / "samples",
@@ -169,7 +168,21 @@ def train(
     for tracker_config in config.trackers:
         tracker_config.check()
 
-    with locked(folder, cluster):
+    defaults = config.model.later_fields | OptimizerConfig.usual_identity
+    with (
+        locked(folder, cluster),
+        Checkpoints(folder / CHECKPOINTS, config.checkpoint, identity, defaults) as checkpoints,
+    ):
+        # ------------------------------------------------------------ where the run goes on
+        with cluster.report_failures():
+            start, joined = checkpoints.continue_from(cluster), ""
+            if start:
+                joined = run_plan.restore(checkpoints.restore_recalibration(start), start)
+                checkpoints.other_samples = bool(joined)
+                checkpoints.check(start)
+        plan, total = run_plan.plan, run_steps(config.run, run_plan.plan)
+        collator = make_collator(run_plan, data, config.model, mesh, config.run.seed)
+
         # ------------------------------------------------------------ what a step computes
         model = resolved_model(
             model=config.model,
@@ -206,28 +219,13 @@ def train(
         if data.held_out:
             validator = Validator(config.validation, spec, mesh, data.held_out, tokens)
         watchdog.progress()
-        with (
-            Checkpoints(
-                folder / CHECKPOINTS,
-                config.checkpoint,
-                identity,
-                config.model.later_fields | OptimizerConfig.usual_identity,
-            ) as checkpoints,
-            stop,
-            cluster.report_failures(),
-            memory_named(),
-        ):
+        with stop, cluster.report_failures(), memory_named():
             # -------------------------------------------------------- state, new or restored
-            start = checkpoints.continue_from(cluster)
-            if start:
-                checkpoints.check(start)
             summary = cluster.broadcast(partial(read_summary, folder, start))
             if summary and start >= total:
                 print_summary(summary, folder)
                 return 0
             state, state_to_train, source = _begin(spec, mesh, config.run, checkpoints, start)
-            if start:
-                run_plan.restore(checkpoints.restore_recalibration(start))
             trainer = Trainer(spec, mesh, state, groups, single=planning.single_gradient)
 
             # -------------------------------------------------------- run folder, compilation
@@ -249,7 +247,9 @@ def train(
                 policy_reason=policy_reason,
                 doubts=[text for text in doubts if text],
             )
-            show_opening(opening, changed_settings(before, values))
+            if joined:
+                joined = f"the data folder has changed since step {start}: {joined}"
+            show_opening(opening, [joined, changed_settings(before, values)])
             write_config(config, folder / "config.yaml")
             facts = {  # which `alload sample` needs of the data, wherever they go
                 "vae_stride": list(data.manifest.vae_stride),

@@ -27,6 +27,7 @@ from alload_jax.training.checkpoint_files import (
     raise_if_lost,
     read_part,
     reason_of_storage,
+    with_samples_of,
     write_checksums,
 )
 from alload_jax.training.run_files import write_json
@@ -46,6 +47,7 @@ class Checkpoints:
     Attributes:
       folder: folder of the checkpoints.
       base: the frozen parameters that checkpoints leave out; None to store all.
+      other_samples: whether checkpoints of the run with other samples are its own.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Checkpoints:
         self.folder = Path(folder).absolute()
         self._identity, self._defaults = identity, defaults or {}
         self.base: Base | None = None
+        self.other_samples = False
         self._last_begun = 0
         self._chosen: frozenset[int] = frozenset()
         self._held: frozenset[int] = frozenset()
@@ -215,6 +218,8 @@ class Checkpoints:
         found = read_part(self.folder / str(step), "identity", _REMEDY)
         # Old versions noted no checksums; `damage` warns of them.
         found, identity = CHECKSUMS_NOTE | found, self._identity | CHECKSUMS_NOTE
+        if self.other_samples:
+            found = with_samples_of(found, identity)
         check_identity(self.folder / str(step), found, identity, self._defaults)
 
     def restore(self, step: int, like: TrainState) -> TrainState:

@@ -166,6 +166,22 @@ def check_identity(
             )
 
 
+_OF_ANY_SAMPLES = (
+    *("policy", "seed", "ranks", "mode", "micro_batches_per_step", "ranks_per_group", "m_mem"),
+    "context",
+)
+"""Parts of a plan's identity that do not depend on the samples."""
+
+
+def with_samples_of(found: Json, identity: Json) -> Json:
+    """A checkpoint's identity as if it had been trained on the samples of `identity`."""
+    theirs, plan = current_identity(found.get("plan") or {}), dict(identity["plan"])
+    for name in _OF_ANY_SAMPLES:
+        plan.pop(name, None)
+    kept = {name: theirs[name] for name in _OF_ANY_SAMPLES if name in theirs}
+    return found | {_DATA: identity[_DATA], "plan": plan | kept}
+
+
 def difference(theirs: object, ours: object, defaults: Mapping[str, object] | None = None) -> str:
     """Describes the first difference between two JSON values."""
     if isinstance(theirs, dict) and isinstance(ours, dict):

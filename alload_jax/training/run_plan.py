@@ -1,11 +1,16 @@
 """The plan of a run, whose next epoch may follow from the steps of the last ones."""
 
+import base64
+import zlib
 from collections import deque
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import asdict
 
+import numpy as np
+
 from alload_jax.data.collate import HostStep
 from alload_jax.data.loader import LoaderConfig, StepLoader
+from alload_jax.data.manifest import Manifest
 from alload_jax.data.selection import count_excluded
 from alload_jax.distributed.cluster import Cluster
 from alload_jax.errors import InputError
@@ -32,7 +37,7 @@ from alload_jax.planning.devices import DEVICES
 from alload_jax.planning.epoch import Step
 from alload_jax.planning.fit import CostFilter
 from alload_jax.planning.metrics import StepMetrics, step_metrics
-from alload_jax.planning.plan import Plan
+from alload_jax.planning.plan import Beginning, Plan
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.processes import waits
 
@@ -92,6 +97,16 @@ def run_costs(model: ModelConfig, planning: PlanningConfig) -> CostFile:
     return costs if layers is None else with_layers(costs, layers)
 
 
+def _packed(values: np.ndarray) -> str:
+    """Numbers as text for JSON; few characters where they follow one another, or most are equal."""
+    steps = np.diff(values.astype(np.int64), prepend=0)
+    return base64.b85encode(zlib.compress(steps.tobytes())).decode()
+
+
+def _unpacked(text: str) -> np.ndarray:
+    return np.cumsum(np.frombuffer(zlib.decompress(base64.b85decode(text)), np.int64))
+
+
 _LEAST_STEPS = 20
 """Steps of known time that a first recalibration needs."""
 _LAG = 2
@@ -120,7 +135,7 @@ class RunPlan:
         costs: CostFile | None = None,
         model: ModelConfig | None = None,
         excluded: frozenset[int] = frozenset(),
-        number: Callable[[int], int] = int,
+        manifest: Manifest | None = None,
     ):
         """Follows `plan`, which `planning` describes.
 
@@ -131,7 +146,7 @@ class RunPlan:
           costs: the cost model of the plan (`run_costs`); None for the file that `planning` names.
           model: the model that is trained; None for one whose layers are always dense.
           excluded: samples that are left out; they cost time and count in no figure.
-          number: sample of the plan → its number in the data folder.
+          manifest: of the plan's samples; None for samples that no folder holds.
 
         Raises:
           InputError: the plan is to be recalibrated, but its cost model predicts no seconds.
@@ -141,7 +156,8 @@ class RunPlan:
         self._every_epoch = planning.recalibrate == "epoch"
         self._predictor = planning.predictor(costs)
         self._seconds_per_split_token = planning.seconds_per_split_token(costs)
-        self._cluster, self._excluded, self._number = cluster, excluded, number
+        self._cluster, self._excluded, self._manifest = cluster, excluded, manifest
+        self._number = int if manifest is None else manifest.number
         self._decided = 0  # the last epoch whose cost model is settled
         self._sparse = model.sparse_attention if model else None
         # The layers that steps begin with, for the last steps.
@@ -220,9 +236,21 @@ class RunPlan:
         layers = sparse_layers(self._sparse, metrics[SPARSE_LAYERS], metrics[DENSITY])
         self._layers.append((number + 1, layers))
 
-    def state(self) -> Json | None:
-        """What a checkpoint keeps, as JSON values; None if plan and metrics need nothing."""
+    def state(self, step: int) -> Json | None:
+        """What a checkpoint of so many steps keeps, as JSON; None if plan and metrics need nothing.
+
+        Of a data folder that can change: which samples there are, and which the epoch has taken.
+        """
         found: Json = {}
+        if self._manifest is not None and self._manifest.is_store:
+            epoch, done = self.plan.done_before(step)
+            columns = self._manifest.sample_numbers, self._manifest.checksum, done
+            names = ("numbers", "checksums", "done")
+            found["data"] = {"epoch": epoch} | dict(zip(names, map(_packed, columns), strict=True))
+            if self.plan.beginning.step:
+                begun = self.plan.beginning
+                values = None if begun.done is None else _packed(begun.done)
+                found["data"]["beginning"] = [begun.epoch, begun.step, values]
         if self._layers:
             found["layers"] = [[number, asdict(layers)] for number, layers in self._layers]
         if self._every_epoch and self._times is not None:
@@ -231,20 +259,49 @@ class RunPlan:
             found["pending"] = list(self._pending)
         return found or None
 
-    def restore(self, state: Json | None) -> None:
-        """Continues from what a checkpoint keeps."""
+    def restore(self, state: Json | None, step: int) -> str:
+        """Continues from what a checkpoint of so many steps keeps.
+
+        Returns:
+          What has changed in the data folder, in words; "" for nothing, or where it is another's.
+        """
         if state is None:
-            return
+            return ""
+        changes = self._follow(state["data"], step) if "data" in state else ""
         for number, fields in state.get("layers", ()):
             self._layers.append((number, SparseLayers(**fields)))
         if "models" not in state or self._times is None:
-            return
+            return changes
         for epoch, fields in state["models"]:
             self.plan = self.plan.recalibrated(epoch, cost_of_fields(fields))
         self._decided = state["decided"]
         self._times.restore(state["times"])
         for number, terms, seconds in state.get("pending", ()):
             self._pending.append((number, tuple(terms), seconds))
+        return changes
+
+    def _follow(self, data: Json, step: int) -> str:
+        """Plans the rest of a checkpoint's epoch for the samples that are there now."""
+        if self._manifest is None or not self._manifest.is_store:
+            return ""
+        numbers, sums, done = (_unpacked(data[name]) for name in ("numbers", "checksums", "done"))
+        now, sums_now = self._manifest.sample_numbers, self._manifest.checksum
+        if np.array_equal(numbers, now) and np.array_equal(sums, sums_now):
+            if begun := data.get("beginning"):
+                values = None if begun[2] is None else _unpacked(begun[2])
+                self.plan = self.plan.beginning_at(Beginning(begun[0], begun[1], values))
+            return ""
+        _, then, here = np.intersect1d(numbers, now, return_indices=True)
+        other = int((sums[then] != sums_now[here]).sum())
+        if other == len(here):  # a folder with nothing of that of the checkpoint
+            return ""
+        taken = np.zeros(len(now), np.int64)
+        taken[here] = done[then]
+        whole = None if not taken.any() else taken
+        self.plan = self.plan.beginning_at(Beginning(data["epoch"], step, whole))
+        counts = [(len(now) - len(here), "joined"), (len(numbers) - len(here), "left")]
+        counts += [(other, "changed"), (len(here) - other, "are the same")]
+        return ", ".join(f"{count:,} {what}" for count, what in counts if count)
 
     def _cost_model(self, epoch: int) -> CostModel:
         return self.plan.cost_model(epoch) or self._predictor

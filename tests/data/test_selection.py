@@ -130,17 +130,17 @@ WRONG = ["8", "-1", "3.0", "three", "3,4", "٣", "9" * 5000]
 def test_a_file_names_samples_to_leave_out_but_not_all_and_no_others(tmp_path):
     path = tmp_path / "bad.txt"
     path.write_text("# found by eye\n3\n\n  7  # dark\n3\n0")
-    assert read_excluded(path, 8) == {0, 3, 7}
-    assert read_excluded(None, 8) == frozenset()
+    assert read_excluded(path, np.arange(8)) == {0, 3, 7}
+    assert read_excluded(None, np.arange(8)) == frozenset()
     cases = [(f"1\n{line}\n".encode(), "line 2", line[:40], "from 0 to 7") for line in WRONG]
     cases += [("\n".join("01234567").encode(), "names all 8 samples"), (b"\xff", "it is no text")]
     for content, *said in cases:
         path.write_bytes(content)
         with says("data.exclude", path, *said):
-            read_excluded(path, 8)
+            read_excluded(path, np.arange(8))
     for place in (tmp_path, tmp_path / "none.txt"):
         with pytest.raises(InputError, match=r"data\.exclude: .* cannot be read"):
-            read_excluded(place, 8)
+            read_excluded(place, np.arange(8))
 
 
 def test_each_time_of_an_excluded_sample_counts_and_others_have_another_identity():

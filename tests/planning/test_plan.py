@@ -10,7 +10,7 @@ from math import ceil, floor
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from planning_cases import MODES, cases, examples, manifests, of_lengths, of_shapes, refused
 
@@ -18,7 +18,7 @@ from alload_jax.planning.cost import PowerCost, QuadraticCost
 from alload_jax.planning.epoch import Repeats, noise_epoch
 from alload_jax.planning.factory import make_plan
 from alload_jax.planning.metrics import plan_metrics
-from alload_jax.planning.plan import Plan, current_identity
+from alload_jax.planning.plan import Beginning, Plan, current_identity
 from alload_jax.planning.policies.balanced import Balanced
 from alload_jax.planning.policies.bucketed import DualConstraint, EqualTokens, Fixed, Sorted
 from alload_jax.planning.policies.packed import FirstFit
@@ -416,12 +416,59 @@ def test_every_plan_of_weighted_samples_keeps_its_promises(plan, index):
     assert plan_metrics(fewer, seq_len, COSTS[0], None).dropped == len(plan.samples)
 
 
+@given(plans(), st.booleans(), st.integers(0, 40), st.integers(0, 99), st.integers(0, 9))
+@examples(30)
+def test_other_samples_join_the_rest_of_an_epoch(old, has_weights, index, seed, new):
+    """Of those that stay, each stands in the epoch as often as ever, with noise of its own."""
+    assume(old.samples.weight.sum() < 300)
+    if not has_weights:
+        samples = replace(old.samples, weight=None)
+        old = Plan(samples, old.policy, old.topology, old.seed)
+    rng = np.random.default_rng(seed)
+    kept = np.r_[0, 1 + np.flatnonzero(rng.random(len(old.samples) - 1) < 0.7)]  # 0 has weight 1
+    rows = np.r_[kept, rng.choice(kept, new)]
+    taken = {name: value[rows] for name, value in vars(old.samples).items() if value is not None}
+    fresh = Plan(Samples(**taken), old.policy, old.topology, old.seed)
+    epoch, done = old.done_before(index)
+    assert (done > 0).any() == (old.locate(index)[1] > 0)
+    done = np.r_[done[kept], np.zeros(new, int)]
+    plan = fresh.beginning_at(Beginning(epoch, index, done))
+    over = plan.beginning.epoch > epoch
+    wanted = np.ones(len(rows)) if not has_weights else times_in(fresh, epoch)
+    placed = defaultdict(list)
+    steps = iter(range(index, 10**6))
+    while (step := plan.step(next(steps))).epoch == epoch:
+        for part in step.micro_batches:
+            times = part.repetitions or [0] * len(part.samples)
+            for sample, number in zip(part.samples, times, strict=True):
+                if (number, step.index) not in placed[sample]:  # parts of one that is split
+                    placed[sample].append((number, step.index))
+    assert over == (not placed)
+    for sample, times in enumerate(wanted.astype(int).tolist()):
+        found = sorted(number for number, _ in placed[sample])
+        assert found == list(range(done[sample], times))
+    assert step.index == plan.first_step(epoch + 1)
+    again = pickle.loads(pickle.dumps(plan))
+    assert [again.step(n) for n in (index, step.index)] == [plan.step(index), step]
+    assert again.steps_per_epoch == fresh.steps_per_epoch
+    assert plan.identity() == fresh.identity()
+    if not over:
+        rest = plan.epoch_of_steps(epoch)
+        has_shapes_that_are_known_from_the_start(plan, [rest, plan.epoch(epoch + 1)])
+    whole = fresh.epoch(epoch + 1).sample.tolist()
+    assert plan.epoch(epoch + 1).sample.tolist() == whole
+
+
 def test_a_window_that_can_place_nothing_gets_more_samples():
     samples = weighted([56, 47, 47], [1.0, 1.786, 1.786])
     policy, topology = Balanced(58, COSTS[0], look_ahead=2), RankTopology(3)
     for seed in range(20):  # seeds 1, 4 and 9 never came to an end
         plan = Plan(samples, policy, topology, seed)
         assert plan.epoch(0).counts.sum() in (4, 5)
+
+
+def times_in(plan, epoch):
+    return plan.samples.repeats(plan.seed).counts(epoch)
 
 
 @given(

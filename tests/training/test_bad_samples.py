@@ -97,7 +97,7 @@ class Training:
         here = local_plan_ranks(self.mesh, self.plan.topology.ranks)
         reader = StoreReader(self.manifest)
         self.collator = Collator(reader, here, collation, self.plan.group_ranks)
-        self.run_plan = RunPlan(self.plan, planning, Cluster(), number=self.manifest.number)
+        self.run_plan = RunPlan(self.plan, planning, Cluster(), manifest=self.manifest)
         state = init_state(SPEC, self.mesh, seed=0)
         if name not in TRAINERS:
             TRAINERS[name] = Trainer(SPEC, self.mesh, state, self.groups)

@@ -35,7 +35,7 @@ def saved_steps(monkeypatch, config, seconds, count=2, total=40):
     clock = SimpleNamespace(monotonic=lambda: now[current[0]])
     monkeypatch.setattr(validating, "time", clock)
     saved = [Saved() for _ in range(count)]
-    plan = SimpleNamespace(state=lambda: None)
+    plan = SimpleNamespace(state=lambda step: None)
     callbacks = [Checkpointing(each, config, plan) for each in saved]
 
     def each(call):

@@ -1,20 +1,23 @@
 """Runs that are killed, stopped or cut short, and continued: they are the run never stopped."""
 
 import json
+import shutil
 import signal
 import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import yaml
 from patience import PATIENCE, wait_until
-from training_runs import Runs, computed, forget_last, lines_of
+from training_runs import Runs, computed, forget_last, lines_of, metrics_of
 
 from alload_jax.cli import main
 from alload_jax.config import read_config
-from alload_jax.data.manifest import read_manifest
-from alload_jax.data.store import StoreWriter
+from alload_jax.data.manifest import NUMBER, read_manifest, read_rows
+from alload_jax.data.selection import is_held_out
+from alload_jax.data.store import StoreReader, StoreWriter, finish_store
 from alload_jax.planning.cost import CostFile, QuadraticCost, write_cost_file
 from alload_jax.planning.factory import make_plan
 from alload_jax.planning.metrics import step_metrics
@@ -251,3 +254,39 @@ def test_a_killed_run_leaves_no_process_behind(runs):
     run.kill()
     run.communicate()
     wait_until(lambda: not any(map(alive, left)))
+
+
+# ---------------------------------------------------------------- data that change
+
+
+@pytest.mark.parametrize("policy", ["balanced", "equal_tokens"])
+def test_a_run_goes_on_with_samples_that_join_and_without_those_that_leave(runs, policy):
+    data, run = runs.folder / "data", runs.folder / "run"
+    shutil.copytree(runs.data, data)
+    flags = ("--data.folder", str(data), "--planning.policy", policy, "--validation.share", "0.2")
+    flags += ("--planning.micro_batches_per_step", "1", "--optimizer.final_fraction", "1.0")
+    runs.finish(*flags, "--run.steps", "2")
+    count, reader = len(read_rows(data)), StoreReader(read_manifest(data))
+    with StoreWriter(data, vae_stride=(1, 1, 1), mode="append") as writer:
+        for number in (0, 1, 2):
+            sample, size = reader.read(number), tuple(reader.manifest.shape[number].tolist())
+            writer.add(-sample["latents"], sample["labels"], size)
+    rows = read_rows(data).append_column(NUMBER, pa.array(range(count + 3)))
+    stay = ~np.isin(range(count + 3), (3, 7, 11))
+    finish_store(data, rows=rows.filter(pa.array(stay)), next_number=count + 3)
+    shutil.copytree(run, runs.folder / "again")
+    told = runs.finish(*flags, "--run.steps", "3", "--run.folder", "again").stdout
+    (line,) = (each for each in told.splitlines() if "the data folder has changed" in each)
+    assert line.startswith("the data folder has changed since step 2: ")
+    assert " joined, " in line
+    flags += ("--run.steps", "24")
+    assert "the data folder" not in runs.finish(*flags, "--run.folder", "again").stdout
+    runs.finish(*flags)
+    assert max(row.get("epoch", 0) for row in metrics_of(run)) > 0
+    assert computed(run) == computed(runs.folder / "again")
+    # The first epoch has each sample of the training side once: those that stayed, and the new.
+    first = [row["samples"] for row in metrics_of(run) if row.get("epoch") == 0 and "loss" in row]
+    sides = is_held_out(read_manifest(data), 0.2)
+    before = is_held_out(reader.manifest, 0.2)
+    gone = sum(not held for held in before[[3, 7, 11]])
+    assert (~sides).sum() <= sum(first) <= (~sides).sum() + gone

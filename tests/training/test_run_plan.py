@@ -4,6 +4,7 @@ import dataclasses
 import json
 import pickle
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -71,7 +72,7 @@ def coefficients(model):
 
 def resumed(before, after):
     """Gives a run what another one's checkpoint keeps."""
-    after.restore(json.loads(json.dumps(before.state())))
+    after.restore(json.loads(json.dumps(before.state(0))), 0)
     return after
 
 
@@ -117,7 +118,7 @@ def test_without_recalibration_step_times_change_nothing(planning):
     plan, stop = run.plan, 2 * run.plan.steps_per_epoch
     train(run, 0, stop)
     assert run.plan is plan
-    assert run.state() is None
+    assert run.state(0) is None
 
 
 def test_short_epochs_keep_their_model_until_enough_steps_are_timed(planning):
@@ -309,7 +310,9 @@ def test_the_samples_of_a_step_are_named_as_in_the_data_folder(policy):
     splits = {"context": 2, "split_above": 0.0} if policy == "balanced" else {}
     planning = PlanningConfig(policy=policy, m_mem=90_000, **splits)
     plan = make_plan(planning, make_workload("long-video-V60", 60), 2, 0)
-    run = RunPlan(plan, planning, Cluster(), number=lambda sample: 1000 + sample)
+    run = RunPlan(
+        plan, planning, Cluster(), manifest=SimpleNamespace(number=lambda sample: 1000 + sample)
+    )
     for number in range(plan.steps_per_epoch):
         content, step = run.content(number), plan.step(number)
         json.dumps(content)  # which takes only what is no number of NumPy

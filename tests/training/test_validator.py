@@ -272,7 +272,7 @@ def manifest_of(picks, checksums=None):
     shape = np.array([CHOSEN_SIZES[pick] for pick in picks], np.int64)
     sums = np.arange(len(picks)) if checksums is None else checksums
     return SimpleNamespace(
-        checksum=np.asarray(sums, np.uint32),
+        contents=np.asarray(sums, np.uint32),
         samples=lambda patch: Samples(shape, shape.prod(axis=1) // 16),
     )
 

@@ -5,10 +5,12 @@ manifest. It is written after the shard, so that a shard with a sidecar is finis
 """
 
 import contextlib
+import itertools
 import json
 import os
 import re
 import secrets
+import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +22,8 @@ from alload_jax.data.manifest import (
     DIGEST_KEY,
     MANIFEST_NAME,
     METADATA_KEY,
+    NEXT_NUMBER,
+    NUMBER,
     in_row_schema,
     manifest_digest,
     manifest_metadata,
@@ -187,7 +191,12 @@ def remove_unfinished(folder: Path) -> None:
         partial.rmdir()
 
 
-def finish_store(folder: str | Path, shards: int | None = None) -> Path:
+def finish_store(
+    folder: str | Path,
+    shards: int | None = None,
+    rows: pa.Table | None = None,
+    next_number: int = 0,
+) -> Path:
     """Makes a store of the shards that `ShardWriter` has written for it.
 
     The folder appears at once. Shards for a store that exists are added to it: its own shards stay
@@ -196,6 +205,9 @@ def finish_store(folder: str | Path, shards: int | None = None) -> Path:
     Args:
       folder: the store, as given to `ShardWriter`.
       shards: number of shards that the store must have, with those that it had before.
+      rows: all rows of the manifest, of what the store had before and of new shards; None for all
+        of both. Shards that they do not name stay in the folder.
+      next_number: number that the next new sample gets, where rows have numbers.
 
     Returns:
       The path of the manifest.
@@ -207,20 +219,28 @@ def finish_store(folder: str | Path, shards: int | None = None) -> Path:
     folder = Path(folder)
     stored, new = set(stored_numbers(folder)), finished_shards(folder)
     _require_complete(folder, stored | {shard.number for shard in new}, shards)
-    if new:
+    if new or rows is not None:
         before = stored_part(folder)
-        rows, notes = _manifest_of([*before, *new])
+        found, notes = _manifest_of([*before, *new])
+        if rows is not None:
+            found, named = rows, set(rows["shard"].to_pylist())
+            sizes = notes["shard_bytes"]
+            notes["shard_bytes"] = {name: sizes[name] for name in sizes if name in named}
+            notes |= {NEXT_NUMBER: next_number} if NUMBER in rows.column_names else {}
         if before:
             for shard in new:
-                shard.path.replace(folder / shard.path.name)
-            write_rows(folder / MANIFEST_NAME, rows, notes)
+                if shard.path.name in notes["shard_bytes"]:
+                    shard.path.replace(folder / shard.path.name)
+            write_rows(folder / MANIFEST_NAME, found, notes)
         else:
             remove_unfinished(folder)
-            write_rows(partial_folder(folder) / MANIFEST_NAME, rows, notes)
+            write_rows(partial_folder(folder) / MANIFEST_NAME, found, notes)
             partial_folder(folder).rename(folder)
     for number in stored_numbers(folder):
         for place in (folder, partial_folder(folder)):
             sidecar(place, number).unlink(missing_ok=True)
+    if rows is not None:
+        shutil.rmtree(partial_folder(folder), ignore_errors=True)
     remove_unfinished(folder)
     return folder / MANIFEST_NAME
 
@@ -257,8 +277,14 @@ def _manifest_of(parts: list[Part]) -> tuple[pa.Table, Json]:
         "shard_bytes": sizes,
         "origin": parts[-1].notes["origin"],
     }
-    tables = [part.rows for part in parts]
-    return in_row_schema(pa.concat_tables(tables, promote_options="default")), notes
+    rows = pa.concat_tables([part.rows for part in parts], promote_options="default")
+    if NUMBER in rows.column_names:  # rows that are added have none yet
+        first = int(parts[0].notes.get(NEXT_NUMBER, len(rows)))
+        new = itertools.count(first)
+        numbers = [next(new) if n is None else n for n in rows[NUMBER].to_pylist()]
+        rows = rows.set_column(rows.column_names.index(NUMBER), NUMBER, pa.array(numbers))
+        notes[NEXT_NUMBER] = next(new)
+    return in_row_schema(rows), notes
 
 
 def form_of(rows: pa.Table, notes: Json) -> Json:

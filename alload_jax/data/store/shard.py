@@ -14,7 +14,14 @@ from array_record.python import array_record_module
 from typing_extensions import override
 
 from alload_jax.data import record as records
-from alload_jax.data.manifest import CAPTION, CAPTIONS, PART_LENGTHS, PATH, row_schema
+from alload_jax.data.manifest import (
+    CAPTION,
+    CAPTIONS,
+    CONTENT,
+    PART_LENGTHS,
+    PATH,
+    row_schema,
+)
 from alload_jax.data.record import (
     GIVEN,
     IMAGE,
@@ -88,6 +95,7 @@ class SampleWriter(ABC):
         alternatives: Sequence[Alternative] = (),
         parts: Mapping[str, np.ndarray] | None = None,
         path: str | None = None,
+        content: str | None = None,
     ) -> None:
         """Appends a sample.
 
@@ -108,6 +116,7 @@ class SampleWriter(ABC):
             sample may have no tokens of a kind.
           path: where the sample comes from, such as `portraits/clip.mp4`, for the patterns of
             `data.weights`.
+          content: digest of the media file, by which `alload prepare media --update` knows it.
 
         Raises:
           ValueError: the shape of the latents does not match `size` and the VAE's stride, the
@@ -151,6 +160,8 @@ class SampleWriter(ABC):
             row[CAPTIONS] = [words for _, words, _ in texts]
         if path is not None:
             row[PATH] = path
+        if content is not None:
+            row[CONTENT] = content
         if names := part_names(arrays):
             row[PART_LENGTHS] = [max(map(len, texts_of(arrays, name))) for name in names]
         self.add_record(records.encode(arrays), row)

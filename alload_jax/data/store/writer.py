@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Self
 
@@ -16,6 +16,7 @@ from alload_jax.data import record as records
 from alload_jax.data.manifest import (
     FPS,
     MANIFEST_NAME,
+    NUMBER,
     PATH,
     VAE,
     Manifest,
@@ -288,15 +289,18 @@ def merge_stores(
         raise
 
 
-def origin_differences(sources: Sequence[str | Path]) -> list[str]:
+def origin_differences(sources: Mapping[str, Json]) -> list[str]:
     """What the origins of stores disagree about, for people to read.
 
     It does not keep stores from being merged: `area (480p in a, 720p in b)`.
+
+    Args:
+      sources: the origin of each store, by its name.
     """
     origins: dict[str, Json] = {}
-    for source in sources:
-        flat = origins.setdefault(str(source), {})  # inner values as `media.area`
-        for name, value in read_manifest(source).origin.items():
+    for source, origin in sources.items():
+        flat = origins.setdefault(source, {})  # inner values as `media.area`
+        for name, value in origin.items():
             is_inner = isinstance(value, dict)
             flat |= {f"{name}.{k}": v for k, v in value.items()} if is_inner else {name: value}
     names = dict.fromkeys(name for origin in origins.values() for name in origin)
@@ -343,6 +347,8 @@ def _merged_origin(manifests: list[Manifest]) -> Json:
 def _shards(manifest: Manifest, name: str | None) -> Iterator[tuple[Path, pa.Table]]:
     """Path and rows of each shard, in the manifest's order; samples' paths get the name."""
     rows = read_rows(manifest.folder)
+    if NUMBER in rows.column_names:  # which are those of this store alone
+        rows = rows.drop_columns(NUMBER)
     if name is not None:
         paths = [None] * len(rows)
         if PATH in rows.column_names:

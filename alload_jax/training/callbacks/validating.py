@@ -85,7 +85,7 @@ class Checkpointing(Callback):
         Raises:
           InputError: it cannot be written.
         """
-        self._checkpoints.save(run.done, run.state, self._plan.state())
+        self._checkpoints.save(run.done, run.state, self._plan.state(run.done))
         self._saved_at, self._saved_step = time.monotonic(), run.done
         self._requested = False
 

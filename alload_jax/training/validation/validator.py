@@ -221,7 +221,7 @@ def choose_samples(
         exact = 1 + others * ((max_samples - len(counts)) / max(1, others.sum()))
         counts = np.floor(exact).astype(np.int64)
         counts[np.argsort(counts - exact, kind="stable")[: max_samples - counts.sum()]] += 1
-    order = content_order(manifest.checksum)
+    order = content_order(manifest.contents)
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
     chosen = []
@@ -291,7 +291,9 @@ class Validator:
         self._collation = BucketedCollation(manifest, held_out.conditions)
         reader = PatientReader(held_out.source)
         self._collate = Collator(reader, local_plan_ranks(mesh, self._ranks), self._collation)
-        self._marks = manifest.checksum.astype(np.uint32).view(np.int32)
+        ascending = np.argsort(manifest.sample_numbers)
+        self._numbers = manifest.sample_numbers[ascending]
+        self._marks = manifest.contents[ascending].astype(np.uint32).view(np.int32)
 
         @partial(jax.jit, out_shardings=replicated(mesh))
         def level_key(sigma: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -363,7 +365,8 @@ class Validator:
                 print_stderr(f"warning: validation leaves out: {problem}")
         (batch,) = found.batches
         assert isinstance(batch, Batch)
-        return batch._replace(sample=np.where(batch.sample < 0, -1, self._marks[batch.sample]))
+        marks = self._marks[np.searchsorted(self._numbers, batch.sample)]
+        return batch._replace(sample=np.where(batch.sample < 0, -1, marks))
 
     def _shape(self, of_class: SizeClass) -> Batch:
         """Shapes and dtypes of a batch of all ranks."""
