@@ -42,7 +42,7 @@ def channels_first(latents):
     return np.ascontiguousarray(np.moveaxis(latents, -1, 0))
 
 
-def write_musubi(folder, samples):
+def write_musubi(folder, samples, image_to_video=False):
     """As wan_cache_latents.py and wan_cache_text_encoder_outputs.py of musubi-tuner.
 
     Videos are clips of VIDEO with a text each; widths and heights are those of the original files.
@@ -58,8 +58,11 @@ def write_musubi(folder, samples):
             sizes["frame_count"] = str(4 * frames - 3)
         tensors = {
             f"latents_{frames}x{height}x{width}_bfloat16": channels_first(sample.latents),
-            "clip_bfloat16": np.zeros((2, 4), ml_dtypes.bfloat16),
         }
+        if image_to_video:
+            given = np.zeros((20, frames, height, width), ml_dtypes.bfloat16)
+            tensors[f"latents_image_{frames}x{height}x{width}_bfloat16"] = given
+            tensors["clip_bfloat16"] = np.zeros((2, 4), ml_dtypes.bfloat16)
         save_file(tensors, folder / f"{key}{clip}_1920x1080_wan.safetensors", note | sizes)
         text = {"varlen_t5_bfloat16": sample.text}
         note["caption1"] = sample.caption

@@ -309,3 +309,13 @@ def test_bad_records_of_a_grain_source_are_named():
 def test_a_grain_source_that_cannot_be_used_is_refused(records, geometry, words):
     with says("list", words):
         GrainSamples(records, geometry, STRIDE)
+
+
+def test_what_a_cache_has_for_image_to_video_is_named(tmp_path, capfd):
+    open_source(str(write_musubi(tmp_path / "text", SAMPLES)))
+    assert capfd.readouterr().err == ""
+    source = open_source(str(write_musubi(tmp_path / "image", SAMPLES, image_to_video=True)))
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1
+    assert f"not read are clip_ in {len(SAMPLES)} files, latents_image_ in {len(SAMPLES)}" in said
+    assert source.read(0)["latents"].shape == SAMPLES[0].latents.shape

@@ -7,6 +7,7 @@ heights are those of the original files.
 """
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Literal
@@ -16,7 +17,7 @@ from alload_jax.data.sources import SOURCES, SampleSource, SourceConfig
 from alload_jax.data.sources.arrays import Reading, find_files, find_pickle, scan
 from alload_jax.data.sources.safetensors_folder import TensorNames, TensorSamples, read_header
 from alload_jax.data.store import StoreReader
-from alload_jax.errors import InputError
+from alload_jax.errors import InputError, print_stderr
 from alload_jax.files import require_regular
 from alload_jax.processes import waits
 
@@ -45,6 +46,7 @@ _STRIDE = (4, 8, 8)
 
 _NAME = re.compile(r"(?P<key>.*?)(?P<clip>_\d+-\d+(-\d+)?)?_\d+x\d+_wan\.safetensors", re.DOTALL)
 _LATENTS = re.compile(r"latents_\d+x\d+x\d+_\w+")
+_UNREAD = ("latents_image_", "latents_control_", "clip_")
 _TEXT = re.compile(r"varlen_t5_\w+")
 
 
@@ -74,7 +76,16 @@ class Musubi:
             )
         names_present = set(present)
         pairs = [(name, _text_file(place, name, names_present)) for name in files]
-        names = scan(lambda pair: _tensor_names(place, *pair), pairs)
+        unread: list[str] = []
+        names = scan(lambda pair: _tensor_names(place, *pair, unread), pairs)
+        if unread:
+            kinds = ", ".join(
+                f"{kind} in {count:,} files" for kind, count in sorted(Counter(unread).items())
+            )
+            print_stderr(
+                f"note: {place}: not read are {kinds}; a model is trained from text alone, and "
+                "`alload prepare media --image-to-video first` writes what image-to-video takes"
+            )
         origin = {"format": "musubi-tuner", "vae": "wan2.1"}
         return TensorSamples(place, names, Reading(), _STRIDE, origin, caption="caption1")
 
@@ -103,7 +114,10 @@ def _text_file(folder: Path, name: str, present: set[str]) -> str:
     )
 
 
-def _tensor_names(folder: Path, latents_file: str, text_file: str) -> TensorNames:
+def _tensor_names(
+    folder: Path, latents_file: str, text_file: str, unread: list[str]
+) -> TensorNames:
+    """The tensors of a sample; adds kinds of others to `unread`."""
     found = []
     for file, pattern in ((latents_file, _LATENTS), (text_file, _TEXT)):
         try:
@@ -118,6 +132,8 @@ def _tensor_names(folder: Path, latents_file: str, text_file: str) -> TensorName
                 "remove it, or cache again without --one_frame"
             )
         matching = [name for name in names if pattern.fullmatch(name)]
+        kinds = {kind for kind in _UNREAD for name in names if name.startswith(kind)}
+        unread.extend(kinds)
         if len(matching) != 1:
             raise InputError(
                 f"{folder / file}: needs one tensor {pattern.pattern}, and holds "
