@@ -11,12 +11,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from alload_jax.commands.flags import require_place, source_config, triple
+from alload_jax.commands.flags import require_place, source_config, triple, usual_model
 from alload_jax.data.manifest import Manifest, caption_counts, read_manifest
-from alload_jax.data.pixel_latents import holds_pixels
 from alload_jax.data.sources.opening import open_source
 from alload_jax.errors import InputError, one_line
-from alload_jax.planning.samples import PIXEL_PATCH, Geometry, Triple
+from alload_jax.planning.samples import Triple
 
 _MOST_BUCKETS = 30
 _LONGEST_VALUE = 100
@@ -115,8 +114,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("words", nargs="+", metavar="STORE", help="a data folder; or merge and the folders")
     add("--config", metavar="FILE", help="training config whose data.source says how to read it")
-    add("--patch-size", type=triple, help="latents per token; default 1,2,2, and "
-        "1,16,16 for pixels")  # fmt: skip
+    add("--patch-size", type=triple, help="latents per token; default that of the VAE's "
+        "model, and 1,16,16 for pixels")  # fmt: skip
     add("--check", action="store_true", help="read every record; status 1 if one is damaged")
     add("--sheet", metavar="FILE", help="PNG of samples from the whole folder, with captions")
     add("--force", action="store_true", help="replace a sheet that exists")
@@ -167,10 +166,7 @@ def _show(options: argparse.Namespace) -> int:
     samples = _sheet_samples(options)
     source = open_source(options.words[0], source_config(options.config, "alload data"))
     manifest = source.manifest
-    # Of Wan's models for latents; for pixels that of `alload prepare media`.
-    whole = not (manifest.shape[:, 1:] % PIXEL_PATCH[1:]).any()
-    usual = PIXEL_PATCH if holds_pixels(manifest) and whole else Geometry().patch_size
-    patch_size = options.patch_size or usual
+    patch_size = options.patch_size or usual_model(manifest)[1]
     console = Console(markup=False, soft_wrap=True, width=_WIDTH)
     console.print(store_table(manifest, patch_size))
     console.print(bucket_table(manifest, patch_size))

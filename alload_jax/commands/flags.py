@@ -13,9 +13,12 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from alload_jax.config_parser import build_named, read_yaml
+from alload_jax.data.manifest import VAE, Manifest
+from alload_jax.data.pixel_latents import holds_pixels
 from alload_jax.data.sources import SOURCES, SourceConfig
 from alload_jax.errors import InputError, require_positive_value
 from alload_jax.files import require_regular
+from alload_jax.planning.samples import PIXEL_PATCH, Geometry, Triple
 
 _MOST_DIGITS = 18
 
@@ -186,3 +189,16 @@ def require_flags(command: str, **flags: int | None) -> None:
     """Raises InputError if a flag (keyword: its name in Python) is given and below 1."""
     for name, value in flags.items():
         require_positive_value(f"{command}: --{name.replace('_', '-')}", value)
+
+
+def usual_model(manifest: Manifest) -> tuple[str | None, Triple]:
+    """The model that a folder's samples are counted for, and its patch size.
+
+    That of the VAE which the origin names; of pixels `PIXEL_PATCH`, and no model of costs.
+    """
+    vae = manifest.origin.get(VAE)
+    if isinstance(vae, dict) and str(vae.get("name")).startswith("hunyuan"):
+        return "hunyuan-video-1.5", (1, 1, 1)
+    if holds_pixels(manifest) and not (manifest.shape[:, 1:] % PIXEL_PATCH[1:]).any():
+        return None, PIXEL_PATCH
+    return None, Geometry().patch_size

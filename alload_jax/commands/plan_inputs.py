@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from alload_jax.commands.flags import holds_samples, source_config
+from alload_jax.commands.flags import holds_samples, source_config, usual_model
 from alload_jax.data.selection import SourceShare, SourceWeight, source_shares, with_weights
 from alload_jax.errors import InputError
 from alload_jax.planning.analytic import (
@@ -48,6 +48,7 @@ class PlanRequest:
       joint: whether the lengths of samples count their conditions.
       remat: rematerialisation policy of the model, or those that repeat over its layers.
       patch_size: latents per token (frames, height, width).
+      usual: name of the model that is planned for where nothing names one.
       device: of the analytic cost model.
       length: of the run.
       fields: of `PlanningConfig`, as far as flags and config give them, without the ranks.
@@ -59,6 +60,7 @@ class PlanRequest:
     joint: bool = False
     remat: Remat = "attention"
     length: RunLength = ONE_EPOCH
+    usual: str = _DEFAULT_MODEL
 
     def __init__(self, options: argparse.Namespace):
         """Reads the config, if one is given.
@@ -104,7 +106,7 @@ class PlanRequest:
     def architecture(self) -> tuple[Architecture, str]:
         """The model's architecture, and its name or the file of its config."""
         if self.options.model or self.model is None:
-            name = self.options.model or _DEFAULT_MODEL
+            name = self.options.model or self.usual
             return architecture_named(name), name
         return from_fields(self.model.architecture()), self.options.config
 
@@ -406,9 +408,11 @@ def _samples(request: PlanRequest, packed: bool) -> tuple[Samples, str, np.ndarr
         raise InputError("alload plan: give either --workload NAME or --manifest FILE")
     stride = options.vae_stride
     if options.manifest:
-        # A store's lengths include the conditions of a model with joint attention.
-        if request.joint and Path(options.manifest).name == "manifest.parquet":
-            options.manifest = str(Path(options.manifest).parent)
+        # A store has weights, and lengths that include the conditions of a joint model.
+        place = Path(options.manifest)
+        stored = request.joint or any(place.parent.glob("shard-*.arrayrecord"))
+        if place.name == "manifest.parquet" and stored:
+            options.manifest = str(place.parent)
         if holds_samples(options.manifest):
             return _source_samples(request, packed)
         from alload_jax.data.manifest import manifest_metadata
@@ -439,10 +443,15 @@ def _source_samples(request: PlanRequest, packed: bool) -> tuple[Samples, str, n
             "it out, or set data.source.vae_stride in --config"
         )
     manifest = open_source(options.manifest, source_config(options.config, "alload plan")).manifest
+    usual, patch_size = usual_model(manifest)
+    told = ""
+    if model is None and not options.patch_size:
+        request.patch_size, request.usual = patch_size, usual or _DEFAULT_MODEL
+        told = f", patch size {','.join(map(str, patch_size))} (--patch-size gives another)"
     samples = manifest.samples(request.patch_size)
     if model is not None and request.joint:
         samples = samples_for(model, manifest, conditions_for(model, manifest), packed)
-    source = f"{options.manifest}, {len(samples):,} samples"
+    source = f"{options.manifest}, {len(samples):,} samples{told}"
     if model is None and manifest.form.parts:  # data of models with joint attention
         source += ", without the tokens of their conditions, which --config counts"
     return samples, source, read_paths(manifest)

@@ -310,3 +310,25 @@ def test_only_the_section_of_the_source_is_read(sources, alload, refused, tmp_pa
     refused("source.yaml: data.source: parquet: key normal is unknown", *command)
     path.write_text("data: .nan")
     refused("alload data: source.yaml: data is nan; write its keys below it", *command)
+
+
+@pytest.mark.parametrize(
+    ("vae", "stride", "channels", "patch", "model"),
+    [
+        ({"name": "hunyuan_video"}, (4, 16, 16), 32, "1,1,1", "hunyuan-video-1.5"),
+        ({"name": "wan"}, (4, 8, 8), 16, "1,2,2", "wan2.1-1.3b"),
+        ({"name": "none"}, (1, 1, 1), 3, "1,16,16", "wan2.1-1.3b"),
+    ],
+)
+def test_tokens_and_costs_are_those_of_the_vae_s_model(
+    data, alload, tmp_path, vae, stride, channels, patch, model
+):
+    write(tmp_path / "store", channels, stride, {"vae": vae}, [(5, 32, 32), (1, 32, 64)])
+    _, out, _ = data(tmp_path / "store")
+    (tokens,) = (row[1] for row in cells(out) if row[:1] == ("tokens",))
+    assert tokens.endswith(f"with patch size {patch}")
+    for place in ("store", "store/manifest.parquet"):
+        status, out, _ = alload("plan", "--manifest", tmp_path / place, "--ranks", 1, "--m-mem", 90)
+        assert status == 0
+        assert f"patch size {patch} (--patch-size gives another)" in out
+        assert f"not measured: {model} on" in out
