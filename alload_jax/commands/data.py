@@ -1,6 +1,7 @@
 """`alload data`: shows and checks a data folder, and merges several."""
 
 import argparse
+import csv
 import json
 import sys
 from pathlib import Path
@@ -12,9 +13,18 @@ from rich.table import Table
 from rich.text import Text
 
 from alload_jax.commands.flags import require_place, source_config, triple, usual_model
-from alload_jax.data.manifest import Manifest, caption_counts, read_manifest
+from alload_jax.data.manifest import (
+    CAPTION,
+    CAPTIONS,
+    PATH,
+    Manifest,
+    caption_counts,
+    read_manifest,
+    read_rows,
+)
 from alload_jax.data.sources.opening import open_source
 from alload_jax.errors import InputError, one_line
+from alload_jax.files import replacing
 from alload_jax.planning.samples import Triple
 
 _MOST_BUCKETS = 30
@@ -94,7 +104,7 @@ def _joined(triple: Triple) -> str:
     return ",".join(map(str, triple))
 
 
-_MERGE = "merge"
+_MERGE, _CAPTIONS = "merge", "captions"
 _WIDTH = 160
 _MOST_SAMPLES = 1000
 _DIFFERENCES = 4
@@ -104,12 +114,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's flags."""
     parser.usage = (
         "alload data STORE [--config FILE] [--patch-size F,H,W] [--check] [--sheet FILE.png]\n"
-        "       alload data merge STORE STORE [STORE ...] --out FOLDER [--add-names]"
+        "       alload data merge STORE STORE [STORE ...] --out FOLDER [--add-names]\n"
+        "       alload data captions STORE --out TABLE.csv\n"
+        "       alload data captions TABLE.csv [--media FOLDER]"
     )
     parser.description = (
         "Shows what a data folder holds: counts, lengths, sizes, origin. With `merge`, writes one "
-        "data folder of several; their shards are linked or copied. A folder named merge is "
-        "written ./merge."
+        "data folder of several; their shards are linked or copied. With `captions`, writes the "
+        "captions of a folder to a table, or those of a table to text files beside the media. "
+        "Folders of these names are written ./merge and ./captions."
     )
     add = parser.add_argument
     add("words", nargs="+", metavar="STORE", help="a data folder; or merge and the folders")
@@ -120,7 +133,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--sheet", metavar="FILE", help="PNG of samples from the whole folder, with captions")
     add("--force", action="store_true", help="replace a sheet that exists")
     add("--samples", type=int, help="samples on the sheet; default 16")
-    add("--out", metavar="FOLDER", help="with merge: data folder to write; must not exist")
+    add("--out", metavar="FOLDER", help="with merge: data folder to write, with captions: "
+        "table; must not exist")  # fmt: skip
+    add("--media", metavar="FOLDER", help="with captions: folder that a table's paths are "
+        "relative to; default: its own")  # fmt: skip
     add("--add-names", action="store_true", help="with merge: begin the paths of samples with the "
         "name of their folder, for data.weights")  # fmt: skip
 
@@ -129,8 +145,10 @@ def run(options: argparse.Namespace) -> int:
     """Shows, checks or merges."""
     if options.words[0] == _MERGE:
         return _merge(options)
-    for flag in ("--out", "--add-names"):
-        _require_absent(options, flag, "belongs to `alload data merge`")
+    if options.words[0] == _CAPTIONS:
+        return _captions(options)
+    for flag in ("--out", "--add-names", "--media"):
+        _require_absent(options, flag, "belongs to `alload data merge` or `alload data captions`")
     if len(options.words) > 1:
         raise InputError(
             f"alload data: {len(options.words)} folders; give one, or `alload data merge` them"
@@ -154,6 +172,45 @@ def _merge(options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     print(path)
+    return 0
+
+
+def _captions(options: argparse.Namespace) -> int:
+    from alload_jax.data.prepare.inputs import write_captions
+
+    for flag in ("--config", "--patch-size", "--check", "--sheet", "--samples", "--add-names"):
+        _require_absent(options, flag, "does not apply to captions")
+    if len(options.words) != 2:
+        raise InputError("alload data captions: give one data folder, or one table of captions")
+    place = Path(options.words[1])
+    if not place.is_dir():
+        _require_absent(options, "--out", "does not apply to a table, which --media takes")
+        changed, same = write_captions(place, Path(options.media or place.parent))
+        print(
+            f"{changed:,} caption files changed, {same:,} are the same; `alload prepare media "
+            "--update` encodes them"
+        )
+        return 0
+    _require_absent(options, "--media", "does not apply to a data folder; give --out TABLE.csv")
+    if options.out is None or Path(options.out).suffix.lower() != ".csv":
+        raise InputError("alload data captions: --out is missing; name a .csv file to write")
+    require_place("alload data", "--out", Path(options.out))
+    if Path(options.out).exists():
+        raise InputError(f"alload data captions: --out {options.out}: exists already; name another")
+    rows = {row.get(PATH): row for row in reversed(read_rows(place).to_pylist())}
+    if None in rows:
+        raise InputError(f"{place}: does not record the paths of its files, as prepare media does")
+    with (
+        replacing(Path(options.out)) as unfinished,
+        unfinished.open("w", -1, "utf-8-sig", newline="") as file,
+    ):
+        writer = csv.writer(file)
+        writer.writerow(("path", "caption"))
+        for path, row in sorted(rows.items()):
+            several = row.get(CAPTIONS)
+            words = json.dumps(several, ensure_ascii=False) if several else row[CAPTION]
+            writer.writerow((path, words))
+    print(options.out)
     return 0
 
 

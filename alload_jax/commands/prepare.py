@@ -75,6 +75,8 @@ def _add_media_arguments(parser: argparse.ArgumentParser) -> None:
         ".jsonl, .parquet), or WebDataset .tar shards")  # fmt: skip
     add("--out", required=True, help="data folder to write; must not exist")
     add("--path-column", help="column of paths in a table; default: found by its name")
+    add("--media-root", type=Path, help="folder that a table's paths are relative to; default: "
+        "the table's")  # fmt: skip
     add("--caption-column", help="column or JSON key of captions; default: found by its name")
     add_settings(
         parser,
@@ -105,7 +107,8 @@ def run_media(options: argparse.Namespace) -> int:
     given["area"] = tuple(given.get("area", MediaSettings.area))
     settings = MediaSettings(**given)
     columns = (options.path_column, options.caption_column)
-    items = find_items(Path(options.input), *columns, settings.captions == "all")
+    every = settings.captions == "all"
+    items = find_items(Path(options.input), *columns, every, options.media_root)
     vae, _ = settings.encoders(items)
     out = Path(options.out).absolute()
     with ProgressBar("prepare: file", total=len(items)) as bar, _interruptible():

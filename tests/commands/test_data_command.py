@@ -332,3 +332,31 @@ def test_tokens_and_costs_are_those_of_the_vae_s_model(
         assert status == 0
         assert f"patch size {patch} (--patch-size gives another)" in out
         assert f"not measured: {model} on" in out
+
+
+def test_captions_go_to_a_table_and_back_to_the_media(data, tmp_path):
+    with StoreWriter(tmp_path / "store", vae_stride=(1, 1, 1)) as writer:
+        for path, words in (("b.png", 'zwei ü, "x"'), ("a.png", "one"), ("a.png", "one")):
+            others = [(np.zeros((1, 8)), "more")] if path == "b.png" else []
+            arrays = np.zeros((1, 16, 16, 3)), np.zeros((1, 8)), (1, 16, 16)
+            writer.add(*arrays, words, path=path, alternatives=others)
+    table, media = tmp_path / "edit.csv", tmp_path / "media"
+    media.mkdir()
+    for name in ("a.png", "b.png"):
+        Image.new("RGB", (16, 16)).save(media / name)
+    assert data("captions", tmp_path / "store", "--out", table)[:2] == (0, f"{table}\n")
+    status, out, _ = data("captions", table, "--media", media)
+    assert status == 0
+    assert out.startswith("2 caption files changed, 0 are the same; ")
+    assert (media / "a.txt").read_text() == "one\n"
+    assert (media / "b.txt").read_text() == 'zwei ü, "x"\nmore\n'
+    for argv, words in (
+        (("captions", tmp_path / "store"), "--out is missing"),
+        (("captions", tmp_path / "store", "--out", table), "exists already"),
+        (("captions", table, "--out", table), "does not apply to a table"),
+        (("captions",), "give one data folder, or one table"),
+        ((tmp_path / "store", "--media", media), "belongs to"),
+    ):
+        status, _, err = data(*argv)
+        assert (status, err.count("\n")) == (2, 1)
+        assert words in err

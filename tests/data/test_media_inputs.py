@@ -13,7 +13,7 @@ from media_helpers import moving_frames, prepare, rows, write_video
 from PIL import Image
 
 from alload_jax.data.prepare.captions import clean
-from alload_jax.data.prepare.inputs import count_ignored, find_items
+from alload_jax.data.prepare.inputs import count_ignored, find_items, write_captions
 from alload_jax.errors import InputError
 
 
@@ -309,3 +309,91 @@ def test_sizes_that_a_tar_only_claims_take_no_memory(media, kind, size):
         tracemalloc.stop()
     assert found
     assert all("tar" in reason for reason in found.values())
+
+
+def test_captions_as_other_trainers_keep_them(media, tmp_path):
+    (media / "videos").mkdir()
+    for name in ("a.mkv", "b.mkv"):
+        write_video(media / "videos" / name, moving_frames(9))
+    expected = {"a.mkv": "first, with a comma", "b.mkv": "zwei ü"}
+    for texts, files in (("prompt.txt", "videos.txt"), ("prompts.txt", "images.txt")):
+        (media / texts).write_text("\n".join(expected.values()), encoding="utf-8")
+        (media / files).write_text("".join(f"videos/{name}\n" for name in expected))
+        found = captions(find_items(media))
+        assert found == {f"videos/{name}": caption for name, caption in expected.items()}
+        (media / texts).write_text("only one\n")
+        with pytest.raises(InputError, match=f"{files}: has 2 lines, and {texts} 1; give one"):
+            find_items(media)
+        (media / texts).unlink()
+        (media / files).unlink()
+    # "path" is that within videos/, as their scripts read it; "cap" is a list.
+    size = {"resolution": {"width": 32, "height": 32}, "fps": 16.0, "duration": 0.5}
+    entries = [{"path": name, "cap": [caption], **size} for name, caption in expected.items()]
+    (media / "videos2caption.json").write_text(json.dumps(entries))
+    assert captions(find_items(media)) == expected
+    (media / "videos2caption.json").unlink()
+    # diffusion-pipe's, with several captions each
+    words = {f"videos/{name}": [caption, "more"] for name, caption in expected.items()}
+    (media / "captions.json").write_text(json.dumps(words))
+    assert all_captions(media) == words
+    (media / "captions.json").write_text("[1]")
+    with pytest.raises(InputError, match="is no list of JSON objects"):
+        find_items(media)
+
+
+def test_paths_of_a_table_may_be_absolute_within_a_folder_that_is_named(media, tmp_path):
+    elsewhere = tmp_path / "tables" / "list.json"
+    elsewhere.parent.mkdir()
+    picture(media / "a.png")
+    picture(tmp_path / "outside.png")
+    paths = ("a.png", str(media / "a.png"), str(tmp_path / "outside.png"), "../outside.png")
+    elsewhere.write_text(json.dumps([{"path": path, "caption": "a cat"} for path in paths]))
+    refused = "absolute path out of the table's folder; name --media-root"
+    found = [each.reason for each in find_items(elsewhere, media_root=media)]
+    assert found == ["", "", refused, "path with '..', which could leave the folder"]
+    found = [each.reason for each in find_items(elsewhere)]
+    assert [found[0][:12], *found[1:3]] == ["no such file", refused, refused]
+    with pytest.raises(InputError, match="needs a table"):
+        find_items(media, media_root=media)
+    (media / "x.tar.gz").write_bytes(b"")
+    with pytest.raises(InputError, match="is compressed; unpack it by gunzip"):
+        find_items(media / "x.tar.gz")
+
+
+def test_captions_of_a_table_are_written_beside_the_media(media, tmp_path):
+    names = ("a.png", "b.c.png", "same.jpg", "same.png", "sub/ü.png", "json.png")
+    (media / "sub").mkdir()
+    for name in names:
+        picture(media / name)
+    (media / "a.txt").write_text("as before\n", encoding="utf-16")
+    (media / "json.json").write_text('{"caption": "old", "seed": 1}')
+    table = tmp_path / "edit.csv"
+
+    def write(**given):
+        lines = [f'{name},"{caption}"' for name, caption in given.items()]
+        table.write_text("\n".join(["path,caption", *lines]), encoding="utf-8-sig")
+        return write_captions(table, media)
+
+    edited = {name: f"edited, {name}" for name in names} | {"a.png": "as before"}
+    edited["sub/ü.png"] = '[""one"", ""two""]'
+    assert write(**edited) == (5, 1)
+    assert write(**edited) == (0, 6)
+    found = {name: all_captions(media).get(name) for name in names}
+    assert found == {name: [edited[name]] for name in names} | {"sub/ü.png": ["one", "two"]}
+    assert (media / "json.json").read_text() == '{"caption": "old", "seed": 1}'
+    before = {path: path.read_bytes() for path in media.rglob("*.txt")}
+    (media / "c.txt").write_text("both")
+    picture(media / "c.png")
+    picture(media / "c.jpg")
+    for given, words in (
+        ({"a.png": "new", "gone.png": "x"}, "gone.png: no such file"),
+        ({"a.png": "new", "c.png": "x"}, "c.png shares c.txt with another file"),
+        ({"a.png": "new", "c.png": "x", "c.jpg": "y"}, "c.png shares c.txt with another file"),
+        ({"a.png": "new", "../edit.png": "x"}, "path with '..'"),
+    ):
+        with pytest.raises(InputError, match=f"{words}.*; nothing is written"):
+            write(**given)
+    assert {path: path.read_bytes() for path in before} == before
+    assert write(**{"c.png": "x", "c.jpg": "x"}) == (1, 0)
+    with pytest.raises(InputError, match="is no table"):
+        write_captions(media / "c.txt", media)

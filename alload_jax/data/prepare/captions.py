@@ -16,7 +16,7 @@ from alload_jax.files import parse_json
 
 CAPTION_COLUMNS = (
     *("caption", "text", "prompt", "captions", "description", "title", "long_caption"),
-    *("short_caption", "label", "class"),
+    *("short_caption", "label", "class", "cap"),
 )
 """Names under which tables and JSON files keep captions; the first that is there is taken."""
 PATH_COLUMNS = (

@@ -4,6 +4,7 @@ import csv
 import io
 import os
 import tarfile
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -19,6 +20,7 @@ from alload_jax.data.prepare.captions import (
     CaptionFiles,
     CaptionRule,
     as_caption,
+    clean,
     require_column,
 )
 from alload_jax.data.prepare.sources import (
@@ -33,7 +35,7 @@ from alload_jax.data.prepare.sources import (
     suffix_of,
 )
 from alload_jax.errors import InputError
-from alload_jax.files import Json, parse_json, require_regular
+from alload_jax.files import Json, parse_json, replacing, require_regular
 
 _SILENT = frozenset(
     {*SIDECARS, ".jsonl", ".csv", ".tsv", ".parquet", ".md", ".srt", ".vtt", ".ini", ".db", ".npy"}
@@ -95,19 +97,30 @@ def _require_media(name: str) -> None:
         raise UnusableError(f"suffix {suffix or 'missing'}: not an image or video")
 
 
-TABLES = (".csv", ".jsonl", ".parquet")
+TABLES = (".csv", ".jsonl", ".json", ".parquet")
 """Suffixes of tables."""
+_LISTS = (("prompt.txt", "prompts.txt", "captions.txt"), ("videos.txt", "images.txt"))
+"""Lists of captions and of media, by lines, as finetrainers reads them."""
 
 _LONGEST_FIELD = 2**24
 
 
-def table_items(table: Path, path_column: str | None, rule: CaptionRule) -> list[Item]:
-    """The media of a table in the order of its rows; paths are relative to the table's folder.
+def table_items(
+    table: Path, path_column: str | None, rule: CaptionRule, root: Path | None = None
+) -> list[Item]:
+    """The media of a table in the order of its rows.
+
+    Args:
+      table: the file; of lists by lines, that of the media.
+      path_column: column of paths; None finds it.
+      rule: which captions are taken.
+      root: folder that paths are relative to; None for the table's, or `videos` in it.
 
     Raises:
       InputError: the table cannot be read, or has no column of paths, or lacks a column asked for.
     """
     read = {".csv": _csv_rows, ".jsonl": _jsonl_rows, ".parquet": _parquet_rows}
+    read |= {".json": _json_rows, ".txt": _list_rows}
     require_regular(table)
     try:
         rows = list(read[table.suffix.lower()](table, path_column, rule))
@@ -117,19 +130,22 @@ def table_items(table: Path, path_column: str | None, rule: CaptionRule) -> list
         kind = table.suffix[1:].upper()
         raise InputError(f"{table}: cannot be read as {kind} ({short(error)}); fix it") from error
     names = list(dict.fromkeys(name for row in rows for name in row))
-    place = str(table)
-    path = require_column(place, names, PATH_COLUMNS, path_column, "--path-column")
+    where = str(table)
+    path = require_column(where, names, PATH_COLUMNS, path_column, "--path-column")
     captions = rule.columns(name for name in names if name != path)
     if rule.column is not None and not captions:
-        require_column(place, names, CAPTION_COLUMNS, rule.column, "--caption-column")
+        require_column(where, names, CAPTION_COLUMNS, rule.column, "--caption-column")
     _require_once(table, names, (path, *captions))
-    root = table.parent.resolve()
+    place = (root or table.parent).resolve()
 
     def find(name: str, row: Json) -> tuple[Source, list[str]]:
         if not name:
             raise UnusableError("row without a path")
         _require_media(name)
-        return checked_source(root, name), rule.of_values(row.get(each) for each in captions)
+        words = rule.of_values(row.get(each) for each in captions)
+        if root is None and not (place / name).exists() and (place / "videos" / name).exists():
+            return checked_source(place / "videos", name), words  # as FastVideo keeps them
+        return checked_source(place, name), words
 
     paths = [readable_name(as_caption(row.get(path)) or "") for row in rows]
     return [_item(name, partial(find, name, row)) for name, row in zip(paths, rows, strict=True)]
@@ -174,6 +190,27 @@ def _jsonl_rows(table: Path, _: str | None, __: CaptionRule) -> Iterator[Json]:
             if not isinstance(row, dict):
                 raise InputError(f"{table}: line {number} is not a JSON object; fix it")
             yield row
+
+
+def _json_rows(table: Path, _: str | None, __: CaptionRule) -> Iterator[Json]:
+    rows = parse_json(table.read_bytes(), str(table), "fix it", finite=False)
+    if isinstance(rows, dict):  # captions by path, as diffusion-pipe's captions.json
+        rows = [{"path": path, "caption": caption} for path, caption in rows.items()]
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise InputError(f"{table}: is no list of JSON objects, nor captions by path; fix it")
+    yield from rows
+
+
+def _list_rows(table: Path, _: str | None, __: CaptionRule) -> Iterator[Json]:
+    texts = next(table.with_name(name) for name in _LISTS[0] if table.with_name(name).is_file())
+    paths, captions = (path.read_text("utf-8-sig").splitlines() for path in (table, texts))
+    if len(paths) != len(captions):
+        raise InputError(
+            f"{table}: has {len(paths)} lines, and {texts.name} {len(captions)}; give one caption "
+            "in a line for each file"
+        )
+    for path, caption in zip(paths, captions, strict=True):
+        yield {"path": path, "caption": caption}
 
 
 def _parquet_rows(table: Path, path_column: str | None, rule: CaptionRule) -> Iterator[Json]:
@@ -259,8 +296,9 @@ def _source(path: Path, member: tarfile.TarInfo) -> Source:
 
 
 TABLE_NAMES = (
-    *("metadata.csv", "metadata.jsonl", "metadata.parquet"),
-    *("captions.csv", "captions.jsonl", "captions.parquet"),
+    *("metadata.csv", "metadata.jsonl", "metadata.json", "metadata.parquet"),
+    *("captions.csv", "captions.jsonl", "captions.json", "captions.parquet"),
+    "videos2caption.json",
 )
 """Tables that are taken for the list of a folder's media."""
 
@@ -270,6 +308,7 @@ def find_items(
     path_column: str | None = None,
     caption_column: str | None = None,
     every_caption: bool = False,
+    media_root: Path | None = None,
 ) -> list[Item]:
     """The items of a folder, a table or tar shards.
 
@@ -278,16 +317,23 @@ def find_items(
         .csv, .jsonl or .parquet file; or a .tar file.
       path_column, caption_column: names of the columns (or JSON keys); None finds them.
       every_caption: whether all captions of a file are taken; see `CaptionRule`.
+      media_root: folder that the paths of a table are relative to; None for its own.
 
     Raises:
       InputError: there is no such place, a table cannot be read, or nothing is found.
     """
     rule = CaptionRule(caption_column, every_caption)
     tables = [place / name for name in TABLE_NAMES if (place / name).is_file()]
+    if any((place / name).is_file() for name in _LISTS[0]):
+        tables += [place / name for name in _LISTS[1] if (place / name).is_file()]
     if not place.is_dir() and not place.is_file():
         raise InputError(f"{place}: no such file or folder; give a folder, a table or a .tar file")
     if tables or (place.is_file() and place.suffix.lower() in TABLES):
-        items = table_items(tables[0] if tables else place, path_column, rule)
+        items = table_items(tables[0] if tables else place, path_column, rule, media_root)
+    elif media_root:
+        raise InputError(f"--media-root {media_root} needs a table, and {place} is none")
+    elif place.name.lower().endswith((".tar.gz", ".tgz")):
+        raise InputError(f"{place}: is compressed; unpack it by gunzip, a .tar is read as it is")
     elif place.is_dir():
         tars = sorted(place.glob("*.tar"))
         items = tar_items(tars, rule) if tars else folder_items(place, rule)
@@ -309,3 +355,59 @@ def count_ignored(place: Path, items: Sequence[Item]) -> int:
     used = {item.source.path for item in items if item.source}
     there = (item.source for item in folder_items(place, CaptionRule()))
     return sum(source is not None and source.path not in used for source in there)
+
+
+def write_captions(table: Path, media: Path) -> tuple[int, int]:
+    """Writes the captions of a table to text files beside the media, or those that are there.
+
+    Args:
+      table: as `table_items` takes it.
+      media: folder that its paths are relative to.
+
+    Returns:
+      How many text files have changed, and how many have not.
+
+    Raises:
+      InputError: a media file is not there, or shares its caption file with one of another caption.
+        Nothing is written then.
+    """
+    if table.suffix.lower() not in TABLES or not table.is_file():
+        raise InputError(f"{table}: is no table; name a file that ends in {', '.join(TABLES)}")
+    rule, root = CaptionRule(every=True), media.resolve()
+    names = [path.relative_to(root).as_posix() for path in sorted(root.rglob("*"))]
+    texts, stems = (
+        CaptionFiles(names),
+        Counter(name.rpartition(".")[0] for name in names if suffix_of(name) in MEDIA),
+    )
+    wanted: dict[str, list[tuple[str, list[str]]]] = defaultdict(list)
+    for item in table_items(table, None, rule, media):
+        try:
+            if item.source is None:
+                raise UnusableError(item.reason)
+            name = item.source.path.relative_to(root).as_posix()
+            text = texts.of(name)
+        except UnusableError as error:
+            raise InputError(f"{table}: {item.name}: {error}; nothing is written") from error
+        if text is None or suffix_of(text) == ".json":  # .txt is read before .json
+            stem = name.rpartition(".")[0]
+            text = f"{name if stems[stem] > 1 else stem}.txt"
+        wanted[text].append(
+            (name, [clean(each) for each in (item.caption or "", *item.alternatives)])
+        )
+    changes = {}
+    for text, files in wanted.items():
+        words = files[0][1]
+        sharing = {name for name in names if suffix_of(name) in MEDIA and texts.of(name) == text}
+        if any(own != words for _, own in files) or sharing - {name for name, _ in files}:
+            raise InputError(
+                f"{table}: {files[0][0]} shares {text} with another file; give both one caption, "
+                "or each a text file of its own; nothing is written"
+            )
+        now = (root / text).read_bytes() if text in names else b""
+        known = [CaptionRule().of_sidecar(now, ".txt"), rule.of_sidecar(now, ".txt")]
+        if [clean(line) for line in known[0]] != words and list(map(clean, known[1])) != words:
+            changes[root / text] = words
+    for path, words in changes.items():
+        with replacing(path) as unfinished:
+            unfinished.write_text("\n".join(words) + "\n", encoding="utf-8")
+    return len(changes), len(wanted) - len(changes)

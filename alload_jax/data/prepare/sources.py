@@ -97,12 +97,13 @@ def checked_source(root: Path, relative: str) -> Source:
     """The source of a file of the folder `root`, which must be an existing, resolved path.
 
     Raises:
-      UnusableError: the path is absolute, has `..`, leads out of the folder by a link, or names no
-        regular file that has content.
+      UnusableError: the path is absolute and of another folder, has `..`, leads out of the folder
+        by a link, or names no regular file that has content.
     """
     parts = PurePosixPath(relative.replace("\\", "/"))
-    if parts.is_absolute() or (len(relative) > 1 and relative[1] == ":"):
-        raise UnusableError("absolute path; give it relative to the table's folder")
+    windows = len(relative) > 1 and relative[1] == ":"
+    if windows or (parts.is_absolute() and not Path(relative).resolve().is_relative_to(root)):
+        raise UnusableError("absolute path out of the table's folder; name --media-root")
     if ".." in parts.parts:
         raise UnusableError("path with '..', which could leave the folder")
     try:
