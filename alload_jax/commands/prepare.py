@@ -73,7 +73,9 @@ def _add_media_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("input", help="folder of media with captions in .txt or .json beside them, a table (.csv, "
         ".jsonl, .parquet), or WebDataset .tar shards")  # fmt: skip
-    add("--out", required=True, help="data folder to write; must not exist")
+    add("--out", required=True, help="data folder to write; must not exist, but for --update")
+    add("--update", action="store_true", help="bring a data folder up to date with the input: "
+        "encode new and changed files, and changed captions alone")  # fmt: skip
     add("--path-column", help="column of paths in a table; default: found by its name")
     add("--media-root", type=Path, help="folder that a table's paths are relative to; default: "
         "the table's")  # fmt: skip
@@ -126,6 +128,7 @@ def run_media(options: argparse.Namespace) -> int:
             engine=engine,
             report=Path(options.report) if options.report else None,
             on_files=_Speed(bar).finished,
+            update=options.update,
         )
     _print_summary(Path(options.out), settings, vae, report)
     return 0
@@ -239,4 +242,6 @@ def _print_summary(
     )
     _draw_samples(out, report.previews)
     print(f"{out / _SAMPLES} shows the first samples")
+    if report.changes:
+        print(report.changes)
     print(out / MANIFEST_NAME)

@@ -116,11 +116,13 @@ def set_display_matrix(path, matrix):
     path.write_bytes(data)
 
 
-def prepare(source, out, workers=1, report=None, engine=None, on_files=None, **changes):
+def prepare(
+    source, out, workers=1, report=None, engine=None, on_files=None, update=False, **changes
+):
     """Prepares a folder of tiny clips; returns what became of the files."""
     settings = MediaSettings(**SMALL | changes)
     items = find_items(source, every_caption=settings.captions == "all")
-    options = {"workers": workers, "report": report, "engine": engine}
+    options = {"workers": workers, "report": report, "engine": engine, "update": update}
     options |= {} if on_files is None else {"on_files": on_files}
     return prepare_media(items, out, settings, **options)
 

@@ -20,6 +20,7 @@ import pyarrow.parquet
 from alload_jax.data.prepare.settings import MediaSettings, items_digest
 from alload_jax.data.prepare.sources import Item
 from alload_jax.data.prepare.unit import Job, deferred_interrupts, encoding_processes, prepare_unit
+from alload_jax.data.prepare.update import Update
 from alload_jax.data.prepare.videos import require_detector
 from alload_jax.data.prepare.work_folder import (
     PREVIEWS,
@@ -34,6 +35,7 @@ from alload_jax.data.prepare.work_folder import (
     remove_work_folder,
 )
 from alload_jax.data.store import finish_store, is_finished
+from alload_jax.data.store.files import partial_folder
 from alload_jax.errors import InputError
 from alload_jax.files import replacing
 
@@ -65,6 +67,7 @@ def prepare_media(
     engine: Engine | None = None,
     report: Path | None = None,
     on_files: OnFiles = lambda items, before: None,
+    update: bool = False,
 ) -> UnitReport:
     """Writes the data folder `out`; goes on where an earlier call with equal arguments stopped.
 
@@ -79,6 +82,7 @@ def prepare_media(
       engine: what runs them elsewhere than in processes of this machine.
       report: file for the list of files that cannot be used; None for `skipped.parquet` in `out`.
       on_files: called as files are finished.
+      update: bring a folder that may exist up to date with the files; see `Update`.
 
     Returns:
       what became of the files.
@@ -93,11 +97,22 @@ def prepare_media(
     job = Job(out, settings, vae, text, settings.given_frames())
     job.areas()
     flags = settings.flags() | job.encoder_origins()
-    with claimed(out, flags | {"files": items_digest(items)}):
-        size = settings.files_per_shard
-        units = [items[begin : begin + size] for begin in range(0, len(items), size)]
+    flags |= {"update": True} if update else {"files": items_digest(items)}
+    with claimed(out, flags, update):
+        size, changes, first = settings.files_per_shard, None, 0
+        if update:
+            try:
+                changes = Update(out, items, job.origin())
+            except InputError:
+                if not partial_folder(out).exists():  # nothing is to go on
+                    remove_work_folder(out)
+                raise
+            first, items = changes.first, changes.todo
+            on_files([each.item for each in changes.found if each.now], True)
+        units: list[Sequence[Item]] = [()] * first
+        units += [items[at : at + size] for at in range(0, len(items), size)]
         todo = []
-        for number, unit in enumerate(units):
+        for number, unit in enumerate(units[first:], first):
             if is_finished(out, number) and read_report(out, number) is not None:
                 on_files(unit, True)
             else:
@@ -117,7 +132,7 @@ def prepare_media(
         else:
             for number in todo:
                 prepare_unit(job, number, units[number], finished=partial(finished, number))
-        return _finish(out, len(units), report)
+        return _finish(out, len(units), report, changes)
 
 
 def run_shards(
@@ -222,8 +237,14 @@ def _work(number: int, items: Sequence[Item]) -> None:
             raise
 
 
-def _finish(out: Path, units: int, path: Path | None) -> UnitReport:
+def _finish(out: Path, units: int, path: Path | None, update: Update | None) -> UnitReport:
     """Makes the data folder of the shards, writes the list of skipped files, and cleans up."""
+    if update:
+        changes = update.commit()
+        total = replace(update.report(), changes=changes)
+        write_skipped(path or out / SKIPPED_NAME, total.skipped)
+        remove_work_folder(out)
+        return total
     found = [read_report(out, number) or UnitReport() for number in range(units)]
     # Reports of an earlier version have none: what follows them would get other captions.
     drawn = takewhile(lambda report: report.previews or not report.used, found)

@@ -1,5 +1,6 @@
 """One input file: its bytes, its caption, its bucket, and its pixels if it is an image."""
 
+import hashlib
 import io
 import math
 import re
@@ -74,6 +75,8 @@ class Item:
       caption: the caption as found; None if there is none.
       reason: why it cannot be used; empty if it can.
       alternatives: further captions of it.
+      content: digest of its bytes; "" where it is not known yet.
+      records: of its clips in the data folder, of which only the captions are encoded again.
     """
 
     name: str
@@ -81,6 +84,33 @@ class Item:
     caption: str | None = None
     reason: str = ""
     alternatives: tuple[str, ...] = ()
+    content: str = ""
+    records: tuple["StoredRecord", ...] = ()
+
+
+class StoredRecord(NamedTuple):
+    """A clip that is stored: its shard, place in it, checksum, and size in pixels."""
+
+    shard: Path
+    place: int
+    checksum: int
+    size: tuple[int, int, int]
+
+
+def content_of(source: Source) -> str:
+    """A digest of the bytes of a source, equal for equal files whatever their names.
+
+    Raises:
+      UnusableError: it cannot be read.
+    """
+    try:
+        with opened(source) as file:
+            digest = hashlib.file_digest(
+                cast(io.BufferedReader, file), lambda: hashlib.blake2b(digest_size=16)
+            )
+    except OSError as error:
+        raise UnusableError(f"cannot be read ({short(error)})") from error
+    return digest.hexdigest()
 
 
 def suffix_of(name: str) -> str:

@@ -1,5 +1,6 @@
 """One unit of work: some input files become one shard, encoded here or by another process."""
 
+import json
 import os
 import signal
 import threading
@@ -13,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from array_record.python import array_record_module
 
+from alload_jax.data import record as records
 from alload_jax.data.prepare.captions import clean
 from alload_jax.data.prepare.encoders import (
     Encoded,
@@ -30,6 +33,7 @@ from alload_jax.data.prepare.sources import (
     Note,
     UnusableError,
     buckets_of,
+    content_of,
     decode_image,
     fit,
     is_animated,
@@ -44,6 +48,7 @@ from alload_jax.data.store.shard import Alternative
 from alload_jax.encoders.loading import device_count
 from alload_jax.errors import InputError
 from alload_jax.files import Json
+from alload_jax.planning.samples import Triple
 from alload_jax.processes import follow_parent
 
 
@@ -214,6 +219,10 @@ class Job:
         found = {"vae": self.vae.origin(), "text": self.text.origin()}
         return found if self.given is None else found | {"image_to_video": self.given.origin()}
 
+    def origin(self) -> Json:
+        """The provenance that the manifest stores, as JSON values."""
+        return json.loads(json.dumps(self.settings.origin() | self.encoder_origins()))
+
     def areas(self) -> list[tuple[Bucket, ...]]:
         """The buckets of each area class.
 
@@ -246,9 +255,8 @@ def prepare_unit(
       KeyboardInterrupt: it was given up.
     """
     report = UnitReport()
-    origin = job.settings.origin() | job.encoder_origins()
     try:
-        with ShardWriter(job.out, number, vae_stride=job.vae.stride, origin=origin) as shard:
+        with ShardWriter(job.out, number, vae_stride=job.vae.stride, origin=job.origin()) as shard:
             for files, item in enumerate(items, 1):
                 # Each of the first shards might have a sample only.
                 _add_item(job, item, shard, report, stopped, PREVIEWS if number < PREVIEWS else 0)
@@ -282,25 +290,26 @@ def _add_item(
         for words in map(clean, filter(None, (item.caption, *item.alternatives))):
             if surplus := job.surplus_tokens(words):
                 changes.add(f"caption cut, {surplus:,} tokens too long")
-        for clip in _clips(job, item, changes.add):
+        content = item.content or (content_of(item.source) if item.source else "")
+        for latents, given, size, clip in _stored(item) or _encoded(job, item, changes.add):
             if stopped():
                 raise KeyboardInterrupt
-            latents, given = job.encode_frames(clip), job.encode_given(clip)
             values = [array for array in (latents, *given) if array is not None]
             if not all(np.isfinite(array).all() for array in values):
                 raise UnusableError("the encoder gives values that are not finite")
             shard.add(
                 latents,
                 condition,
-                (len(clip), clip.shape[1], clip.shape[2]),
+                size,
                 caption or "",
                 given=given.channels,
                 image=given.image,
                 alternatives=alternatives,
                 parts=parts,
                 path=item.name,
+                content=content,
             )
-            if len(report.previews) < previews:
+            if clip is not None and len(report.previews) < previews:
                 report.previews.append(preview(clip))
     except UnusableError as error:
         report.skipped.append(Skipped(item.name, str(error), shard.written - before))
@@ -309,6 +318,34 @@ def _add_item(
         report.without_caption += not caption
         notes = (Skipped(item.name, change, clips, used=True) for change in sorted(changes))
         report.skipped.extend(notes)
+
+
+_Clip = tuple[np.ndarray, Given, Triple, np.ndarray | None]
+"""Latents, what is given beside them, size in pixels; and the pixels, where they were decoded."""
+
+
+def _stored(item: Item) -> list[_Clip]:
+    """What the records of a file hold beside its captions; nothing if one cannot be read."""
+    found = []
+    for shard, index, checksum, size in item.records:
+        try:
+            reader = array_record_module.ArrayRecordReader(str(shard))
+            (data,) = reader.read([index])
+            reader.close()
+        except (RuntimeError, ValueError, IndexError):
+            return []
+        if records.checksum(data) != checksum:
+            return []
+        arrays = records.decode(data)
+        given = Given(arrays.get(records.GIVEN), arrays.get(records.IMAGE))
+        found.append((arrays[records.LATENTS], given, size, None))
+    return found
+
+
+def _encoded(job: Job, item: Item, note: Note) -> Iterator[_Clip]:
+    for clip in _clips(job, item, note):
+        size = (len(clip), clip.shape[1], clip.shape[2])
+        yield job.encode_frames(clip), job.encode_given(clip), size, clip
 
 
 def _clips(job: Job, item: Item, note: Note) -> Iterator[np.ndarray]:

@@ -17,7 +17,7 @@ from typing import IO
 import numpy as np
 from PIL import Image
 
-from alload_jax.data.manifest import Manifest
+from alload_jax.data.manifest import MANIFEST_NAME, Manifest
 from alload_jax.data.store.files import partial_folder
 from alload_jax.errors import InputError
 from alload_jax.files import Json, read_json, replacing
@@ -26,6 +26,8 @@ from alload_jax.planning.samples import Triple
 _SETTINGS = "settings.json"
 _FILES = "files"
 """The setting that says which input files there are."""
+_UPDATE = "update"
+"""The setting that says whether it is an update."""
 _WORKERS = "workers"
 """Locked by the processes that write shards."""
 _SECONDS_BETWEEN_NOTES = 0.2
@@ -70,12 +72,14 @@ class UnitReport:
       without_caption: those of them that have no caption.
       skipped: files that cannot be used, or not to their end, and what was changed in others.
       previews: of the first clips, up to `PREVIEW_FRAMES` frames side by side: PNG in base64.
+      changes: of an update, what has changed in words.
     """
 
     used: int = 0
     without_caption: int = 0
     skipped: list[Skipped] = field(default_factory=list)
     previews: list[str] = field(default_factory=list)
+    changes: str = ""
 
 
 def work_folder(out: Path) -> Path:
@@ -84,20 +88,24 @@ def work_folder(out: Path) -> Path:
 
 
 @contextlib.contextmanager
-def claimed(out: Path, flags: Json) -> Iterator[None]:
+def claimed(out: Path, flags: Json, update: bool = False) -> Iterator[None]:
     """Holds the work folder of a data folder for this process.
 
     Args:
       out: the data folder.
       flags: settings as JSON values, by flag; equal to those of the preparation that goes on.
+      update: whether the folder may be finished, and the input files others than before.
 
     Raises:
       InputError: the data folder is finished or another's, another process holds it, or the
         preparation that would go on has other settings.
     """
     folder = work_folder(out)
-    if out.exists() and not folder.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise InputError(f"{out}: exists already; name another folder or remove it")
+    is_store = (out / MANIFEST_NAME).is_file()
+    empty = not out.exists() or (out.is_dir() and not any(out.iterdir()))
+    if not (empty or folder.exists() or (update and is_store)):
+        add = "add --update to bring it up to date, " if is_store else ""
+        raise InputError(f"{out}: exists already; {add}name another folder or remove it")
     partial = partial_folder(out)
     if not (folder / _SETTINGS).exists() and partial.is_dir() and any(partial.iterdir()):
         raise InputError(f"{partial}: holds shards of another command; remove it")
@@ -115,7 +123,7 @@ def claimed(out: Path, flags: Json) -> Iterator[None]:
             "folder",
         )
         workers.close()
-        _compare(out, folder / _SETTINGS, json.loads(json.dumps(flags)))
+        _compare(out, folder / _SETTINGS, json.loads(json.dumps(flags)), update)
         yield
 
 
@@ -143,7 +151,7 @@ def _removed(out: Path) -> Path:
     return out.with_name(f"{out.name}.prepare.removed")
 
 
-def _compare(out: Path, path: Path, flags: Json) -> None:
+def _compare(out: Path, path: Path, flags: Json, update: bool) -> None:
     begun = out.exists() or any(partial_folder(out).glob("shard-*.parquet"))
     if not path.exists() or not begun:  # other settings than those of no shard do no harm
         _write(path, flags)
@@ -151,12 +159,21 @@ def _compare(out: Path, path: Path, flags: Json) -> None:
     found = read_json(path, f"remove {path.parent}")
     if not isinstance(found, dict):
         raise InputError(f"{path}: is not a JSON object; remove {path.parent}")
+    if update:  # which goes on after any preparation, with any files
+        found = found | {name: flags.get(name) for name in (_FILES, _UPDATE)}
+        _write(path, flags)
     # Other captions are other files too: the flag says more.
-    for flag in sorted(flags.keys() | found.keys(), key=lambda flag: (flag == _FILES, flag)):
+    order = {_UPDATE: 0, _FILES: 2}
+    for flag in sorted(flags.keys() | found.keys(), key=lambda flag: (order.get(flag, 1), flag)):
         if found.get(flag) != flags.get(flag):
             remedy = f"remove {path.parent} and {out.name}.partial to start again"
+            if flag == _UPDATE:
+                raise InputError(f"{out}: an update of it was interrupted; add --update to go on")
             if flag == _FILES:
-                raise InputError(f"{out}: was begun with other input files or captions; {remedy}")
+                raise InputError(
+                    f"{out}: was begun with other input files or captions; add --update to go on "
+                    f"with these, or {remedy}"
+                )
             raise InputError(
                 f"{out}: was begun with {flag} {_words(found.get(flag))}, not "
                 f"{_words(flags.get(flag))}; give the same, or {remedy}"
@@ -184,6 +201,13 @@ def read_report(out: Path, number: int) -> UnitReport | None:
         return None
     skipped = [Skipped(**row) for row in found.pop("skipped")]
     return UnitReport(**found, skipped=skipped)
+
+
+def read_reports(out: Path) -> list[tuple[int, UnitReport]]:
+    """The reports of all shards that have one, by number."""
+    names = (path.stem.rpartition("-")[2] for path in work_folder(out).glob("report-*.json"))
+    found = ((number, read_report(out, number)) for number in sorted(map(int, names)))
+    return [(number, report) for number, report in found if report]
 
 
 def progress_note(out: Path, number: int) -> Callable[[int], None]:

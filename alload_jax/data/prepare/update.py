@@ -1,0 +1,286 @@
+"""Brings a data folder up to date with its media: files are compared by content, captions by text.
+
+What the folder and the finished shards of an interrupted update hold is not encoded again. The
+manifest changes last and at once. Shards that it no longer names stay until the next update, for
+runs that read them.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet
+
+from alload_jax.data.manifest import (
+    CAPTION,
+    CAPTIONS,
+    CONTENT,
+    JOINED,
+    NEXT_NUMBER,
+    NUMBER,
+    PATH,
+    in_row_schema,
+)
+from alload_jax.data.prepare.captions import clean
+from alload_jax.data.prepare.sources import Item, StoredRecord, UnusableError, content_of
+from alload_jax.data.prepare.work_folder import Skipped, UnitReport, read_reports
+from alload_jax.data.store.files import (
+    finish_store,
+    finished_shards,
+    partial_folder,
+    shard_number,
+    stored_part,
+)
+from alload_jax.data.store.writer import origin_differences
+from alload_jax.errors import InputError
+from alload_jax.files import Json
+
+_THREADS = 8
+_Row = Json
+
+
+@dataclass(frozen=True)
+class _File:
+    """The clips of one file in one shard.
+
+    Attributes:
+      rows: their rows of the manifest, in order.
+      folder: where the shard lies.
+      stored: whether the manifest names them.
+    """
+
+    rows: list[_Row]
+    folder: Path
+    stored: bool
+
+    @property
+    def path(self) -> str:
+        return str(self.rows[0][PATH])
+
+    @property
+    def number(self) -> int | None:
+        return shard_number(str(self.rows[0]["shard"]))
+
+    def records(self) -> tuple[StoredRecord, ...]:
+        """Where the clips are stored."""
+        return tuple(
+            StoredRecord(
+                self.folder / row["shard"],
+                row["index"],
+                row["checksum"],
+                (row["frames"], row["height"], row["width"]),
+            )
+            for row in self.rows
+        )
+
+
+@dataclass
+class Found:
+    """An input file, as the data folder knows it.
+
+    Attributes:
+      item: the file, with the digest of its content.
+      before: what the manifest has of it; None if it is new, or its content is.
+      now: what is stored of it with its present captions; None if that is to be encoded.
+    """
+
+    item: Item
+    before: _File | None = None
+    now: _File | None = None
+
+
+class Update:
+    """An update of a data folder, which may not exist yet.
+
+    Attributes:
+      found: the input files, in order.
+      todo: what is to be encoded.
+      first: number of the first shard to write.
+    """
+
+    def __init__(self, out: Path, items: Sequence[Item], origin: Json):
+        """Compares the input files with the folder.
+
+        Raises:
+          InputError: the folder was prepared with other settings, before contents were recorded, or
+            from other files.
+        """
+        self._out, self._parts = out, stored_part(out)
+        for part in self._parts:
+            origins = {"the folder": part.notes["origin"], "this command": origin}
+            if differences := origin_differences(origins):
+                raise InputError(
+                    f"{out}: was prepared with other settings: {differences[0]}; give the same, or "
+                    "prepare the media to another folder"
+                )
+            _require_contents(out, part.rows, {item.name for item in items})
+        self._remove_unused()
+        with ThreadPoolExecutor(_THREADS) as pool:
+            self._items = list(pool.map(_with_content, items))
+        self.found, files = self._match()
+        rows = self._parts[0].rows if self._parts else None
+        paths = set() if rows is None else set(rows[PATH].to_pylist())
+        known = rows is None or any(each.before or each.item.name in paths for each in self.found)
+        if not known:
+            raise InputError(
+                f"{out}: holds none of these {len(items):,} files, so all of its samples would "
+                "leave; name the input that it was prepared from, or another --out"
+            )
+        self.todo = []
+        for item in (each.item for each in self.found if each.now is None):
+            stored = files.get(item.content)  # of which only the captions are encoded
+            self.todo.append(replace(item, records=stored[0].records()) if stored else item)
+        places = (out, partial_folder(out))
+        names = (path.name for place in places if place.is_dir() for path in place.iterdir())
+        numbers = [n for name in names if (n := shard_number(name)) is not None]
+        self.first = max(numbers, default=-1) + 1
+
+    def commit(self) -> str:
+        """Writes the manifest of what is stored now; returns what has changed, in words."""
+        self.found, _ = self._match()
+        before = self._parts[0].rows.to_pylist() if self._parts else []
+        next_number = len(before)
+        if self._parts:
+            next_number = int(self._parts[0].notes.get(NEXT_NUMBER, next_number))
+        numbers = {_place(row): row.get(NUMBER, at) for at, row in enumerate(before)}
+        taken: dict[object, _Row] = {}
+        new: list[_Row] = []
+        texts = 0
+        for each in self.found:
+            if each.now is None:
+                continue
+            rows = [row | {PATH: each.item.name} for row in each.now.rows]
+            old = each.before.rows if each.before else []
+            if len(old) != len(rows):
+                new += rows
+                continue
+            texts += each.now is not each.before
+            for was, row in zip(old, rows, strict=True):
+                joined = was.get(JOINED) or was["checksum"]
+                kept = joined if joined != row["checksum"] else None
+                taken[_place(was)] = row | {NUMBER: numbers[_place(was)], JOINED: kept}
+        for row in before:  # that a program has added
+            if not row.get(CONTENT):
+                taken[_place(row)] = row | {NUMBER: numbers[_place(row)]}
+        staying = [taken[_place(row)] for row in before if _place(row) in taken]
+        joining = [row | {NUMBER: next_number + at} for at, row in enumerate(new)]
+        found = [*staying, *joining]
+        next_number += len(new)
+        if not found:
+            raise InputError(f"{self._out}: no file can be used; see its captions and endings")
+        if all(row[NUMBER] == at for at, row in enumerate(found)) and next_number == len(found):
+            found = [{**row, NUMBER: None} for row in found]
+        finish_store(self._out, rows=_table(found), next_number=next_number)
+        used = [each for each in self.found if each.now]
+        joined = sum(each.before is None for each in used)
+        left = len({(row[PATH], row[CONTENT]) for row in before if _place(row) not in taken})
+        return (
+            f"{joined:,} files joined, {left:,} left, {texts:,} have new captions, "
+            f"{len(used) - joined - texts:,} are the same"
+        )
+
+    def report(self) -> UnitReport:
+        """What became of the input files, those that stay included."""
+        skipped: dict[str, list[Skipped]] = defaultdict(list)
+        now = {each.item.name: each for each in self.found}
+        kept = {each.before.path: each for each in self.found if each.now and each.before}
+        listed = self._out / "skipped.parquet"
+        before = pyarrow.parquet.read_table(listed).to_pylist() if listed.is_file() else []
+        for row in before:  # of files of which something is stored
+            same = kept.get(row["path"]) if row["clips"] else None
+            if same and (same.now is same.before or "caption" not in row["reason"]):
+                skipped[same.item.name].append(Skipped(**row | {"path": same.item.name}))
+        for number, report in read_reports(self._out):
+            for row in report.skipped:
+                each = now.get(row.path)
+                if each and (each.now is None or each.now.number == number):
+                    skipped[row.path].append(row)
+        used = [each for each in self.found if each.now]
+        return UnitReport(
+            used=len(used),
+            without_caption=sum(not each.item.caption for each in used),
+            skipped=[row for name in now for row in skipped[name]],
+        )
+
+    def _match(self) -> tuple[list[Found], dict[str, list[_File]]]:
+        """The input files as they are stored now, and all that is stored, by content."""
+        files: dict[str, list[_File]] = defaultdict(list)
+        for file in self._files():
+            files[str(file.rows[0][CONTENT])].append(file)
+        found = [Found(item) for item in self._items]
+        free = {content: [f for f in known if f.stored] for content, known in files.items()}
+        for same_path in (True, False):  # a copy does not take what belongs to another path
+            for each in found:
+                for file in free.get(each.item.content, ()) if each.before is None else ():
+                    if not same_path or file.path == each.item.name:
+                        each.before = file
+                        free[each.item.content].remove(file)
+                        break
+        for each in found:
+            captions = list(map(clean, (each.item.caption or "", *each.item.alternatives)))
+            known = [each.before] if each.before else []
+            known += [f for f in files.get(each.item.content, ()) if not f.stored]
+            fits = [
+                f
+                for f in known
+                if (f.rows[0].get(CAPTIONS) or [f.rows[0][CAPTION] or ""]) == captions
+            ]
+            # Copies of a file with one caption each have clips of their own.
+            each.now = next((f for f in fits if f.stored or f.path == each.item.name), None)
+        return found, files
+
+    def _files(self) -> Iterator[_File]:
+        for stored, parts in ((True, self._parts), (False, finished_shards(self._out))):
+            for part in parts:
+                rows: dict[tuple[str, ...], list[_Row]] = defaultdict(list)
+                for row in part.rows.to_pylist():
+                    if row.get(CONTENT):
+                        rows[row[CONTENT], row.get(PATH), row["shard"]].append(row)
+                for own in rows.values():
+                    yield _File(own, part.path.parent, stored)
+
+    def _remove_unused(self) -> None:
+        """Removes shards that the manifest no longer names since an earlier update."""
+        for part in self._parts:
+            named = part.notes["shard_bytes"]
+            moved = {shard.path.name for shard in finished_shards(self._out)}
+            for path in self._out.glob("shard-*.arrayrecord"):
+                if path.name not in named and path.name not in moved:
+                    path.unlink()
+
+
+def _place(row: _Row) -> tuple[object, object]:
+    return row["shard"], row["index"]
+
+
+def _with_content(item: Item) -> Item:
+    if item.source is None:
+        return item
+    try:
+        return replace(item, content=content_of(item.source))
+    except UnusableError as error:
+        return replace(item, source=None, reason=str(error))
+
+
+def _require_contents(out: Path, rows: pa.Table, names: set[str]) -> None:
+    """Refuses rows of media of which the content is not known; others' rows stay as they are."""
+    have = set(rows.column_names)
+    paths = rows[PATH].to_pylist() if PATH in have else [None] * len(rows)
+    contents = rows[CONTENT].to_pylist() if CONTENT in have else [None] * len(rows)
+    if not any(contents) or any(
+        path in names for path, content in zip(paths, contents, strict=True) if not content
+    ):
+        raise InputError(
+            f"{out}: does not record the content of its files, as an earlier version wrote it; "
+            "prepare the media again, to another folder"
+        )
+
+
+def _table(rows: Sequence[_Row]) -> pa.Table:
+    names = dict.fromkeys(name for row in rows for name in row if row[name] is not None)
+    return in_row_schema(
+        pa.Table.from_pydict({name: [row.get(name) for row in rows] for name in names})
+    )

@@ -1,0 +1,220 @@
+"""`alload prepare media --update`: what is encoded, what stays, and what an interruption leaves."""
+
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from media_helpers import grey_frames, hold, make_media, prepare, write_video
+from patience import PATIENCE
+from PIL import Image
+
+from alload_jax.data.manifest import read_manifest, read_rows
+from alload_jax.data.prepare.unit import Job
+from alload_jax.data.store import StoreReader, StoreWriter, damaged_records
+from alload_jax.errors import InputError
+
+
+class Encoded:
+    """Counts clips and captions that are encoded."""
+
+    def __init__(self, monkeypatch):
+        self.frames = self.captions = 0
+        for name in ("frames", "caption"):
+            encode = getattr(Job, f"encode_{name}")
+            monkeypatch.setattr(Job, f"encode_{name}", self.counting(name, encode))
+
+    def counting(self, name, encode):
+        def count(job, value):
+            if name == "frames":
+                self.frames += 1
+            else:
+                self.captions += 1
+            return encode(job, value)
+
+        return count
+
+
+def content(folder):
+    """What a data folder holds: path and captions of each sample → its arrays' bytes."""
+    manifest, rows = read_manifest(folder), read_rows(folder).to_pylist()
+    reader = StoreReader(manifest)
+    assert not list(damaged_records(reader))
+    return sorted(
+        (row["path"], row["caption"], str(row.get("captions")), name, array.tobytes())
+        for number, row in enumerate(rows)
+        for name, array in reader.read(number).items()
+    )
+
+
+def numbers(folder):
+    """Path and frames of each sample → its number."""
+    manifest, rows = read_manifest(folder), read_rows(folder).to_pylist()
+    return {
+        (row["path"], row["frames"], at): int(number)
+        for at, (row, number) in enumerate(zip(rows, manifest.sample_numbers, strict=True))
+    }
+
+
+def change(media):
+    """One file of each kind of change: 4 clips and 1 picture stay, of which 1 has a new name."""
+    (media / "clip 1.txt").write_text("otherwise")
+    (media / "image0.png").rename(media / "ümläut.png")
+    (media / "clip 3.mkv").unlink()
+    shutil.copy(media / "image1.png", media / "copy.png")
+    stat = (media / "image2.png").stat()
+    Image.new("RGB", (40, 42), (9, 9, 9)).save(media / "image2.png")
+    os.utime(media / "image2.png", ns=(stat.st_atime_ns, stat.st_mtime_ns))  # as cp -p leaves it
+    write_video(media / "new.mkv", grey_frames([90] * 9))
+    (media / "worse.png").write_bytes(b"nothing, as before")
+
+
+@pytest.fixture
+def media(tmp_path):
+    (tmp_path / "media").mkdir()
+    return make_media(tmp_path / "media")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_update_holds_what_a_new_folder_would_and_encodes_what_is_new(
+    media, tmp_path, monkeypatch, workers
+):
+    out = tmp_path / "out"
+    prepare(media, out)
+    before, read = numbers(out), read_manifest(out)
+    change(media)
+    encoded = Encoded(monkeypatch)
+    report = prepare(media, out, update=True, workers=workers)
+    assert report.changes == ("3 files joined, 2 left, 1 have new captions, 5 are the same")
+    if workers == 1:  # image2.png and new.mkv; the copy and clip 1 need captions alone
+        assert (encoded.frames, encoded.captions) == (2, 6)
+    prepare(media, tmp_path / "new")
+    assert content(out) == content(tmp_path / "new")
+    skipped = [row.path for row in report.skipped]
+    assert skipped == ["bad.mp4", "worse.png"]
+    after = numbers(out)
+    names = {path: number for (path, *_), number in before.items()}
+    for (path, *_), number in after.items():
+        was = names.get({"ümläut.png": "image0.png"}.get(path, path))
+        stays = path not in ("image2.png", "new.mkv", "copy.png")
+        assert (number == was) if stays else number >= len(before)
+    # The split follows the clip, not its caption; and a run that reads the folder goes on.
+    sides = dict(zip(after.values(), read_manifest(out).contents.tolist(), strict=True))
+    first = dict(zip(before.values(), read.checksum.tolist(), strict=True))
+    assert all(sides[number] == first[number] for number in sides.keys() & first.keys())
+    assert not list(damaged_records(StoreReader(read)))
+    encoded.frames = 0
+    assert "0 files joined, 0 left, 0 have" in prepare(media, out, update=True).changes
+    assert encoded.frames == 0
+    assert {path.name for path in out.glob("shard-*")} == set(read_manifest(out).shard_bytes)
+
+
+STEPS = ("replace", "rename", "unlink", "rmdir")
+
+
+def test_an_update_that_is_cut_off_anywhere_leaves_one_of_both_and_goes_on(media, tmp_path):
+    first = tmp_path / "first"
+    prepare(media, first)
+    old = content(first)
+    change(media)
+    prepare(media, tmp_path / "new")
+    new, out, cut = content(tmp_path / "new"), tmp_path / "out", 0
+    while True:
+        for name in ("out", "out.partial", "out.prepare", "out.prepare.removed"):
+            shutil.rmtree(tmp_path / name, ignore_errors=True)
+        shutil.copytree(first, out)
+        left = cut
+
+        def counted(act):
+            def run(self, *arguments, **options):
+                nonlocal left
+                if str(self).startswith(str(tmp_path / "out")):
+                    left -= 1
+                    if left < 0:
+                        raise KeyboardInterrupt
+                return act(self, *arguments, **options)
+
+            return run
+
+        with pytest.MonkeyPatch.context() as patch:
+            for name in STEPS:
+                patch.setattr(Path, name, counted(getattr(Path, name)))
+            try:
+                prepare(media, out, update=True)
+            except KeyboardInterrupt:
+                pass
+            else:
+                break
+        assert content(out) in (old, new), cut
+        prepare(media, out, update=True)
+        assert content(out) == new
+        assert sorted(path.name for path in tmp_path.glob("out*")) == ["out"]
+        cut += 1
+    assert cut > 20
+
+
+def test_after_a_kill_an_update_keeps_what_it_has_encoded_whatever_changed_since(
+    media, tmp_path, tmp_path_factory, monkeypatch
+):
+    out = tmp_path / "out"
+    prepare(media, out, files_per_shard=1)
+    for number in range(4, 8):
+        write_video(media / f"clip {number}.mkv", grey_frames([20 * number] * 9))
+    start, held = hold(tmp_path_factory.mktemp("held"), media, out, "--update")
+    begun = start(4)  # bad.mp4 and three clips
+    os.killpg(begun.pid, signal.SIGKILL)
+    begun.communicate(timeout=PATIENCE)
+    held.unlink()
+    assert len(read_manifest(out)) == 8
+    write_video(media / "clip 8.mkv", grey_frames([222] * 9))
+    (media / "clip 4.txt").write_text("said later")
+    with pytest.raises(InputError, match="an update of it was interrupted; add --update"):
+        prepare(media, out, files_per_shard=1)
+    encoded = Encoded(monkeypatch)
+    prepare(media, out, files_per_shard=1, update=True)
+    assert encoded.frames == 2  # clips 7 and 8
+    prepare(media, tmp_path / "new", files_per_shard=1)
+    assert content(out) == content(tmp_path / "new")
+
+
+def test_updates_are_refused_where_they_would_lose_what_is_there(media, tmp_path):
+    out, other = tmp_path / "out", tmp_path / "other"
+    prepare(media, out)
+    other.mkdir()
+    Image.new("RGB", (40, 40), (3, 1, 4)).save(other / "another.png")
+    for changes, words in (
+        ({"fps": "8"}, "other settings: media.fps"),
+        ({"text_length": 9}, r"other settings: text.length \(256 in the folder, 9 in"),
+    ):
+        with pytest.raises(InputError, match=words):
+            prepare(media, out, update=True, **changes)
+    with pytest.raises(InputError, match="holds none of these 1 files"):
+        prepare(other, out, update=True)
+    with pytest.raises(InputError, match="exists already; add --update"):
+        prepare(media, out)
+    shutil.rmtree(tmp_path / "out.prepare", ignore_errors=True)
+    assert len(read_manifest(out)) == 8
+    # What a program has added stays, and the numbers of samples are never used again.
+    with StoreWriter(out, vae_stride=(1, 1, 1), mode="append") as writer:
+        sample = StoreReader(read_manifest(out)).read(0)
+        writer.add(sample["latents"], sample["text"], (9, 32, 32), "by hand")
+    (media / "image3.png").unlink()
+    prepare(media, out, update=True)
+    assert read_rows(out)["caption"].to_pylist().count("by hand") == 1
+    (media / "image2.png").unlink()
+    Image.new("RGB", (40, 40), (1, 2, 3)).save(media / "image9.png")
+    prepare(media, out, update=True)
+    assert read_manifest(out).sample_numbers.tolist() == [*range(6), 8, 9]
+
+
+def test_a_folder_without_contents_or_one_that_is_not_there(media, tmp_path):
+    out = tmp_path / "out"
+    prepare(media, out, update=True)
+    prepare(media, tmp_path / "new")
+    assert content(out) == content(tmp_path / "new")
+    with StoreWriter(tmp_path / "old", vae_stride=(1, 1, 1), origin=read_manifest(out).origin) as w:
+        w.add(np.zeros((1, 16, 16, 3)), np.zeros((0, 64)), (1, 16, 16), path="image0.png")
+    with pytest.raises(InputError, match="does not record the content of its files"):
+        prepare(media, tmp_path / "old", update=True)
