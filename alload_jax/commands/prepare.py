@@ -72,7 +72,7 @@ def _add_media_arguments(parser: argparse.ArgumentParser) -> None:
 
     add = parser.add_argument
     add("input", help="folder of media with captions in .txt or .json beside them, a table (.csv, "
-        ".jsonl, .parquet), or WebDataset .tar shards")  # fmt: skip
+        ".jsonl, .parquet), WebDataset .tar shards, or a set of several in .yaml")  # fmt: skip
     add("--out", required=True, help="data folder to write; must not exist, but for --update")
     add("--update", action="store_true", help="bring a data folder up to date with the input: "
         "encode new and changed files, and changed captions alone")  # fmt: skip
@@ -97,6 +97,7 @@ def _add_media_arguments(parser: argparse.ArgumentParser) -> None:
 def run_media(options: argparse.Namespace) -> int:
     """Prepares the folder and prints a summary."""
     _require("av", "prepare", "alload prepare media")
+    from alload_jax.data.prepare.folders import SETS, set_items
     from alload_jax.data.prepare.inputs import count_ignored, find_items
     from alload_jax.data.prepare.pipeline import prepare_media
     from alload_jax.data.prepare.settings import MediaSettings
@@ -109,8 +110,16 @@ def run_media(options: argparse.Namespace) -> int:
     given["area"] = tuple(given.get("area", MediaSettings.area))
     settings = MediaSettings(**given)
     columns = (options.path_column, options.caption_column)
-    every = settings.captions == "all"
-    items = find_items(Path(options.input), *columns, every, options.media_root)
+    if Path(options.input).suffix.lower() in SETS:
+        for flag, given_column in zip(("path", "caption"), columns, strict=True):
+            if given_column:
+                raise InputError(
+                    f"--{flag}-column does not apply to a set; name it per folder there"
+                )
+        items = set_items(Path(options.input), settings)
+    else:
+        every = settings.captions == "all"
+        items = find_items(Path(options.input), *columns, every, options.media_root)
     vae, _ = settings.encoders(items)
     out = Path(options.out).absolute()
     with ProgressBar("prepare: file", total=len(items)) as bar, _interruptible():

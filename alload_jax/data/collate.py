@@ -182,6 +182,7 @@ class Collator:
       excluded: samples that are not read and get weight 0.
       not_finite: samples that also get weight 0, and are reported as damaged records are.
       seed: of the run, which draws one of a sample's texts in each epoch.
+      dropout: [N] float64, share of the times that it draws none; None for never.
     """
 
     reader: SampleReader
@@ -191,6 +192,7 @@ class Collator:
     excluded: frozenset[int] = frozenset()
     seed: int = 0
     not_finite: frozenset[int] = frozenset()
+    dropout: np.ndarray | None = None
 
     def __call__(self, step: Step) -> HostStep:
         """Reads the step's records. Damaged records get weight 0 and are reported."""
@@ -222,7 +224,8 @@ class Collator:
                 arrays = self.reader.read(sample)
                 epoch_of_sample = int(epochs[place.row, place.slot])
                 number = self.reader.manifest.number(sample)
-                arrays = with_text_of_epoch(arrays, self.seed, epoch_of_sample, number)
+                dropout = 0.0 if self.dropout is None else self.dropout[sample]
+                arrays = with_text_of_epoch(arrays, self.seed, epoch_of_sample, number, dropout)
                 condition = self.collation.conditions.of(arrays)
             except BadRecordError as error:
                 problems.append(str(error))

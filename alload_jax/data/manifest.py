@@ -16,6 +16,7 @@ import pyarrow.parquet
 from alload_jax.data.record import SampleForm
 from alload_jax.errors import InputError, first_line
 from alload_jax.files import Json, parse_json, require_regular
+from alload_jax.planning.epoch import LEAST_WEIGHT, MOST_WEIGHT
 from alload_jax.planning.samples import Geometry, Samples, Triple, digest, samples_from_columns
 from alload_jax.processes import waits
 
@@ -55,6 +56,10 @@ NUMBER = "number"
 """Column of the sample's number, which stays when others leave; without it, that of the row."""
 JOINED = "joined"
 """Column of the checksum that the record had at first; null where it is still the same."""
+WEIGHT = "weight"
+"""Column of how often an epoch has the sample; null for once."""
+DROPOUT = "caption_dropout"
+"""Column of the share of the times that the sample is trained without its text; null for none."""
 NEXT_NUMBER = "next_number"
 """Note of the number that the next new sample gets; of folders with the column `NUMBER`."""
 _OPTIONAL = {
@@ -64,6 +69,8 @@ _OPTIONAL = {
     CONTENT: pa.string(),
     NUMBER: pa.int64(),
     JOINED: pa.uint32(),
+    WEIGHT: pa.float64(),
+    DROPOUT: pa.float64(),
 }
 """Columns that are written where a sample has a value."""
 _AGAIN = "prepare the data again"
@@ -91,6 +98,8 @@ class Manifest:
       tells_content: whether `checksum` tells samples of other content apart.
       numbers: [N] int64, the samples' rows in the whole data folder; None if these are all.
       ids: [N] int64, the samples' numbers, which stay when the folder changes; None for their rows.
+      weight: [N] float64, how often an epoch has each sample; None for once.
+      dropout: [N] float64, share of the times that it is trained without text; None for never.
       joined: [N] uint32, `checksum` when the samples joined; None if no caption has changed since.
       part_lengths: [N, K] int32, tokens of each of the form's `parts`; None if it has none.
     """
@@ -111,6 +120,8 @@ class Manifest:
     part_lengths: np.ndarray | None = None
     ids: np.ndarray | None = None
     joined: np.ndarray | None = None
+    weight: np.ndarray | None = None
+    dropout: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.index)
@@ -123,7 +134,8 @@ class Manifest:
         """Returns the samples as planning needs them."""
         frames, height, width = self.shape.T
         columns = {"frames": frames, "height": height, "width": width}
-        return samples_from_columns(columns, self.geometry(patch_size), str(self.path))
+        samples = samples_from_columns(columns, self.geometry(patch_size), str(self.path))
+        return replace(samples, weight=self.weight)
 
     def subset(self, numbers: np.ndarray) -> "Manifest":
         """Returns the manifest of some samples, in the order of their numbers, [K] int64."""
@@ -259,7 +271,7 @@ def read_manifest(folder: str | Path) -> Manifest:
     require_regular(path, "prepare the data again", or_folder=False)
     if not path.is_file():
         raise InputError(f"{path}: no such manifest; set data.folder to a prepared data folder")
-    table = read_columns(path, [*SCHEMA.names, PART_LENGTHS, NUMBER, JOINED])
+    table = read_columns(path, [*SCHEMA.names, PART_LENGTHS, NUMBER, JOINED, WEIGHT, DROPOUT])
     notes = manifest_metadata(path)
     _check_format(path, table, notes)
     _check_notes(path, notes)
@@ -282,6 +294,8 @@ def read_manifest(folder: str | Path) -> Manifest:
         part_lengths=_part_lengths(path, table, len(form.parts)),
         ids=_numbers(path, table),
         joined=_filled(table, JOINED, column["checksum"]),
+        weight=_filled(table, WEIGHT, 1.0, LEAST_WEIGHT, MOST_WEIGHT),
+        dropout=_filled(table, DROPOUT, 0.0, 0.0, 1.0),
     )
 
 

@@ -237,7 +237,7 @@ def texts_of(arrays: Arrays, name: str | None = None) -> list[np.ndarray]:
 
 
 def with_text_of_epoch(
-    arrays: dict[str, np.ndarray], seed: int, epoch: int, sample: int
+    arrays: dict[str, np.ndarray], seed: int, epoch: int, sample: int, dropout: float = 0.0
 ) -> dict[str, np.ndarray]:
     """The arrays with one of the sample's texts as its text, drawn from seed, epoch and sample.
 
@@ -247,13 +247,17 @@ def with_text_of_epoch(
       arrays: of the sample; returned as they are if it has one text.
       seed: of the run.
       epoch: as `noise_epoch` numbers it, so that repetitions draw anew.
-      sample: the manifest's row number.
+      sample: the sample's number.
+      dropout: share of the times that the texts have no tokens.
     """
     texts = texts_of(arrays)
-    if len(texts) == 1:
+    if len(texts) == 1 and not dropout:
         return arrays
-    drawn = np.random.SeedSequence(seed, spawn_key=(_STREAM, epoch, sample)).generate_state(1)[0]
-    number = int(drawn) % len(texts)
+    sequence = np.random.SeedSequence(seed, spawn_key=(_STREAM, epoch, sample))
+    drawn, dropped = sequence.generate_state(2).tolist()
+    if dropped < dropout * 2**32:
+        return arrays | {name: arrays[name][:0] for name in (_name(arrays), *part_names(arrays))}
+    number = drawn % len(texts)
     kinds = {kind: arrays.get(f"{kind}.{number}") for kind in part_names(arrays)}
     taken = {kind: tokens for kind, tokens in kinds.items() if tokens is not None}
     return arrays | taken | {_name(arrays): texts[number]}

@@ -106,7 +106,7 @@ def source_numbers(weights: Sequence[SourceWeight], paths: np.ndarray | None) ->
 def with_weights(
     samples: Samples, weights: Sequence[SourceWeight], paths: np.ndarray | None
 ) -> Samples:
-    """The samples with their weights; as they are if every weight is 1.
+    """The samples with their weights, times those that they have; as they are if every one is 1.
 
     Args:
       samples: N samples.
@@ -114,12 +114,19 @@ def with_weights(
       paths: as `source_numbers` takes them.
 
     Raises:
-      InputError: see `source_numbers`.
+      InputError: see `source_numbers`; or a product is out of bounds.
     """
     if not weights:
         return samples
     values = np.array([each.weight for each in weights] + [1.0])
     found = values[source_numbers(weights, paths)]
+    if samples.weight is not None:
+        found = found * samples.weight
+        if not ((found >= LEAST_WEIGHT) & (found <= MOST_WEIGHT)).all():
+            raise InputError(
+                "data.weights: times the weights in the data folder, some are not from "
+                f"{LEAST_WEIGHT:g} to {MOST_WEIGHT:g}; change one of both"
+            )
     return samples if (found == 1).all() else replace(samples, weight=found)
 
 
@@ -153,13 +160,13 @@ def source_shares(
     samples: Samples, weights: Sequence[SourceWeight], paths: np.ndarray | None
 ) -> list[SourceShare]:
     """The shares of the entries of `data.weights`, then that of other samples if there are any."""
-    number = source_numbers(weights, paths)
-    counts = np.bincount(number, minlength=len(weights) + 1)
-    tokens = np.bincount(number, weights=samples.seq_len, minlength=len(weights) + 1)
+    number, size = source_numbers(weights, paths), len(weights) + 1
     weight = np.array([each.weight for each in weights] + [1.0])
+    times = weight[number] * (1.0 if samples.weight is None else samples.weight)
+    counts, expected = (np.bincount(number, each, size) for each in (np.ones(len(times)), times))
+    tokens = np.bincount(number, times * samples.seq_len, size)
     names = [*(each.path for each in weights), "others"]
-    whole = float((tokens * weight).sum())
-    columns = (weight, counts, counts * weight, tokens * weight, tokens * weight / whole)
+    columns = (weight, counts.astype(int), expected, tokens, tokens / tokens.sum())
     rows = zip(names, *(column.tolist() for column in columns), strict=True)
     return [SourceShare(*row) for row in rows if row[2]]
 

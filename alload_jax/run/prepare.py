@@ -158,4 +158,7 @@ def make_collator(
     collation = collation_for(steps, data.training.manifest, model, data.conditions)
     ranks = local_plan_ranks(mesh, steps.topology.ranks, plan.planning.context_value)
     reader = PatientReader(data.training)
-    return Collator(reader, ranks, collation, steps.group_ranks, data.excluded, seed)
+    dropout = data.training.manifest.dropout
+    return Collator(
+        reader, ranks, collation, steps.group_ranks, data.excluded, seed, dropout=dropout
+    )

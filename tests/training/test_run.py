@@ -11,6 +11,8 @@ import sys
 from functools import partial
 from types import SimpleNamespace
 
+import jax
+import numpy as np
 import pytest
 import yaml
 from rich.console import Console
@@ -18,9 +20,10 @@ from training_runs import COMPUTED, computed, errors, lines_of
 
 from alload_jax.config import read_config
 from alload_jax.data.loader import PlacedStep
+from alload_jax.data.store import StoreWriter
 from alload_jax.distributed.cluster import Cluster
 from alload_jax.errors import InputError
-from alload_jax.run.prepare import plan_run, read_data
+from alload_jax.run.prepare import make_collator, plan_run, read_data
 from alload_jax.sharding.mesh import make_mesh
 from alload_jax.training import progress
 from alload_jax.training.callbacks.telemetry import Telemetry
@@ -73,6 +76,30 @@ def test_a_run_that_is_continued_keeps_the_policy_that_auto_took(unbroken, tmp_p
     plan, reason = plan_run(config.planning, config.model, data, config.run, mesh, cluster)
     assert plan.planning.policy == "sorted"
     assert reason == ""
+
+
+def test_weights_and_dropout_of_the_data_folder_reach_the_run_s_plan_and_collator(
+    unbroken, tmp_path
+):
+    runs, _ = unbroken
+    with StoreWriter(tmp_path / "data", vae_stride=(1, 1, 1)) as writer:
+        for number in range(6):
+            latents, label = np.full((1, 8, 8, 1), number / 9), np.array([number % 2])
+            settings = {"weight": 3.0, "dropout": 1.0} if number < 2 else {}
+            writer.add(latents, label, (1, 8, 8), **settings)
+    flags = ["--config", str(runs.config), "--data.folder", str(tmp_path / "data")]
+    config, cluster = read_config([*flags, "--run.folder", str(tmp_path / "run")]), Cluster()
+    data = read_data(config.data, config.validation, config.model, cluster)
+    mesh = make_mesh(config.mesh, jax.devices()[:1])
+    plan, _ = plan_run(config.planning, config.model, data, config.run, mesh, cluster)
+    assert plan.plan.epoch(0).counts.tolist() == [3, 3, 1, 1, 1, 1]
+    collator = make_collator(plan, data, config.model, mesh, config.run.seed)
+    null = config.model.num_classes
+    for number in range(plan.plan.steps_per_epoch):
+        for batch in collator(plan.plan.step(number)).batches:
+            labels = np.asarray(batch.condition)[batch.sample >= 0][:, 0]
+            numbers = batch.sample[batch.sample >= 0]
+            assert labels.tolist() == [null if n < 2 else n % 2 for n in numbers.tolist()]
 
 
 def test_the_same_command_shows_the_summary_again_and_another_model_is_refused(unbroken):

@@ -95,7 +95,8 @@ def prepare_media(
         require_detector()
     vae, text = settings.encoders(items)
     job = Job(out, settings, vae, text, settings.given_frames())
-    job.areas()
+    for own in {item.own for item in items}:
+        job.areas(replace(settings, **dict(own)))
     flags = settings.flags() | job.encoder_origins()
     flags |= {"update": True} if update else {"files": items_digest(items)}
     with claimed(out, flags, update):

@@ -228,6 +228,8 @@ def items_digest(items: Sequence[Item]) -> str:
     found = hashlib.sha256()
     for item in items:
         size = item.source.size if item.source else -1
-        others = (item.alternatives,) if item.alternatives else ()
+        others: tuple[object, ...] = (item.alternatives,) if item.alternatives else ()
+        told = (item.own, item.weight, item.dropout)
+        others += () if told == ((), 1, 0) else told
         found.update(repr((item.name, size, item.caption, item.reason, *others)).encode())
     return found.hexdigest()[:16]

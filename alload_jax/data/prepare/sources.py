@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO, NamedTuple, cast
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -77,6 +77,9 @@ class Item:
       alternatives: further captions of it.
       content: digest of its bytes; "" where it is not known yet.
       records: of its clips in the data folder, of which only the captions are encoded again.
+      own: settings of `MediaSettings` that differ from the command's, as (name, value).
+      weight: how often an epoch has each of its samples.
+      dropout: share of the times that they are trained without their caption.
     """
 
     name: str
@@ -86,6 +89,9 @@ class Item:
     alternatives: tuple[str, ...] = ()
     content: str = ""
     records: tuple["StoredRecord", ...] = ()
+    own: tuple[tuple[str, Any], ...] = ()
+    weight: float = 1.0
+    dropout: float = 0.0
 
 
 class StoredRecord(NamedTuple):
@@ -97,8 +103,12 @@ class StoredRecord(NamedTuple):
     size: tuple[int, int, int]
 
 
-def content_of(source: Source) -> str:
+def content_of(source: Source, own: object = ()) -> str:
     """A digest of the bytes of a source, equal for equal files whatever their names.
+
+    Args:
+      source: the file.
+      own: settings of its own, which the digest covers.
 
     Raises:
       UnusableError: it cannot be read.
@@ -110,6 +120,7 @@ def content_of(source: Source) -> str:
             )
     except OSError as error:
         raise UnusableError(f"cannot be read ({short(error)})") from error
+    digest.update(repr(own).encode() if own else b"")
     return digest.hexdigest()
 
 

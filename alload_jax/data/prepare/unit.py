@@ -6,7 +6,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.context import SpawnContext
 from multiprocessing.managers import BaseManager, BaseProxy
@@ -223,15 +223,15 @@ class Job:
         """The provenance that the manifest stores, as JSON values."""
         return json.loads(json.dumps(self.settings.origin() | self.encoder_origins()))
 
-    def areas(self) -> list[tuple[Bucket, ...]]:
-        """The buckets of each area class.
+    def areas(self, settings: MediaSettings) -> list[tuple[Bucket, ...]]:
+        """The buckets of each area class of some settings.
 
         Raises:
           InputError: an area class is unknown or does not fit the encoder.
         """
         # Whole tokens cover the sides.
         sides = [self.vae.stride[axis] * self.vae.patch_size[axis] for axis in (1, 2)]
-        return [buckets_of(area, max(16, *sides)) for area in self.settings.area]
+        return [buckets_of(area, max(16, *sides)) for area in settings.area]
 
 
 def prepare_unit(
@@ -290,7 +290,7 @@ def _add_item(
         for words in map(clean, filter(None, (item.caption, *item.alternatives))):
             if surplus := job.surplus_tokens(words):
                 changes.add(f"caption cut, {surplus:,} tokens too long")
-        content = item.content or (content_of(item.source) if item.source else "")
+        content = item.content or (content_of(item.source, item.own) if item.source else "")
         for latents, given, size, clip in _stored(item) or _encoded(job, item, changes.add):
             if stopped():
                 raise KeyboardInterrupt
@@ -308,6 +308,8 @@ def _add_item(
                 parts=parts,
                 path=item.name,
                 content=content,
+                weight=item.weight,
+                dropout=item.dropout,
             )
             if clip is not None and len(report.previews) < previews:
                 report.previews.append(preview(clip))
@@ -349,10 +351,10 @@ def _encoded(job: Job, item: Item, note: Note) -> Iterator[_Clip]:
 
 
 def _clips(job: Job, item: Item, note: Note) -> Iterator[np.ndarray]:
-    settings = job.settings
+    settings = replace(job.settings, **dict(item.own)) if item.own else job.settings
     if item.source is None:
         raise UnusableError(item.reason)
-    choose = partial(fit, areas=job.areas(), max_enlarge=settings.max_enlarge)
+    choose = partial(fit, areas=job.areas(settings), max_enlarge=settings.max_enlarge)
     is_image = suffix_of(item.name) in IMAGES
     if is_image and not is_animated(item.source):
         yield decode_image(item.source, choose, note)

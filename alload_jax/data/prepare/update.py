@@ -18,10 +18,12 @@ from alload_jax.data.manifest import (
     CAPTION,
     CAPTIONS,
     CONTENT,
+    DROPOUT,
     JOINED,
     NEXT_NUMBER,
     NUMBER,
     PATH,
+    WEIGHT,
     in_row_schema,
 )
 from alload_jax.data.prepare.captions import clean
@@ -152,7 +154,7 @@ class Update:
         for each in self.found:
             if each.now is None:
                 continue
-            rows = [row | {PATH: each.item.name} for row in each.now.rows]
+            rows = [row | _told(each.item) for row in each.now.rows]
             old = each.before.rows if each.before else []
             if len(old) != len(rows):
                 new += rows
@@ -252,6 +254,12 @@ class Update:
                     path.unlink()
 
 
+def _told(item: Item) -> _Row:
+    """What the manifest says of a file's samples beside their records."""
+    weight = None if item.weight == 1 else item.weight
+    return {PATH: item.name, WEIGHT: weight, DROPOUT: item.dropout or None}
+
+
 def _place(row: _Row) -> tuple[object, object]:
     return row["shard"], row["index"]
 
@@ -260,7 +268,7 @@ def _with_content(item: Item) -> Item:
     if item.source is None:
         return item
     try:
-        return replace(item, content=content_of(item.source))
+        return replace(item, content=content_of(item.source, item.own))
     except UnusableError as error:
         return replace(item, source=None, reason=str(error))
 

@@ -18,8 +18,10 @@ from alload_jax.data.manifest import (
     CAPTION,
     CAPTIONS,
     CONTENT,
+    DROPOUT,
     PART_LENGTHS,
     PATH,
+    WEIGHT,
     row_schema,
 )
 from alload_jax.data.record import (
@@ -96,6 +98,8 @@ class SampleWriter(ABC):
         parts: Mapping[str, np.ndarray] | None = None,
         path: str | None = None,
         content: str | None = None,
+        weight: float = 1.0,
+        dropout: float = 0.0,
     ) -> None:
         """Appends a sample.
 
@@ -117,6 +121,8 @@ class SampleWriter(ABC):
           path: where the sample comes from, such as `portraits/clip.mp4`, for the patterns of
             `data.weights`.
           content: digest of the media file, by which `alload prepare media --update` knows it.
+          weight: how often an epoch has the sample; `data.weights` multiplies it.
+          dropout: share of the times that it is trained without its text.
 
         Raises:
           ValueError: the shape of the latents does not match `size` and the VAE's stride, the
@@ -162,6 +168,8 @@ class SampleWriter(ABC):
             row[PATH] = path
         if content is not None:
             row[CONTENT] = content
+        row |= {WEIGHT: weight} if weight != 1 else {}
+        row |= {DROPOUT: dropout} if dropout else {}
         if names := part_names(arrays):
             row[PART_LENGTHS] = [max(map(len, texts_of(arrays, name))) for name in names]
         self.add_record(records.encode(arrays), row)

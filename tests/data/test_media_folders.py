@@ -1,0 +1,132 @@
+"""Sets of several folders in one YAML file: clips and captions of each, weights, dropout."""
+
+import numpy as np
+import pytest
+import yaml
+from media_helpers import SMALL, grey_frames, write_video
+from PIL import Image
+
+from alload_jax.data.manifest import read_manifest, read_rows
+from alload_jax.data.prepare.folders import set_items
+from alload_jax.data.prepare.inputs import find_items
+from alload_jax.data.prepare.pipeline import prepare_media
+from alload_jax.data.prepare.settings import MediaSettings
+from alload_jax.data.record import with_text_of_epoch
+from alload_jax.data.selection import SourceWeight, source_shares, with_weights
+from alload_jax.data.store import StoreReader
+from alload_jax.errors import InputError
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """Two folders of media, and a function that prepares a set of them."""
+    for number, name in enumerate(("portraits", "clips")):
+        (tmp_path / name).mkdir()
+        write_video(tmp_path / name / "a.mkv", grey_frames(range(10, 210, 10)))
+        Image.new("RGB", (90, 90), (number, 0, 0)).save(tmp_path / name / "b ü.png")
+        (tmp_path / name / "b ü.txt").write_text(f"tag {number}, red, blue, green\n")
+
+    def prepare_set(*given, out="out", **options):
+        place = tmp_path / "set.yaml"
+        place.write_text(yaml.safe_dump({"folders": list(given)}))
+        settings = MediaSettings(**SMALL)
+        prepare_media(set_items(place, settings), tmp_path / out, settings, **options)
+        return tmp_path / out
+
+    return prepare_set
+
+
+def arrays_of(folder, begin=""):
+    reader = StoreReader(read_manifest(folder))
+    rows = read_rows(folder).to_pylist()
+    return [
+        (row["path"].removeprefix(begin), {k: v.tobytes() for k, v in reader.read(at).items()})
+        for at, row in enumerate(rows)
+        if row["path"].startswith(begin)
+    ]
+
+
+def test_each_folder_is_prepared_by_its_own_settings(folders, tmp_path):
+    own = {"portraits": {"area": "48x48", "frames": 5}, "clips": {"fps": 8, "max_clips": 1}}
+    out = folders(*({"path": name} | settings for name, settings in own.items()))
+    for name, settings in own.items():
+        changes = {key: (value,) if key == "area" else value for key, value in settings.items()}
+        alone = MediaSettings(**SMALL | changes | ({"fps": "8"} if "fps" in settings else {}))
+        prepare_media(find_items(tmp_path / name), tmp_path / name[0], alone)
+        assert arrays_of(out, f"{name}/") == arrays_of(tmp_path / name[0])
+    # Other settings of one folder encode its files anew; those of the other stay.
+    before = read_rows(out).to_pylist()
+    folders({"path": "portraits", "frames": 9}, {"path": "clips"} | own["clips"], update=True)
+    after = {row["path"]: row for row in read_rows(out).to_pylist()}
+    for row in before:
+        stays = row["path"].startswith("clips")
+        assert (after[row["path"]]["checksum"] == row["checksum"]) == stays
+    assert set(read_rows(out)["frames"].to_pylist()) == {1, 9}
+
+
+def test_captions_get_words_and_orders_of_tags(folders):
+    tags = {"path": "clips", "shuffle_tags": 6, "keep_tags": 1, "trigger": "sks"}
+    words = {"path": "portraits", "prefix": "a film of ", "suffix": ", grainy", "trigger": "film"}
+    rows = read_rows(folders(tags, words)).to_pylist()
+    captions = {row["path"]: row["captions"] or [row["caption"]] for row in rows}
+    orders = captions["clips/b ü.png"]
+    assert orders[0] == "sks, tag 1, red, blue, green"
+    assert 2 <= len(set(orders)) == len(orders) <= 6
+    for order in orders:
+        first, kept, *rest = order.split(", ")
+        assert (first, kept, sorted(rest)) == ("sks", "tag 1", ["blue", "green", "red"])
+    assert captions["portraits/b ü.png"] == ["a film of tag 0, red, blue, green, grainy"]
+    assert captions["clips/a.mkv"] == ["sks"]
+    assert captions["portraits/a.mkv"] == ["film"]
+
+
+def test_weights_and_dropout_reach_plans_and_texts_and_follow_the_set(folders):
+    out = folders({"path": "portraits", "weight": 3, "caption_dropout": 0.25}, {"path": "clips"})
+    manifest = read_manifest(out)
+    assert manifest.weight.tolist() == [3.0] * 3 + [1.0] * 3
+    assert manifest.dropout.tolist() == [0.25] * 3 + [0.0] * 3
+    samples = manifest.samples((1, 8, 8))
+    assert with_weights(samples, (), None).weight.tolist() == manifest.weight.tolist()
+    paths = np.array(read_rows(out)["path"].to_pylist())
+    twice = with_weights(samples, [SourceWeight("*.png", 2)], paths).weight
+    assert twice.tolist() == [
+        w * (2 if path.endswith("png") else 1)
+        for w, path in zip(manifest.weight, paths, strict=True)
+    ]
+    (share, others) = source_shares(samples, [SourceWeight("*.png", 2)], paths)
+    assert (share.epoch_samples, others.epoch_samples) == (8.0, 8.0)
+    with pytest.raises(InputError, match="times the weights in the data folder"):
+        with_weights(samples, [SourceWeight("*", 1000)], paths)
+    arrays = StoreReader(manifest).read(2)
+    drawn = [with_text_of_epoch(arrays, 0, epoch, 2, 0.25)["text"] for epoch in range(2000)]
+    lengths = {len(text) for text in drawn}
+    assert lengths == {0, len(arrays["text"])}
+    assert 0.22 < np.mean([len(text) == 0 for text in drawn]) < 0.28
+    folders({"path": "portraits", "weight": 2}, {"path": "clips"}, update=True)
+    assert read_manifest(out).weight.tolist() == [2.0] * 3 + [1.0] * 3
+    assert read_manifest(out).dropout is None
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"path": "clips", "frame": 5}, "frame is no key of a folder; there are path, weight"),
+        ({"path": "clips", "frames": 6}, r"folder 1 \(clips\): --frames is 6; it must be 4n"),
+        ({"path": "clips", "frames": 5.5}, "frames is 5.5; give int"),
+        ({"path": "nowhere"}, "nowhere: no such file or folder"),
+        ({"frames": 5}, "folder 1 lacks path"),
+        ("clips", "folder 1 lacks path"),
+        ({"path": "clips", "weight": -1}, "it must be from 0.001 to 1000"),
+        ({"path": "clips", "weight": "3"}, "weight is '3'; give float"),
+        ({"path": "clips", "area": [7]}, "area is"),
+        ({"path": "clips", "area": []}, "--area is empty"),
+        ({"path": "clips", "area": "50x50"}, "not multiples of 16"),
+        ({"path": "clips", "caption_dropout": 2}, "caption_dropout is 2; it must be from 0 to 1"),
+        ({"path": "clips", "shuffle_tags": 101}, "shuffle_tags is 101; it must be from 0 to 100"),
+        ({"path": "clips", "captions": "some"}, "captions is 'some'; it must be one or all"),
+        ({"path": "clips", "fps": True}, "fps is True"),
+    ],
+)
+def test_a_wrong_folder_is_refused_by_its_place(folders, given, words):
+    with pytest.raises(InputError, match=words):
+        folders(given)
