@@ -5,18 +5,21 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 import yaml
 from rich.table import Table
 
 from alload_jax.bench.harness import Record, gigabytes, measured, table_of
 from alload_jax.commands.flags import require_flags, require_place
-from alload_jax.config import read_config
 from alload_jax.config_parser import read_yaml
 from alload_jax.errors import InputError
 from alload_jax.files import Json
 from alload_jax.planning.samples import Samples
 from alload_jax.planning.workloads import ASPECT_RATIOS, make_workload, names
+
+if TYPE_CHECKING:
+    from alload_jax.models.common.config import ModelConfig
 
 HELP = "Train an epoch, or for some seconds, with each of several configs on one data folder."
 
@@ -47,6 +50,8 @@ def run(options: argparse.Namespace) -> int:
     if options.seconds <= 0:
         raise InputError(f"{_COMMAND}: --seconds is {options.seconds}; give a number above 0")
     cases = _cases(options.cases, options.only)
+    from alload_jax.config import read_config  # imports JAX
+
     with TemporaryDirectory() as folder:
         commands: dict[str, list[str]] = {}
         for name, given in cases.items():
@@ -54,8 +59,8 @@ def run(options: argparse.Namespace) -> int:
             file.write_text(yaml.safe_dump(given))
             commands[name] = ["--config", options.config, "--config", str(file)]
             commands[name] += ["--data.folder", str(options.data)]
-            read_config(commands[name], _COMMAND)
-        _require_data(options, next(iter(commands.values())))
+            config = read_config(commands[name], _COMMAND)
+        _require_data(options, config.model)
         record = Record(options.out, ["jax", "jaxlib", "flax"], added=cases)
 
         def results() -> Iterator[Json]:
@@ -89,7 +94,7 @@ def _cases(file: Path, only: list[str] | None) -> dict[str, Json]:
     return {name: cases[name] for name in only or cases}
 
 
-def _require_data(options: argparse.Namespace, argv: list[str]) -> None:
+def _require_data(options: argparse.Namespace, model: "ModelConfig") -> None:
     """Writes the data folder if there is none.
 
     Raises:
@@ -107,7 +112,7 @@ def _require_data(options: argparse.Namespace, argv: list[str]) -> None:
         kept = samples.seq_len <= options.longest
         samples = Samples(samples.shape[kept], samples.seq_len[kept])
     print(f"{options.data}: writing {len(samples):,} samples", flush=True)
-    write_random_store(options.data, samples, read_config(argv, _COMMAND).model)
+    write_random_store(options.data, samples, model)
 
 
 def _outcome(case: Json) -> str:

@@ -328,7 +328,7 @@ _Clip = tuple[np.ndarray, Given, Triple, np.ndarray | None]
 
 def _stored(item: Item) -> list[_Clip]:
     """What the records of a file hold beside its captions; nothing if one cannot be read."""
-    found = []
+    found: list[_Clip] = []
     for shard, index, checksum, size in item.records:
         try:
             reader = array_record_module.ArrayRecordReader(str(shard))
