@@ -74,7 +74,9 @@ def change(media):
 @pytest.fixture
 def media(tmp_path):
     (tmp_path / "media").mkdir()
-    return make_media(tmp_path / "media")
+    folder = make_media(tmp_path / "media")
+    Image.new("RGBA", (40, 41), (1, 0, 0, 99)).save(folder / "image1.png")
+    return folder
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -90,10 +92,16 @@ def test_an_update_holds_what_a_new_folder_would_and_encodes_what_is_new(
     assert report.changes == ("3 files joined, 2 left, 1 have new captions, 5 are the same")
     if workers == 1:  # image2.png and new.mkv; the copy and clip 1 need captions alone
         assert (encoded.frames, encoded.captions) == (2, 6)
-    prepare(media, tmp_path / "new")
+    whole = prepare(media, tmp_path / "new")
     assert content(out) == content(tmp_path / "new")
-    skipped = [row.path for row in report.skipped]
-    assert skipped == ["bad.mp4", "worse.png"]
+    assert set(report.skipped) == set(whole.skipped)
+    assert len(report.skipped) == len(whole.skipped)
+    unusable = {row.path for row in report.skipped if not row.used}
+    assert unusable == {"bad.mp4", "worse.png"}
+    assert {row.path for row in report.skipped if "transparent" in row.reason} == {
+        "image1.png",
+        "copy.png",
+    }
     after = numbers(out)
     names = {path: number for (path, *_), number in before.items()}
     for (path, *_), number in after.items():

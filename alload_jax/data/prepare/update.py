@@ -186,25 +186,31 @@ class Update:
 
     def report(self) -> UnitReport:
         """What became of the input files, those that stay included."""
-        skipped: dict[str, list[Skipped]] = defaultdict(list)
+        skipped: dict[str, dict[str, Skipped]] = defaultdict(dict)
         now = {each.item.name: each for each in self.found}
-        kept = {each.before.path: each for each in self.found if each.now and each.before}
         listed = self._out / "skipped.parquet"
         before = pyarrow.parquet.read_table(listed).to_pylist() if listed.is_file() else []
-        for row in before:  # of files of which something is stored
-            same = kept.get(row["path"]) if row["clips"] else None
-            if same and (same.now is same.before or "caption" not in row["reason"]):
-                skipped[same.item.name].append(Skipped(**row | {"path": same.item.name}))
-        for number, report in read_reports(self._out):
-            for row in report.skipped:
-                each = now.get(row.path)
-                if each and (each.now is None or each.now.number == number):
-                    skipped[row.path].append(row)
+        stored = self._parts[0].rows.to_pylist() if self._parts else []
+        contents = {row[PATH]: row[CONTENT] for row in stored if row.get(CONTENT)}
         used = [each for each in self.found if each.now]
+        of_content: dict[str, list[Found]] = defaultdict(list)
+        for each in used:
+            of_content[each.item.content].append(each)
+        for row in before:  # of files of which something is stored, and of copies of them
+            for each in of_content[contents.get(row["path"], "")] if row["clips"] else ():
+                same = each.now is each.before and each.before and each.before.path == row["path"]
+                if same or "caption" not in row["reason"]:
+                    one = Skipped(**row | {"path": each.item.name})
+                    skipped[one.path][one.reason] = one
+        for number, report in read_reports(self._out):
+            for one in report.skipped:
+                found = now.get(one.path)
+                if found and (found.now is None or found.now.number == number):
+                    skipped[one.path][one.reason] = one
         return UnitReport(
             used=len(used),
             without_caption=sum(not each.item.caption for each in used),
-            skipped=[row for name in now for row in skipped[name]],
+            skipped=[row for name in now for row in skipped[name].values()],
         )
 
     def _match(self) -> tuple[list[Found], dict[str, list[_File]]]:

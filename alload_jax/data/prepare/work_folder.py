@@ -46,7 +46,7 @@ def preview(clip: np.ndarray) -> str:
     return base64.b64encode(file.getvalue()).decode("ascii")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Skipped:
     """A file that cannot be used, or not to its end, or is not stored as it was.
 
