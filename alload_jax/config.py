@@ -7,14 +7,16 @@ The fields depend on the name, so `read_config` reads the names first.
 
 import dataclasses
 import json
+import os
+import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import jax
 import yaml
 
-from alload_jax.config_parser import Part, parse_config
+from alload_jax.config_parser import Part, given_value, parse_config
 from alload_jax.data.datasets import DATASETS, Dataset
 from alload_jax.data.loader import LoaderConfig
 from alload_jax.data.selection import SourceWeight
@@ -215,11 +217,55 @@ def run_steps(run: RunConfig, plan: Plan) -> int:
 def read_config(argv: Sequence[str], prog: str = "train.py") -> Config:
     """Reads the config from a command line: `--config FILE` and `--section.key value`.
 
+    What `model` leaves out of the architecture is that of run.initial_weights.
+
     Raises:
       InputError: a key is unknown or a value is invalid.
     """
-    values = parse_config(argv, prog, Config, _PARTS, _LISTS, _RENAMED)
-    return Config(**values)
+    model = _model_of_weights(argv)
+    family = str(model.get("family", DEFAULT_FAMILY))
+    parts = [part._replace(default=family) if part.key == "model" else part for part in _PARTS]
+    defaults = {f"model.{key}": value for key, value in model.items()}
+    return Config(**parse_config(argv, prog, Config, parts, _LISTS, _RENAMED, defaults))
+
+
+def _model_of_weights(argv: Sequence[str]) -> Json:
+    """The architecture of run.initial_weights, or of the run if these weights are gone.
+
+    Empty if nothing describes it and `model` gives one, if it is of another family than
+    model.family, or if a file has all keys of `model`, as those that runs write.
+
+    Raises:
+      InputError: nothing describes it, nor does `model`.
+    """
+    place, section = given_value(argv, "run.initial_weights"), given_value(argv, "model")
+    if not isinstance(place, str) or place in ("", "null"):
+        return {}
+    given = set(section if isinstance(section, dict) else ())
+    given |= {re.split("[.=]", flag)[1] for flag in argv if flag.startswith("--model.")}
+    name = given_value(argv, "model.family")
+    if name is not None and name not in FAMILIES.names():
+        return {}
+    if name and {each.name for each in fields(FAMILIES.get(name).config)} <= given:
+        return {}
+    from alload_jax.training.restore import described_model  # imports Orbax, which takes a second
+
+    gone, folder = not os.path.exists(place), str(given_value(argv, "run.folder"))
+    found = folder if gone else place
+    model = described_model(Path(found)) if os.path.exists(found) else None
+    besides = {"family", "lora", "sparse_attention"}
+    if model is None and given <= besides | {*ModelConfig.arithmetic_fields}:
+        raise InputError(
+            f"run.initial_weights is {place}, "
+            + ("which is not there" if gone else "and no config.json there describes the model")
+            + "; name a transformer folder, or give the architecture as in "
+            "configs/wan2_1_t2v_1_3b.yaml"
+        )
+    if model is None or name not in (None, model.family):
+        return {}
+    return {key: value for key, value in model.architecture().items() if key not in besides} | {
+        "family": model.family
+    }
 
 
 def with_context(config: Config) -> Config:

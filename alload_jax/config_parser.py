@@ -45,6 +45,22 @@ def with_examples(argv: Sequence[str]) -> list[str]:
     return result
 
 
+def given_value(argv: Sequence[str], key: str) -> Any:
+    """The last value of a key on a command line and in its files; None if there is none."""
+    value: Any = None
+    for before, after in pairwise((*with_examples(argv), "")):
+        flag, equals, text = before.partition("=")
+        text = text if equals else after
+        if flag == f"--{key}":
+            value = text
+        elif flag == "--config":
+            found: Any = read_yaml(text)
+            for part in key.split("."):
+                found = found.get(part) if isinstance(found, dict) else None
+            value = value if found is None else found
+    return value
+
+
 def read_yaml(file: str) -> dict[str, Any]:
     """Reads the sections of a YAML file.
 
@@ -135,6 +151,7 @@ def parse_config(
     parts: Sequence[Part],
     lists: Mapping[str, Registry[type[Any]]],
     renamed: Mapping[str, str],
+    defaults: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Parses the values of a config's fields from a command line and its YAML files.
 
@@ -145,6 +162,7 @@ def parse_config(
       parts: parts whose dataclass is selected by name.
       lists: keys whose values are lists of configs with names, and the registries of the names.
       renamed: keys of earlier versions and their replacements.
+      defaults: values by dotted key that replace the dataclasses' defaults.
 
     Raises:
       InputError: a key is unknown or a value is invalid.
@@ -164,6 +182,7 @@ def parse_config(
         help="a YAML file, or the name of an example; later flags override it",
     )
     parser.add_class_arguments(typed)
+    parser.set_defaults(dict(defaults))
     try:
         given = parser.parse_args(list(argv))
         _check_values("", given.as_dict())

@@ -13,8 +13,11 @@ from alload_jax import config_parser
 from alload_jax.config import _LISTS, _PARTS, Config, read_config, with_context, write_config
 from alload_jax.config_parser import build_named, read_yaml
 from alload_jax.errors import InputError
+from alload_jax.models.common.lora import LoraConfig
+from alload_jax.models.weights import read_transformer
 
 DIGITS = str(Path(__file__).parents[1] / "configs" / "digits.yaml")
+GOLDEN = Path(__file__).parent / "golden"
 BASE = ["--run.folder", "r", "--data.folder", "d", "--planning.m_mem", "9"]
 PREDICTOR = [*BASE, "--model.sparse_attention.selector", "predictor"]
 LONGEST_LINE = 1300
@@ -163,6 +166,32 @@ def test_the_last_file_and_the_flags_win_and_aliases_are_values(tmp_path, monkey
     Path("digits").write_text("run: {steps: &n 7}\ncheckpoint: {every: *n}\n")
     assert read_yaml("digits")["checkpoint"]["every"] == 7
     assert read_config(["--config", DIGITS, "--config=digits"]).run.steps == 7
+
+
+@pytest.mark.parametrize("folder", sorted(GOLDEN.glob("*/*/transformer")))
+def test_the_architecture_is_that_of_the_weights_where_the_model_gives_none(folder, tmp_path):
+    """Keys that a file or flag gives win; a run's own config needs no weights."""
+    file, released = tmp_path / "mine.yaml", read_transformer(folder)
+    file.write_text("model: {lora: {rank: 2}, dtype: bfloat16, text: {length: 9}}")
+    argv = [*BASE, "--config", str(file), "--run.initial_weights", str(folder)]
+    config = read_config([*argv, "--model.num_layers", "7"])
+    changed = {"num_layers": 7, "dtype": "bfloat16", "lora": LoraConfig(2)}
+    text = dataclasses.replace(released.text, length=9)
+    assert config.model == dataclasses.replace(released, text=text, **changed)
+    write_config(config, tmp_path / "config.yaml")
+    gone = ["--config", str(tmp_path / "config.yaml"), "--run.initial_weights", "gone"]
+    assert read_config(gone).model == config.model
+
+
+def test_weights_without_a_description_need_a_model_that_gives_one(tmp_path):
+    folder = GOLDEN / "wan" / "t2v"
+    for place, words in (
+        ("gone", "gone, which is not there; name a transformer folder, or"),
+        (tmp_path, "no config.json there describes the model"),
+        (folder, f"is {folder}; did you mean {folder / 'transformer'}?"),
+    ):
+        assert words in refusal([*BASE, "--run.initial_weights", str(place)])
+    assert not refusal([*BASE, "--run.initial_weights", "gone", "--model.dim=32"])
 
 
 def test_predictors_are_trained_by_an_optimizer_of_their_own():

@@ -26,7 +26,7 @@ from alload_jax.models.families import (
     family_of,
     read_model_config,
 )
-from alload_jax.models.weights import load_weights, require_same_architecture
+from alload_jax.models.weights import load_weights, read_transformer, require_same_architecture
 from alload_jax.processes import waits
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
 from alload_jax.training import RunConfig
@@ -227,6 +227,24 @@ def given_parameters(
     if described.is_file():
         require_same_architecture(config, read_model_config(described), place)
     return load_weights(place, config, mesh, parameters.dtype_of, wanted)
+
+
+def described_model(place: Path) -> ModelConfig | None:
+    """Reads the model of a place of initial weights; None where nothing describes it.
+
+    Raises:
+      InputError: config.json, or the newest checkpoint of a run, is damaged; or the place holds a
+        whole pipeline.
+    """
+    if is_run(place):
+        step = find_step(place / CHECKPOINTS)
+        return config_from_fields(
+            read_identity(place.absolute() / CHECKPOINTS / str(step))["model"]
+        )
+    inner = place / "transformer"
+    if not (place / "config.json").is_file() and (inner / "config.json").is_file():
+        raise InputError(f"run.initial_weights is {place}; did you mean {inner}?")
+    return read_transformer(place) if (place / "config.json").is_file() else None
 
 
 def is_run(place: str | Path) -> bool:
