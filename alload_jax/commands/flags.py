@@ -53,6 +53,12 @@ def add_run_flags(add: AddFlag, base: bool = True) -> None:
             "where they were in training")  # fmt: skip
 
 
+def add_skip_unknown(add: AddFlag) -> None:
+    """Declares the flag that leaves out what a model lacks of LoRA files."""
+    add("--skip-unknown", action="store_true", help="leave out, with a note, what LoRA files have "
+        "for layers that the model lacks")  # fmt: skip
+
+
 def _step(text: str) -> int | Literal["best"]:
     if text == "best":
         return "best"

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from alload_jax.commands import add_command
-from alload_jax.commands.flags import AddFlag, add_run_flags
+from alload_jax.commands.flags import AddFlag, add_run_flags, add_skip_unknown
 
 if TYPE_CHECKING:  # these modules import JAX, which takes a second
     from alload_jax.models.common.config import ModelConfig
     from alload_jax.models.lora_files import Adapter, Target
 
-_KEYS = ("diffusers", "original")
+_KEYS = ("diffusers", "original", "comfyui")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,12 +28,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = add_command(actions, "convert", words, _convert).add_argument
     add("file", help="file of adapters of diffusers, PEFT, ComfyUI or musubi-tuner")
     add("--model", required=True, help="transformer folder of the model; config.json is enough")
+    add_skip_unknown(add)
     _add_output(add)
     words = "Add files of adapters to weights, for diffusers."
     add = add_command(actions, "merge", words, _merge).add_argument
     add("--model", required=True, help="transformer folder of diffusers, or run folder")
     add("--lora", required=True, metavar="FILE[:SCALE]", nargs="+", help="files, with factors; "
         "default 1")  # fmt: skip
+    add_skip_unknown(add)
     add("--out", required=True, help="folder to write; must be empty or not exist")
     add("--base", metavar="DIR", help="weights that a run of adapters was trained on; default: "
         "where they were in training")  # fmt: skip
@@ -43,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_output(add: AddFlag) -> None:
     add("--out", required=True, metavar="FILE", help="safetensors file to write")
     add("--keys", choices=_KEYS, default="diffusers", help="keys of diffusers and PEFT (default), "
-        "or of the original repository and ComfyUI")  # fmt: skip
+        "of the original repository, or of ComfyUI, which differ for HunyuanVideo")  # fmt: skip
     add("--dtype", choices=["float32", "bfloat16"], default="float32", help="default float32")
     add("--force", action="store_true", help="replace a file that exists")
 
@@ -89,16 +91,18 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _convert(options: argparse.Namespace) -> int:
+    from alload_jax.commands.model_source import note_skipped
     from alload_jax.errors import InputError
     from alload_jax.models.families import read_model_config
     from alload_jax.models.lora_files import read_lora
 
     config = read_model_config(Path(options.model) / "config.json")
-    lora = read_lora(options.file, config)
+    lora = read_lora(options.file, config, options.skip_unknown)
+    note_skipped(lora)
     if lora.differences:
         raise InputError(
-            f"{lora.place}: also changes weights and biases (diff, diff_b), which the keys of "
-            "others lack; merge it into weights with `alload lora merge`"
+            f"{lora.place}: also changes weights and biases (diff, diff_b, LoKr), which the keys "
+            "of others lack; merge it into weights with `alload lora merge`"
         )
     return _write(options, lora.adapters, config, str(lora.place), text_length=lora.text_length)
 
@@ -117,7 +121,7 @@ def _write(
         file=Path(options.out),
         adapters=adapters,
         config=config,
-        naming=options.keys,
+        keys=options.keys,
         dtype=options.dtype,
         force=options.force,
         base=base,
@@ -141,7 +145,7 @@ def _merge(options: argparse.Namespace) -> int:
     )
 
     source = find_source(options.model)
-    loras = read_loras("--lora", options.lora, source.config)
+    loras = read_loras("--lora", options.lora, source.config, options.skip_unknown)
     load = save_transformer(completed(source, options.base, loras), options.out, options.dtype)
     print(
         f"{options.out}: {options.model} with {', '.join(options.lora)}, {options.dtype}; load it "

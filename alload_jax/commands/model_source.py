@@ -39,8 +39,10 @@ ScaledLora = tuple[LoraFile, float]
 """A file of adapters and the factor of what it adds."""
 
 
-def read_loras(flag: str, names: Sequence[str], config: ModelConfig) -> tuple[ScaledLora, ...]:
-    """Reads files of adapters given as `FILE` or `FILE:SCALE`.
+def read_loras(
+    flag: str, names: Sequence[str], config: ModelConfig, skip_unknown: bool
+) -> tuple[ScaledLora, ...]:
+    """Reads files of adapters given as `FILE` or `FILE:SCALE`; see `read_lora`.
 
     Raises:
       InputError: a file cannot be read, or does not fit the model.
@@ -50,8 +52,15 @@ def read_loras(flag: str, names: Sequence[str], config: ModelConfig) -> tuple[Sc
         place, scale = lora_name(name)
         if not Path(place).exists():
             raise InputError(f"{flag} {place}: no such file; name a LoRA file")
-        found.append((read_lora(place, config), scale))
+        found.append((read_lora(place, config, skip_unknown), scale))
+        note_skipped(found[-1][0])
     return tuple(found)
+
+
+def note_skipped(lora: LoraFile) -> None:
+    """Prints what of a file of adapters was left out, a line for each."""
+    for line in lora.skipped:
+        print(f"note: {lora.place}: left out: {line}", file=sys.stderr)
 
 
 def lora_name(name: str) -> tuple[str, float]:

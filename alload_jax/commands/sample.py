@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 from typing import get_args
 
-from alload_jax.commands.flags import add_run_flags
+from alload_jax.commands.flags import add_run_flags, add_skip_unknown
 from alload_jax.diffusion.schedules import Sampler
 from alload_jax.encoders.loading import share_memory
 from alload_jax.errors import InputError
@@ -28,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_flags(add)
     add("--lora", metavar="FILE[:SCALE]", nargs="+", default=[], help="LoRA files to add, with "
         "factors; default 1")  # fmt: skip
+    add_skip_unknown(add)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--class", dest="classes", metavar="N", nargs="+", type=int,
         help="classes of one sample")  # fmt: skip

@@ -52,7 +52,11 @@ def sample(options: argparse.Namespace) -> None:
         memory or cannot be written.
     """
     source = find_source(options.checkpoint, options.weights, options.step)
-    source = completed(source, options.base, read_loras("--lora", options.lora, source.config))
+    source = completed(
+        source,
+        options.base,
+        read_loras("--lora", options.lora, source.config, options.skip_unknown),
+    )
     low_noise = _low_noise_source(options, source)
     if options.guidance is None:
         options.guidance = source.guidance
@@ -98,7 +102,9 @@ def _low_noise_source(options: argparse.Namespace, source: Source) -> Source | N
     if not options.low_noise_checkpoint:
         return None
     found = find_source(options.low_noise_checkpoint, options.weights)
-    added = read_loras("--low-noise-lora", options.low_noise_lora, found.config)
+    added = read_loras(
+        "--low-noise-lora", options.low_noise_lora, found.config, options.skip_unknown
+    )
     found = completed(found, options.base, added)
     if source.config.architecture() != found.config.architecture():
         raise InputError(

@@ -139,6 +139,8 @@ class Family(Protocol):
       folder_classes: values of `_class_name` in config.json that the family can read.
       ignored_tensors: substrings of the names of checkpoint tensors that the model does not use.
       namings: naming schemes of checkpoints that `tensors` knows.
+      joined_layers: by whose keys, a pattern for the layers of checkpoints, ending in q, k or v, of
+        which files of adapters have one for the three.
       has_first_frame_timestep: whether the first latent frame may have a timestep of its own.
       lora_targets: patterns for the names of linear layers that adapters have by default.
     """
@@ -149,6 +151,7 @@ class Family(Protocol):
     folder_classes: tuple[str, ...] = ()
     ignored_tensors: tuple[str, ...] = ()
     namings: tuple[Naming, ...] = ("diffusers", "original")
+    joined_layers: ClassVar[Mapping[str, str]] = {}
     has_first_frame_timestep: bool = False
     lora_targets: tuple[str, ...] = ("^blocks/",)
 

@@ -3,15 +3,18 @@
 Keys are those of diffusers and PEFT (`transformer.blocks.0.attn1.to_q.lora_A.weight`), of the
 model's original repository and ComfyUI (`diffusion_model.blocks.0.self_attn.q.lora_down.weight`,
 `.alpha`) and of musubi-tuner (`lora_unet_blocks_0_self_attn_q.lora_down.weight`). diffusers 0.42's
-`lora_conversion_utils` was read for facts about them.
+`lora_conversion_utils` was read for facts about them. ComfyUI's HunyuanVideo has one layer for
+query, key and value (`img_attn_qkv`), so that its adapter is those of the three, side by side.
 """
 
 import math
 import re
-from collections.abc import Container
+from collections import defaultdict
+from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +47,7 @@ _TEXT = ("text_encoder", "lora_te")
 _DOWN = re.compile(r"\.lora(_A|_down)(\.default)?\.weight$")
 _UP = re.compile(r"\.lora(_B|_up)(\.default)?\.weight$")
 _ALPHA, _DIFFERENCE, _BIAS = ".alpha", ".diff", ".diff_b"
+_KRONECKER = re.compile(r"\.(lokr_w[12](_[ab])?)$")
 _METADATA = "lora_adapter_metadata"
 _NAMES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")
 """Names of the file in folders that diffusers and PEFT write."""
@@ -87,18 +91,26 @@ class LoraFile(NamedTuple):
     Attributes:
       place: the file.
       adapters: by the kernel that they change.
-      differences: arrays to add to parameters of any kind, in our layout.
+      differences: functions that return arrays to add to parameters of any kind, in our layout;
+        those of LoKr are much larger than what the file holds.
       text_length: tokens to which training padded the texts; None if the file does not say.
+      skipped: what the model lacks and was left out.
     """
 
     place: Path
     adapters: dict[Target, Adapter]
-    differences: dict[Target, np.ndarray]
-    text_length: int | None = None
+    differences: dict[Target, Callable[[], np.ndarray]]
+    text_length: int | None
+    skipped: list[str]
 
 
-def read_lora(place: str | Path, config: ModelConfig) -> LoraFile:
+def read_lora(place: str | Path, config: ModelConfig, skip_unknown: bool = False) -> LoraFile:
     """Reads a file of adapters for a model, or the folder that holds one.
+
+    Args:
+      place: the file or folder.
+      config: config of the model.
+      skip_unknown: leave out what is for layers that the model lacks, or for text encoders.
 
     Raises:
       InputError: the file cannot be read, or does not fit the model; the message names what does
@@ -116,22 +128,54 @@ def read_lora(place: str | Path, config: ModelConfig) -> LoraFile:
             parts[module][what] = _read(file, handle, key)
     settings, tensors = _settings(file, metadata), _tensors_by_module(config)
     length = metadata.get(TEXT_LENGTH, "")
-    lora = LoraFile(file, {}, {}, int(length) if length.isdecimal() else None)
+    lora = LoraFile(file, {}, {}, int(length) if length.isdecimal() else None, [])
     problems: list[str] = []
-    for module, found in parts.items():
-        try:
-            _add(lora, module, found, tensors, settings)
-        except InputError as error:
-            problems.append(str(error))
+    for whole, content in parts.items():
+        for module, found in _apart(whole, content, tensors).items():
+            try:
+                _add(lora, module, found, tensors, settings)
+            except InputError as error:
+                problems.append(str(error))
+    if lora.skipped and not skip_unknown:
+        problems = lora.skipped + problems
     if problems:
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+        skip = ", or leave out what the model lacks by `alload lora convert --skip-unknown`"
         raise InputError(
             f"{file}: does not fit the model: {'; '.join(problems[:3])}{more}; name a LoRA file of "
-            f"this model of family {config.family}"
+            f"this model of family {config.family}{skip if lora.skipped else ''}"
         )
     if not lora.adapters and not lora.differences:
-        raise InputError(f"{file}: holds no tensors; name a LoRA file")
+        what = "nothing for this model" if lora.skipped else "no tensors"
+        raise InputError(f"{file}: holds {what}; name a LoRA file")
     return lora
+
+
+def _apart(
+    module: str, found: dict[str, np.ndarray], tensors: dict[tuple[str, str], Tensor]
+) -> dict[str, dict[str, np.ndarray]]:
+    """What a file holds for a layer; for query, key and value apart where it has one for all."""
+    layers = [module.removesuffix("qkv") + part for part in "qkv"]
+    rows = [value for what, value in found.items() if what not in ("down", "alpha")]
+    if not module.endswith("qkv") or any((layer, "weight") not in tensors for layer in layers):
+        return {module: found}
+    if any(value.ndim < 1 or len(value) % 3 for value in rows):
+        return {module: found}
+    parts: dict[str, dict[str, np.ndarray]] = {}
+    joined = found.keys() >= {"up", "down", "alpha"} and found["up"].any()
+    for n, layer in enumerate(layers):
+        parts[layer] = part = {
+            what: value if what in ("down", "alpha") else np.split(value, 3)[n]
+            for what, value in found.items()
+        }
+        # Of adapters that were joined, each has columns of its own.
+        used = part["up"].any(axis=0) if joined else np.ones(1)
+        if not used.all() and len(used) == len(found["down"]):
+            part |= {"up": part["up"][:, used], "down": part["down"][used]}
+            part["alpha"] = part["alpha"] * used.sum() / used.size
+            if not used.any():
+                del parts[layer]
+    return parts
 
 
 def _read(file: Path, handle: safetensors.safe_open, key: str) -> np.ndarray:
@@ -182,8 +226,10 @@ def _settings(file: Path, notes: dict[str, str]) -> dict[str, Any]:
 
 
 def _split(key: str) -> tuple[str, str]:
-    """Splits a key into the module's and what it holds: down, up, alpha, diff, diff_b or other."""
+    """Splits a key into the module's and what it holds: down, up, alpha, diff, lokr_w1 or other."""
     name = _PREFIX.sub("", key, count=1)
+    if found := _KRONECKER.search(name):
+        return name[: found.start()], found[1]
     for pattern, what in ((_DOWN, "down"), (_UP, "up")):
         if found := pattern.search(name):
             return name[: found.start()], what
@@ -202,28 +248,38 @@ def _add(
 ) -> None:
     """Adds what a file holds for a module to what was read of the file before."""
     if module.startswith(_TEXT):
-        raise InputError(f"{module} is of a text encoder, and none is adapted here; leave it out")
+        lora.skipped.append(f"{module} is of a text encoder, and none is adapted here")
+        return
     if "other" in found:
-        raise InputError(f"{module} is of no known kind (LoRA pairs, alpha, diff and diff_b are)")
+        raise InputError(
+            f"{module} is of no known kind (LoRA pairs, alpha, LoKr, diff and diff_b are)"
+        )
 
-    def require(kind: str, content: Container[Target]) -> tuple[Tensor, Target]:
+    def require(kind: str, content: Container[Target]) -> tuple[Tensor, Target] | None:
         if (tensor := tensors.get((module, kind))) is None:
-            raise InputError(f"{module} has no {kind} in the model")
+            lora.skipped.append(f"{module} has no {kind} in the model")
+            return None
         target = Target(tensor.path, tensor.layer)
         if target in content:
             raise InputError(f"{module} names the same layer as another key, in another naming")
         return tensor, target
 
     for what, kind in (("diff", "weight"), ("diff_b", "bias")):
-        if what in found:
-            tensor, target = require(kind, lora.differences)
+        if what in found and (place := require(kind, lora.differences)):
+            tensor, target = place
             _check_shape(f"{module}.{what}", found[what].shape, tensor.shape)
-            lora.differences[target] = tensor.to_ours(found[what].astype(np.float32))
+            lora.differences[target] = partial(tensor.to_ours, found[what].astype(np.float32))
+    factors = {what: value for what, value in found.items() if what.startswith("lokr")}
+    if factors and (place := require("weight", lora.differences)):
+        tensor, target = place
+        lora.differences[target] = _kronecker(module, factors, found.get("alpha"), tensor)
     if not found.keys() & {"down", "up"}:
         return
     if not {"down", "up"} <= found.keys():
         raise InputError(f"{module} has only one of the two matrices")
-    tensor, target = require("weight", lora.adapters)
+    if not (place := require("weight", lora.adapters)):
+        return
+    tensor, target = place
     down, up = (found[part].astype(np.float32) for part in ("down", "up"))
     if down.ndim != len(tensor.shape) or tensor.kind not in ("matrix", "patch"):
         raise InputError(f"{module} has adapters of shape {down.shape}")
@@ -233,6 +289,32 @@ def _add(
     up = np.ascontiguousarray(up.reshape(outputs, rank).T)
     scale = _scale(module, found.get("alpha"), rank, settings)
     lora.adapters[target] = Adapter(tensor.to_ours(down), up, scale)
+
+
+def _kronecker(
+    module: str, factors: dict[str, np.ndarray], alpha: np.ndarray | None, tensor: Tensor
+) -> Callable[[], np.ndarray]:
+    """LoKr (arXiv 2212.10650): alpha / rank · w1 ⊗ w2, each a matrix or the product of two.
+
+    The rank is that of the second product, else of the first. Two whole matrices have none, and a
+    scale of 1, as in LyCORIS.
+    """
+    whole: list[np.ndarray] = []
+    rank = None
+    for name in ("lokr_w1", "lokr_w2"):
+        parts = [factors[part] for part in (name, f"{name}_a", f"{name}_b") if part in factors]
+        pair = name not in factors
+        if len(parts) != 1 + pair or any(part.ndim != 2 for part in parts):
+            raise InputError(f"{module}: {name} must be a matrix, or {name}_a and {name}_b")
+        if pair and parts[0].shape[1] != parts[1].shape[0]:
+            raise InputError(f"{module}: {name}_a and {name}_b have no common rank")
+        rank = parts[0].shape[1] if pair else rank
+        matrices = [part.astype(np.float32) for part in parts]
+        whole.append(matrices[0] @ matrices[1] if pair else matrices[0])
+    shape = tuple(a * b for a, b in zip(whole[0].shape, whole[1].shape, strict=True))
+    _check_shape(f"{module}: lokr_w1 ⊗ lokr_w2", shape, tensor.shape)
+    scale = 1.0 if rank is None else _scale(module, alpha, rank, {})
+    return lambda: tensor.to_ours(np.kron(np.float32(scale) * whole[0], whole[1]))
 
 
 def _check_shape(name: str, shape: tuple[int, ...], wanted: tuple[int, ...]) -> None:
@@ -258,8 +340,12 @@ BASE_NOTE = "alload_base"
 """Metadata key of files of adapters: the weights that they belong to."""
 
 
+LoraKeys = Literal["diffusers", "original", "comfyui"]
+"""Whose keys a file has; ComfyUI's are `original` but for layers that it has one for three."""
+
+
 def lora_tensors(
-    adapters: dict[Target, Adapter], config: ModelConfig, naming: Naming
+    adapters: dict[Target, Adapter], config: ModelConfig, keys: LoraKeys
 ) -> dict[str, np.ndarray]:
     """Returns the tensors of a file of adapters, float32.
 
@@ -269,21 +355,28 @@ def lora_tensors(
     Args:
       adapters: by the kernel that they change.
       config: config of the model.
-      naming: whose keys.
+      keys: whose keys.
 
     Raises:
       InputError: the model has layers for which there are no keys.
     """
-    table = {Target(t.path, t.layer): t for t in family_of(config).tensors(config, naming)}
+    family, naming = family_of(config), _naming(keys)
+    table = {Target(t.path, t.layer): t for t in family.tensors(config, naming)}
+    joined = family.joined_layers.get(keys)
+    together: dict[str, dict[str, Adapter]] = defaultdict(dict)
     found: dict[str, np.ndarray] = {}
     for target, adapter in adapters.items():
         if target not in table:
             raise InputError(
-                f"{target.path.removesuffix('/kernel')} has an adapter, but released models of "
-                f"family {config.family} lack that layer; leave it out of model.lora.targets"
+                f"{target.path.removesuffix('/kernel')} has an adapter, but there are no keys of "
+                f"{keys} for that layer; leave it out of model.lora.targets"
+                + ("" if naming == "diffusers" else ", or give --keys diffusers")
             )
         tensor = table[target]
         key = tensor.key.removesuffix(".weight")
+        if joined and re.search(joined, key):
+            together[key[:-1]][key[-1]] = adapter
+            continue
         # Those of a convolution are convolutions.
         narrow = replace(tensor, shape=(adapter.rank, *tensor.shape[1:]))
         down, up = narrow.to_theirs(adapter.down), np.ascontiguousarray(adapter.up.T)
@@ -292,18 +385,37 @@ def lora_tensors(
             found[f"transformer.{key}.lora_A.weight"] = down
             found[f"transformer.{key}.lora_B.weight"] = up * np.float32(adapter.scale)
         else:
-            found[f"diffusion_model.{key}.lora_down.weight"] = down
-            found[f"diffusion_model.{key}.lora_up.weight"] = up
-            alpha = np.asarray(adapter.scale * adapter.rank, np.float32)
-            found[f"diffusion_model.{key}.alpha"] = alpha
+            found |= _with_alpha(key, down, up, adapter.scale)
+    for stem, parts in together.items():
+        (outputs,) = {adapter.up.shape[1] for adapter in parts.values()}
+        ups = [parts[part].up.T * parts[part].scale if part in parts else None for part in "qkv"]
+        ranks = [0 if up is None else up.shape[1] for up in ups]
+        up = np.zeros((3 * outputs, sum(ranks)), np.float32)
+        for n, block in enumerate(ups):
+            if block is not None:
+                columns = slice(sum(ranks[:n]), sum(ranks[: n + 1]))
+                up[n * outputs : (n + 1) * outputs, columns] = block
+        downs = [np.ascontiguousarray(parts[part].down.T) for part in "qkv" if part in parts]
+        found |= _with_alpha(f"{stem}qkv", np.concatenate(downs), up, 1.0)
     return found
+
+
+def _naming(keys: LoraKeys) -> Naming:
+    return "diffusers" if keys == "diffusers" else "original"
+
+
+def _with_alpha(key: str, down: np.ndarray, up: np.ndarray, scale: float) -> dict[str, np.ndarray]:
+    """The tensors of an adapter with keys of original repositories."""
+    name = f"diffusion_model.{key}"
+    alpha = np.asarray(scale * len(down), np.float32)
+    return {f"{name}.lora_down.weight": down, f"{name}.lora_up.weight": up, f"{name}.alpha": alpha}
 
 
 def write_lora(
     file: Path,
     adapters: dict[Target, Adapter],
     config: ModelConfig,
-    naming: Naming,
+    keys: LoraKeys,
     dtype: WeightsDtype = "float32",
     force: bool = False,
     base: str = "",
@@ -315,7 +427,7 @@ def write_lora(
       file: file to write.
       adapters: by the kernel that they change.
       config: config of the model.
-      naming: whose keys.
+      keys: whose keys.
       dtype: dtype of the tensors.
       force: replace a file that exists.
       base: the weights that the adapters belong to, for the file's metadata.
@@ -327,7 +439,7 @@ def write_lora(
     Raises:
       InputError: the file exists or cannot be written, or there are no keys for a layer.
     """
-    tensors = lora_tensors(adapters, config, naming)
+    tensors = lora_tensors(adapters, config, keys)
     if file.suffix != ".safetensors" or file.is_dir():
         raise InputError(f"{file}: name a file that ends in .safetensors")
     if file.exists() and not force:
@@ -391,7 +503,7 @@ def merge_file(params: PyTree, lora: LoraFile, scale: float = 1.0) -> PyTree:
             )
     for target, difference in lora.differences.items():
         place = ... if target.layer is None else target.layer
-        flat[target.path] = flat[target.path].at[place].add(scale * difference)
+        flat[target.path] = flat[target.path].at[place].add(scale * difference())
     return unflatten_dict(flat, sep="/")
 
 
@@ -426,8 +538,8 @@ def given_adapters(lora: LoraFile, config: ModelConfig) -> PyTree:
     shapes = flatten_dict(abstract_model(config).params, sep="/")
     if lora.differences:
         raise InputError(
-            f"{lora.place}: also changes weights and biases (diff, diff_b), which are no adapters; "
-            "merge it into a folder with `alload lora merge` and start from that"
+            f"{lora.place}: also changes weights and biases (diff, diff_b, LoKr), which are no "
+            "adapters; merge it into a folder with `alload lora merge` and start from that"
         )
     flat: dict[str, np.ndarray] = {}
     for target, adapter in lora.adapters.items():

@@ -49,6 +49,27 @@ def test_names_of_the_original_repository():
     assert keys == {f"{n}.{part}" for n in linear for part in ("weight", "bias")} | set(alone)
 
 
+def test_names_of_hunyuan_videos_repository():
+    """As diffusers' converter lists them, but for layers that are joined or in another order."""
+    config = golden_config("hunyuan_video/both")
+    keys = {tensor.key for tensor in family_of(config).tensors(config, "original")}
+    refiner = [f"self_attn_{part}" for part in ("q", "k", "v", "proj")]
+    refiner += ["norm1", "norm2", "mlp.fc1", "mlp.fc2", "adaLN_modulation.1"]
+    streams = [f"attn_{part}" for part in ("q", "k", "v", "proj")] + ["mod.linear"]
+    streams += ["mlp.fc1", "mlp.fc2"]
+    affine = ["final_layer.linear", "img_in.proj", "txt_in.input_embedder", "byt5_in.layernorm"]
+    affine += [f"{e}.mlp.{n}" for e in ("time_in", "txt_in.t_embedder") for n in (0, 2)]
+    affine += [f"txt_in.c_embedder.linear_{n}" for n in (1, 2)]
+    affine += [f"byt5_in.fc{n}" for n in (1, 2, 3)] + [f"vision_in.proj.{n}" for n in (0, 1, 3, 4)]
+    affine += [f"txt_in.individual_token_refiner.blocks.{n}.{part}"
+               for n in range(config.refiner_layers) for part in refiner]  # fmt: skip
+    alone, layers = {"cond_type_embedding.weight"}, range(config.num_layers)
+    for block in (f"double_blocks.{n}.{stream}_" for n in layers for stream in ("img", "txt")):
+        affine += [block + part for part in streams]
+        alone |= {f"{block}attn_{part}_norm.weight" for part in "qk"}
+    assert keys == {f"{n}.{part}" for n in affine for part in ("weight", "bias")} | alone
+
+
 def test_weights_arrive_on_the_meshs_shardings():
     params = load_weights(T2V, golden_config("wan/t2v"), make_mesh(MeshConfig(data=4, fsdp=2)))
     kernel = params["blocks"]["feed_forward"]["hidden"]["kernel"]

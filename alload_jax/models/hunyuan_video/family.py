@@ -1,6 +1,7 @@
 """HunyuanVideo as a model family.
 
-The table follows diffusers' HunyuanVideo15Transformer3DModel (0.42.1).
+The table follows diffusers' HunyuanVideo15Transformer3DModel (0.42.1) and the names that diffusers'
+`convert_hunyuan_video1_5_to_diffusers.py` reads, those of HunyuanVideo 1.5's repository.
 """
 
 import math
@@ -38,55 +39,62 @@ def _ratio(config: HunyuanVideoConfig) -> float:
 
 
 _TEXT, _REFINER = "condition_embedding/text", "context_embedder.token_refiner.refiner_blocks.{}"
-_NAMES = {
-    "patch_embedding": "x_embedder.proj",
-    "time_embedding/hidden": "time_embed.timestep_embedder.linear_1",
-    "time_embedding/out": "time_embed.timestep_embedder.linear_2",
-    "head/modulation": "norm_out.linear",
-    "head/out": "proj_out",
-    "condition_embedding/kind": "cond_type_embed",
-    f"{_TEXT}/time_hidden": "context_embedder.time_text_embed.timestep_embedder.linear_1",
-    f"{_TEXT}/time_out": "context_embedder.time_text_embed.timestep_embedder.linear_2",
-    f"{_TEXT}/mean_hidden": "context_embedder.time_text_embed.text_embedder.linear_1",
-    f"{_TEXT}/mean_out": "context_embedder.time_text_embed.text_embedder.linear_2",
-    f"{_TEXT}/inner": "context_embedder.proj_in",
-    f"{_TEXT}/blocks/attention_norm": f"{_REFINER}.norm1",
-    f"{_TEXT}/blocks/feed_forward_norm": f"{_REFINER}.norm2",
-    f"{_TEXT}/blocks/query": f"{_REFINER}.attn.to_q",
-    f"{_TEXT}/blocks/key": f"{_REFINER}.attn.to_k",
-    f"{_TEXT}/blocks/value": f"{_REFINER}.attn.to_v",
-    f"{_TEXT}/blocks/out": f"{_REFINER}.attn.to_out.0",
-    f"{_TEXT}/blocks/feed_forward/hidden": f"{_REFINER}.ff.net.0.proj",
-    f"{_TEXT}/blocks/feed_forward/out": f"{_REFINER}.ff.net.2",
-    f"{_TEXT}/blocks/gates": f"{_REFINER}.norm_out.linear",
-    "condition_embedding/glyphs/norm": "context_embedder_2.norm",
-    "condition_embedding/glyphs/inner": "context_embedder_2.linear_1",
-    "condition_embedding/glyphs/hidden": "context_embedder_2.linear_2",
-    "condition_embedding/glyphs/out": "context_embedder_2.linear_3",
-    "condition_embedding/image/norm_in": "image_embedder.norm_in",
-    "condition_embedding/image/hidden": "image_embedder.linear_1",
-    "condition_embedding/image/out": "image_embedder.linear_2",
-    "condition_embedding/image/norm_out": "image_embedder.norm_out",
-    "blocks/video/modulation": "transformer_blocks.{}.norm1.linear",
-    "blocks/video/query": "transformer_blocks.{}.attn.to_q",
-    "blocks/video/key": "transformer_blocks.{}.attn.to_k",
-    "blocks/video/value": "transformer_blocks.{}.attn.to_v",
-    "blocks/video/out": "transformer_blocks.{}.attn.to_out.0",
-    "blocks/video/query_norm": "transformer_blocks.{}.attn.norm_q",
-    "blocks/video/key_norm": "transformer_blocks.{}.attn.norm_k",
-    "blocks/video/feed_forward/hidden": "transformer_blocks.{}.ff.net.0.proj",
-    "blocks/video/feed_forward/out": "transformer_blocks.{}.ff.net.2",
-    "blocks/condition/modulation": "transformer_blocks.{}.norm1_context.linear",
-    "blocks/condition/query": "transformer_blocks.{}.attn.add_q_proj",
-    "blocks/condition/key": "transformer_blocks.{}.attn.add_k_proj",
-    "blocks/condition/value": "transformer_blocks.{}.attn.add_v_proj",
-    "blocks/condition/out": "transformer_blocks.{}.attn.to_add_out",
-    "blocks/condition/query_norm": "transformer_blocks.{}.attn.norm_added_q",
-    "blocks/condition/key_norm": "transformer_blocks.{}.attn.norm_added_k",
-    "blocks/condition/feed_forward/hidden": "transformer_blocks.{}.ff_context.net.0.proj",
-    "blocks/condition/feed_forward/out": "transformer_blocks.{}.ff_context.net.2",
+_REFINING = "txt_in.individual_token_refiner.blocks.{}"
+_TIMES, _BLOCK = "context_embedder.time_text_embed", "transformer_blocks.{}"
+_DOUBLE = "double_blocks.{}"
+_NAMES: Mapping[str, tuple[str, str | None]] = {
+    "patch_embedding": ("x_embedder.proj", "img_in.proj"),
+    "time_embedding/hidden": ("time_embed.timestep_embedder.linear_1", "time_in.mlp.0"),
+    "time_embedding/out": ("time_embed.timestep_embedder.linear_2", "time_in.mlp.2"),
+    "head/modulation": ("norm_out.linear", None),
+    "head/out": ("proj_out", "final_layer.linear"),
+    "condition_embedding/kind": ("cond_type_embed", "cond_type_embedding"),
+    f"{_TEXT}/time_hidden": (f"{_TIMES}.timestep_embedder.linear_1", "txt_in.t_embedder.mlp.0"),
+    f"{_TEXT}/time_out": (f"{_TIMES}.timestep_embedder.linear_2", "txt_in.t_embedder.mlp.2"),
+    f"{_TEXT}/mean_hidden": (f"{_TIMES}.text_embedder.linear_1", "txt_in.c_embedder.linear_1"),
+    f"{_TEXT}/mean_out": (f"{_TIMES}.text_embedder.linear_2", "txt_in.c_embedder.linear_2"),
+    f"{_TEXT}/inner": ("context_embedder.proj_in", "txt_in.input_embedder"),
+    f"{_TEXT}/blocks/attention_norm": (f"{_REFINER}.norm1", f"{_REFINING}.norm1"),
+    f"{_TEXT}/blocks/feed_forward_norm": (f"{_REFINER}.norm2", f"{_REFINING}.norm2"),
+    f"{_TEXT}/blocks/query": (f"{_REFINER}.attn.to_q", f"{_REFINING}.self_attn_q"),
+    f"{_TEXT}/blocks/key": (f"{_REFINER}.attn.to_k", f"{_REFINING}.self_attn_k"),
+    f"{_TEXT}/blocks/value": (f"{_REFINER}.attn.to_v", f"{_REFINING}.self_attn_v"),
+    f"{_TEXT}/blocks/out": (f"{_REFINER}.attn.to_out.0", f"{_REFINING}.self_attn_proj"),
+    f"{_TEXT}/blocks/feed_forward/hidden": (f"{_REFINER}.ff.net.0.proj", f"{_REFINING}.mlp.fc1"),
+    f"{_TEXT}/blocks/feed_forward/out": (f"{_REFINER}.ff.net.2", f"{_REFINING}.mlp.fc2"),
+    f"{_TEXT}/blocks/gates": (f"{_REFINER}.norm_out.linear", f"{_REFINING}.adaLN_modulation.1"),
+    "condition_embedding/glyphs/norm": ("context_embedder_2.norm", "byt5_in.layernorm"),
+    "condition_embedding/glyphs/inner": ("context_embedder_2.linear_1", "byt5_in.fc1"),
+    "condition_embedding/glyphs/hidden": ("context_embedder_2.linear_2", "byt5_in.fc2"),
+    "condition_embedding/glyphs/out": ("context_embedder_2.linear_3", "byt5_in.fc3"),
+    "condition_embedding/image/norm_in": ("image_embedder.norm_in", "vision_in.proj.0"),
+    "condition_embedding/image/hidden": ("image_embedder.linear_1", "vision_in.proj.1"),
+    "condition_embedding/image/out": ("image_embedder.linear_2", "vision_in.proj.3"),
+    "condition_embedding/image/norm_out": ("image_embedder.norm_out", "vision_in.proj.4"),
+    "blocks/video/modulation": (f"{_BLOCK}.norm1.linear", f"{_DOUBLE}.img_mod.linear"),
+    "blocks/video/query": (f"{_BLOCK}.attn.to_q", f"{_DOUBLE}.img_attn_q"),
+    "blocks/video/key": (f"{_BLOCK}.attn.to_k", f"{_DOUBLE}.img_attn_k"),
+    "blocks/video/value": (f"{_BLOCK}.attn.to_v", f"{_DOUBLE}.img_attn_v"),
+    "blocks/video/out": (f"{_BLOCK}.attn.to_out.0", f"{_DOUBLE}.img_attn_proj"),
+    "blocks/video/query_norm": (f"{_BLOCK}.attn.norm_q", f"{_DOUBLE}.img_attn_q_norm"),
+    "blocks/video/key_norm": (f"{_BLOCK}.attn.norm_k", f"{_DOUBLE}.img_attn_k_norm"),
+    "blocks/video/feed_forward/hidden": (f"{_BLOCK}.ff.net.0.proj", f"{_DOUBLE}.img_mlp.fc1"),
+    "blocks/video/feed_forward/out": (f"{_BLOCK}.ff.net.2", f"{_DOUBLE}.img_mlp.fc2"),
+    "blocks/condition/modulation": (f"{_BLOCK}.norm1_context.linear", f"{_DOUBLE}.txt_mod.linear"),
+    "blocks/condition/query": (f"{_BLOCK}.attn.add_q_proj", f"{_DOUBLE}.txt_attn_q"),
+    "blocks/condition/key": (f"{_BLOCK}.attn.add_k_proj", f"{_DOUBLE}.txt_attn_k"),
+    "blocks/condition/value": (f"{_BLOCK}.attn.add_v_proj", f"{_DOUBLE}.txt_attn_v"),
+    "blocks/condition/out": (f"{_BLOCK}.attn.to_add_out", f"{_DOUBLE}.txt_attn_proj"),
+    "blocks/condition/query_norm": (f"{_BLOCK}.attn.norm_added_q", f"{_DOUBLE}.txt_attn_q_norm"),
+    "blocks/condition/key_norm": (f"{_BLOCK}.attn.norm_added_k", f"{_DOUBLE}.txt_attn_k_norm"),
+    "blocks/condition/feed_forward/hidden": (
+        f"{_BLOCK}.ff_context.net.0.proj",
+        f"{_DOUBLE}.txt_mlp.fc1",
+    ),
+    "blocks/condition/feed_forward/out": (f"{_BLOCK}.ff_context.net.2", f"{_DOUBLE}.txt_mlp.fc2"),
 }
-"""Our layers and their names in diffusers."""
+"""Our layers; their names in diffusers and in HunyuanVideo 1.5's repository. That has one layer for
+query, key and value of the refiner, and another order in the head's modulation."""
 
 
 class HunyuanVideoFamily(TransformerFamily):
@@ -95,8 +103,14 @@ class HunyuanVideoFamily(TransformerFamily):
     name = "hunyuan_video"
     config = HunyuanVideoConfig
     folder_classes = (DIFFUSERS_CLASS,)
-    namings = ("diffusers",)
-    tensor_names: ClassVar[Mapping[Naming, Mapping[str, str]]] = {"diffusers": _NAMES}
+    tensor_names: ClassVar[Mapping[Naming, Mapping[str, str]]] = {
+        "diffusers": {ours: names[0] for ours, names in _NAMES.items()},
+        "original": {ours: names[1] for ours, names in _NAMES.items() if names[1] is not None},
+    }
+    joined_layers: ClassVar[Mapping[str, str]] = {
+        "original": "self_attn_[qkv]$",
+        "comfyui": "_attn_[qkv]$",
+    }
     lora_targets = (r"^blocks/(video|condition)/(query|key|value|out|feed_forward)(/|$)",)
 
     @override

@@ -19,11 +19,12 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from alload_jax.errors import InputError
-from alload_jax.models.common.config import TextConfig
+from alload_jax.models.common.config import ImageConfig, TextConfig
 from alload_jax.models.common.lora import LORA_PATTERN, LoraConfig, dropout_keys
 from alload_jax.models.common.safetensor_files import CONFIG_SHA256, SHA256, check_sum
 from alload_jax.models.common.stored import Float8Kernel, quantise, readable, stored_tree
 from alload_jax.models.families import abstract_model, build_model, split_model, training_graph
+from alload_jax.models.hunyuan_video.transformer import HunyuanVideoConfig
 from alload_jax.models.lora_files import (
     BASE_NOTE,
     Adapter,
@@ -155,7 +156,11 @@ def test_dropout_differs_by_layer_and_batch_and_keeps_the_mean():
 
 @pytest.mark.parametrize(
     ("keys", "fields"),
-    [("diffusers", {"rank": 3}), ("original", {"rank": 2, "alpha": 5.0, "targets": ("key$",)})],
+    [
+        ("diffusers", {"rank": 3}),
+        ("original", {"rank": 2, "alpha": 5.0, "targets": ("key$",)}),
+        ("comfyui", {"rank": 2}),
+    ],
 )
 def test_a_file_comes_back_as_it_was(fields, keys, tmp_path):
     config = with_lora(**fields)
@@ -163,7 +168,7 @@ def test_a_file_comes_back_as_it_was(fields, keys, tmp_path):
     adapters = adapters_of(params, config.lora)
     file = tmp_path / "x.safetensors"
     count = write_lora(file, adapters, config, keys, text_length=4)
-    assert count == (3 if keys == "original" else 2) * len(adapters)
+    assert count == (2 if keys == "diffusers" else 3) * len(adapters)
     found = read_lora(file, PLAIN)
     assert found.text_length == 4
     assert found.adapters.keys() == adapters.keys()
@@ -182,6 +187,95 @@ def test_a_file_comes_back_as_it_was(fields, keys, tmp_path):
         up = down.replace("down", "up")
         product = flat[down] @ flat[up]
         np.testing.assert_allclose(back[down] @ back[up], product, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("keys", "targets", "layers"),
+    [
+        ("original", (), {"img_attn_q", "img_attn_k", "img_attn_v"}),
+        ("comfyui", (), {"img_attn_qkv"}),
+        ("comfyui", ("video/(query|value|out)",), {"img_attn_qkv"}),
+        ("original", ("text/blocks/(query|key|value|gates)",), {"self_attn_qkv"}),
+    ],
+)
+def test_hunyuan_videos_own_keys_and_comfyuis_come_back_as_they_were(
+    keys, targets, layers, tmp_path
+):
+    plain = HunyuanVideoConfig(
+        dim=12, ffn_dim=20, num_heads=2, num_layers=2, in_channels=3, rotary_dims=(2, 2, 2),
+        text=TextConfig(6, 4), glyphs=TextConfig(5, 3), image=ImageConfig(7), refiner_layers=1,
+    )  # fmt: skip
+    config = dataclasses.replace(plain, lora=LoraConfig(rank=2, alpha=3.0, targets=targets))
+    adapters = adapters_of(random_params(config), config.lora)
+    file = tmp_path / "x.safetensors"
+    write_lora(file, adapters, config, keys)
+    names = set(safetensors.numpy.load_file(file))
+    blocks = r"diffusion_model\.(txt_in\.individual_token_refiner\.blocks|double_blocks)\.\d\."
+    layer = r"((img|txt|self)_(attn_\w+|mlp\.fc[12])|adaLN_modulation\.1)"
+    assert all(re.fullmatch(rf"{blocks}{layer}\.(alpha|lora_(up|down)\.weight)", n) for n in names)
+    found = {m[1] for m in (re.search(r"\.((img|self)_attn_[qkv]+)\.", n) for n in names) if m}
+    assert found == layers
+    musubi = {
+        re.sub(r"\.(?=.*\.(alpha|lora))", "_", n.replace("diffusion_model.", "lora_unet_", 1)): v
+        for n, v in safetensors.numpy.load_file(file).items()
+    }
+    other = tmp_path / "musubi.safetensors"
+    safetensors.numpy.save_file(musubi, other)
+    for place in (file, other):
+        back = read_lora(place, plain).adapters
+        assert back.keys() == adapters.keys()
+        assert {adapter.rank for adapter in back.values()} == {2}
+        for target, adapter in adapters.items():
+            theirs, ours = (e.scale * e.down @ e.up for e in (back[target], adapter))
+            np.testing.assert_allclose(theirs, ours, rtol=1e-5, atol=1e-6)
+
+
+def test_what_the_model_lacks_is_left_out_where_that_is_asked_for(tmp_path):
+    """An image-to-video model's adapter for one of text."""
+    file = tmp_path / "x.safetensors"
+    image = PAIR | {k.replace("attn1.to_q", "attn2.add_k_proj"): v for k, v in PAIR.items()}
+    image |= {k.replace("transformer.blocks", "lora_te.layers"): v for k, v in PAIR.items()}
+    safetensors.numpy.save_file(image, file)
+    with pytest.raises(InputError, match=r"add_k_proj has no weight in the .* --skip-unknown`$"):
+        read_lora(file, PLAIN)
+    found = read_lora(file, PLAIN, skip_unknown=True)
+    assert list(found.adapters) == [Target("blocks/self_attention/query/kernel", 0)]
+    assert [line.split()[0] for line in sorted(found.skipped)] == [
+        "blocks.0.attn2.add_k_proj",
+        "lora_te.layers.0.attn1.to_q",
+    ]
+    safetensors.numpy.save_file({k: v for k, v in image.items() if "add_k" in k}, file)
+    with pytest.raises(InputError, match="holds nothing for this model"):
+        read_lora(file, PLAIN, skip_unknown=True)
+
+
+@pytest.mark.parametrize(
+    ("parts", "alpha", "scale"),
+    [
+        ({"w1": (2, 4), "w2": (8, 4)}, 3.0, 1.0),
+        ({"w1": (2, 4), "w2_a": (8, 3), "w2_b": (3, 4)}, 6.0, 2.0),
+        ({"w1_a": (2, 5), "w1_b": (5, 4), "w2": (8, 4)}, 1.0, 0.2),
+        ({"w1_a": (2, 5), "w1_b": (5, 4), "w2_a": (8, 2), "w2_b": (2, 4)}, None, 1.0),
+    ],
+)
+def test_lokr_by_its_definition(parts, alpha, scale, tmp_path):
+    rng = np.random.default_rng(0)
+    drawn = {name: rng.normal(size=shape).astype(np.float32) for name, shape in parts.items()}
+    content = {f"lora_unet_blocks_1_self_attn_q.lokr_{name}": v for name, v in drawn.items()}
+    if alpha is not None:
+        content["lora_unet_blocks_1_self_attn_q.alpha"] = np.asarray(alpha, np.float32)
+    file = tmp_path / "x.safetensors"
+    safetensors.numpy.save_file(content, file)
+    left, right = (
+        drawn[name] if name in drawn else drawn[f"{name}_a"] @ drawn[f"{name}_b"]
+        for name in ("w1", "w2")
+    )
+    expected = scale * np.einsum("ij,kl->ikjl", left, right).reshape(16, 16).T
+    params = random_params(PLAIN)
+    found = merge_file(params, read_lora(file, PLAIN))["blocks"]["self_attention"]["query"]
+    change = np.asarray(found["kernel"]) - params["blocks"]["self_attention"]["query"]["kernel"]
+    np.testing.assert_allclose(change[1], expected, rtol=1e-4, atol=1e-5)
+    assert not change[[0, 2]].any()
 
 
 def test_differences_of_weights_and_biases_are_merged(tmp_path):
@@ -230,7 +324,12 @@ def float8_file():
         (float8_file(), "is F8_E4M3, not float 16 to 64"),
         ({"transformer.blocks.0.attn1.to_q.lora_A.weight": ZEROS}, "only one of the two"),
         ({k.replace("blocks.0", "blocks.9"): v for k, v in PAIR.items()}, "has no weight in the"),
-        (PAIR | {"transformer.blocks.0.attn1.to_q.dora_scale": ZEROS}, "of no known kind"),
+        (PAIR | {"transformer.blocks.0.attn1.to_q.hada_w1_a": ZEROS}, "of no known kind"),
+        ({"lora_unet_blocks_0_self_attn_q.lokr_w1": ZEROS}, "lokr_w2 must be a matrix, or lokr_w2"),
+        (
+            {f"lora_unet_blocks_0_self_attn_q.lokr_w{n}": ZEROS for n in (1, 2)},
+            r"lokr_w1 ⊗ lokr_w2 has shape \(4, 256\), not \(16, 16\)",
+        ),
         ({k: np.zeros((2, 2), np.float32) for k in PAIR}, r"shape \(2, 2\), not \(2, 16\)"),
         (PAIR | {"transformer.blocks.0.attn1.to_q.alpha": np.float32([np.nan])}, "not finite"),
         ({k: np.full_like(v, np.inf) for k, v in PAIR.items()}, "has values that are not finite"),
@@ -277,7 +376,7 @@ def test_adapters_that_a_model_lacks_or_of_another_rank_are_refused(tmp_path):
     assert (query["lora_down"][1:] != 0).all()
     assert not query["lora_up"].any()
     nameless = {Target("other/kernel", None): Adapter(ZEROS.T, ZEROS, 1.0)}
-    with pytest.raises(InputError, match="lack that layer"):
+    with pytest.raises(InputError, match="no keys of diffusers for that layer"):
         write_lora(tmp_path / "y.safetensors", nameless, PLAIN, "diffusers")
     assert list(tmp_path.iterdir()) == [file]
 
