@@ -1,6 +1,6 @@
 """Optimizers with a schedule, clipping and the guard against spikes; the average of the weights."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.tree_util import KeyPath
+from optax.contrib import ScheduleFreeState
 
 from alload_jax.errors import InputError, require_fields, require_positive
 from alload_jax.sharding.mesh import path_name
@@ -89,6 +90,10 @@ _MAIN = "main"
 """Label of parameters that belong to no group."""
 
 
+_LEAST_FACTOR = 0.1
+"""A smaller factor of Prodigy's learning rate is one that was meant for another optimizer."""
+
+
 GradientMean = Literal["plan", "step"]
 
 
@@ -131,8 +136,11 @@ class OptimizerConfig:
     Attributes:
       name: adamw (arXiv 1711.05101); adamw8bit, the same with moments in eight bits (arXiv
         2110.02861); adafactor, with factored second moments and no first (arXiv 1804.04235); lion
-        (arXiv 2302.06675); muon, with AdamW for what is no matrix of a layer (arXiv 2502.16982).
-      learning_rate: peak learning rate.
+        (arXiv 2302.06675); muon, with AdamW for what is no matrix of a layer (arXiv 2502.16982);
+        prodigy, which finds the learning rate (arXiv 2306.06101); schedule_free_adamw, whose
+        average takes the place of the EMA (arXiv 2405.15682); ademamix (arXiv 2409.03137), adopt
+        (arXiv 2411.02853), radam (arXiv 1908.03265) and sgd with momentum.
+      learning_rate: peak learning rate; for prodigy the factor of the one that it finds, 1.
       schedule: after the warm-up: cosine or linear decay, constant, or wsd, which stays at the peak
         until its decay at the end (arXiv 2404.06395).
       schedule_steps: number of steps of the schedule; null for run.steps. Later steps have its last
@@ -211,6 +219,22 @@ class OptimizerConfig:
                 f"optimizer.mu_dtype is {self.mu_dtype}, but {self.name} has no first moment of "
                 "its own dtype; leave it out"
             )
+        if self.name == "prodigy" and self.learning_rate < _LEAST_FACTOR:
+            raise InputError(
+                f"optimizer.learning_rate is {self.learning_rate:g}, but prodigy multiplies the "
+                "learning rate that it finds by it; set 1.0"
+            )
+        if self.name == "schedule_free_adamw":
+            for key, holds, wanted in (
+                ("schedule", self.schedule == "constant", "constant"),
+                ("ema_decay", self.ema_decay is not None, "a number, as its average is the EMA"),
+                ("beta1", self.beta1 > 0, "above 0"),
+            ):
+                if not holds:
+                    raise InputError(
+                        f"optimizer.{key} is {getattr(self, key)}, but schedule_free_adamw needs "
+                        f"{wanted}; set it, or choose another optimizer.name"
+                    )
         for group in self.groups:
             group.filled(self)  # checks its values
 
@@ -330,14 +354,32 @@ def _labels(params: optax.Params, groups: tuple[OptimizerGroup, ...]) -> optax.P
 
 
 def update_ema(
-    ema: optax.Params, params: optax.Params, step: jax.Array, decay: float | None
+    ema: optax.Params,
+    params: optax.Params,
+    step: jax.Array,
+    decay: float | None,
+    opt_state: optax.OptState = (),
 ) -> optax.Params:
     """Updates the moving average with the parameters; `step` counts updates from 0.
 
-    Without a decay there is no average, an empty dict.
+    Of parameters that schedule-free AdamW trains it is the average by `opt_state`, after the
+    update. Without a decay there is no average, an empty dict.
     """
     if decay is None:
         return ema
     count = step.astype(jnp.float32)
     rate = 1 - jnp.minimum(decay, (1 + count) / (10 + count))
-    return jax.tree.map(lambda old, new: old + rate * (new - old), ema, params)
+    ema = jax.tree.map(lambda old, new: old + rate * (new - old), ema, params)
+
+    def average(z: Any, new: jax.Array, old: jax.Array) -> jax.Array:
+        """As `optax.contrib.schedule_free_eval_params`; masked are parameters of other groups."""
+        return old if isinstance(z, optax.MaskedNode) else (new - (1 - state.b1) * z) / state.b1
+
+    for state in jax.tree.leaves(opt_state, is_leaf=_is_own(ScheduleFreeState)):
+        if isinstance(state, ScheduleFreeState):
+            ema = jax.tree.map(average, state.z, params, ema, is_leaf=_is_own(optax.MaskedNode))
+    return ema
+
+
+def _is_own(kind: type[Any]) -> Callable[[Any], bool]:
+    return lambda node: isinstance(node, kind)

@@ -221,7 +221,7 @@ def apply_gradients(
     grads = jax.tree.map(lambda g: g * divided, accumulator.grads)
     updates, opt_state = spec.optimizer.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
-    ema = update_ema(state.ema, params, state.step, spec.ema_decay)
+    ema = update_ema(state.ema, params, state.step, spec.ema_decay, opt_state)
     auxiliary = jax.tree.map(lambda value: value * mean, accumulator.auxiliary)
     family = family_of(spec.model)
     trains = accumulator.weight > 0

@@ -17,7 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.tree_util import KeyPath
-from optax.contrib import MuonDimensionNumbers, muon
+from optax.contrib import (
+    MuonDimensionNumbers,
+    ProdigyState,
+    muon,
+    prodigy,
+    scale_by_ademamix,
+    scale_by_adopt,
+    schedule_free,
+)
 
 from alload_jax.models.common.lora import DOWN, UP
 from alload_jax.sharding.mesh import path_name
@@ -160,11 +168,25 @@ def _stored(count: jax.Array, mu: optax.Params, nu: optax.Params) -> Adam8bitSta
     return Adam8bitState(count, *parts)
 
 
-OptimizerName = Literal["adamw", "adamw8bit", "adafactor", "lion", "muon"]
-WITHOUT_MU_DTYPE = ("adamw8bit", "adafactor")
+OptimizerName = Literal[
+    "adamw",
+    "adamw8bit",
+    "adafactor",
+    "lion",
+    "muon",
+    "prodigy",
+    "schedule_free_adamw",
+    "ademamix",
+    "adopt",
+    "radam",
+    "sgd",
+]
+WITHOUT_MU_DTYPE = ("adamw8bit", "adafactor", "prodigy", "schedule_free_adamw", "radam")
 """Optimizers whose first moment has a dtype of its own, or that have none."""
 _FACTORED_FROM = 128
 """Length of both axes from which Adafactor keeps means in place of second moments, as in Optax."""
+_SLOW = 5.0
+"""Weight of AdEMAMix's slow average, as in the paper and `optax.contrib.ademamix`."""
 _ADAMW_RMS = 0.2
 """Root mean square of Muon's updates, about that of AdamW's (arXiv 2502.16982)."""
 
@@ -182,7 +204,7 @@ def update_rule(
     """The optimizer of a name, without clipping.
 
     Muon takes the matrices of stacked layers, and AdamW the rest. Adafactor has neither momentum
-    nor relative steps, as fine-tuning uses it.
+    nor relative steps, as fine-tuning uses it. What is not set here is as in Optax.
 
     Args:
       name, beta1, beta2, eps, weight_decay: see `OptimizerConfig`.
@@ -212,6 +234,8 @@ def update_rule(
         )
         # The first and the last matrices of a model, which are not stacked, train with AdamW.
         return _of_matrices("muon", of_layers, "adamw", adamw, lambda leaf: leaf.ndim >= 3)
+    if name == "prodigy":
+        return _prodigy(learning_rate, beta1, beta2, eps, weight_decay)
     if name == "adamw8bit":
         # Embeddings, vectors and small matrices keep float32 moments (arXiv 2110.02861, §2.3).
         scaling = _of_matrices(
@@ -221,13 +245,45 @@ def update_rule(
             optax.scale_by_adam(beta1, beta2, eps),
             lambda leaf: leaf.size >= SMALLEST,
         )
+    elif name == "schedule_free_adamw":
+        scaling = optax.scale_by_rms(beta2, eps, eps_in_sqrt=False, bias_correction=True)
+    elif name == "ademamix":
+        scaling = scale_by_ademamix(eps=eps, alpha=_SLOW, **moments)
+    elif name == "adopt":
+        scaling = scale_by_adopt(eps=eps, **moments)
+    elif name == "radam":
+        scaling = optax.scale_by_radam(beta1, beta2, eps)
+    elif name == "sgd":
+        scaling = optax.trace(beta1, accumulator_dtype=mu_dtype)
     else:
         scaling = optax.chain(_scale_by_factored_rms(), optax.stateless(_clip_matrix_rms))
-    return optax.chain(
+    rule = optax.chain(
         scaling,
         optax.add_decayed_weights(weight_decay, decays),
         optax.scale_by_learning_rate(learning_rate),
     )
+    return schedule_free(rule, learning_rate, beta1) if name == "schedule_free_adamw" else rule
+
+
+def _prodigy(
+    learning_rate: optax.Schedule, beta1: float, beta2: float, eps: float, weight_decay: float
+) -> optax.GradientTransformation:
+    """`optax.contrib.prodigy`, whose weight decay is that of matrices alone."""
+    rule = prodigy(learning_rate, (beta1, beta2), eps=eps)
+
+    def init(params: optax.Params) -> ProdigyState:
+        return rule.init(jax.tree.map(jnp.copy, params))  # which it keeps
+
+    def update(
+        grads: optax.Updates, state: ProdigyState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, ProdigyState]:
+        updates, after = rule.update(grads, state, params)
+        corrected = jnp.sqrt(1 - beta2**after.count) / (1 - beta1**after.count)
+        rate = state.estim_lr * learning_rate(state.count) * corrected
+        decay = optax.add_decayed_weights(-weight_decay * rate, decays)
+        return decay.update(updates, decay.init(params), params)[0], after
+
+    return optax.GradientTransformation(init, update)
 
 
 def decays(params: optax.Params) -> optax.Params:

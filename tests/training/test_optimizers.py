@@ -2,6 +2,7 @@
 
 import math
 from functools import cache, partial
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -25,13 +26,15 @@ from alload_jax.training.optimizer import (
 )
 from alload_jax.training.update_rules import (
     BLOCK,
+    OptimizerName,
+    decays,
     dequantise,
     dynamic_codes,
     quantise,
     scale_by_adam8bit,
 )
 
-NAMES = ("adamw", "adamw8bit", "adafactor", "lion", "muon")
+NAMES = get_args(OptimizerName)
 LAYERS, INPUTS, OUTPUTS = 3, 130, 160
 RATE, DECAY = 0.01, 0.1
 
@@ -46,6 +49,10 @@ def stacked(seed):
         },
         "head": {"kernel": jnp.asarray(rng.normal(size=(INPUTS, 4)), jnp.float32)},
     }
+
+
+NEEDS = {"prodigy": {"learning_rate": 1.0}, "schedule_free_adamw": {"schedule": "constant"}}
+"""Settings that an optimizer must have."""
 
 
 def constant(name, **changes):
@@ -175,6 +182,57 @@ def test_the_first_moment_can_be_bfloat16(name):
         assert np.abs(np.asarray(ours) - np.asarray(theirs)).mean() < 0.1 * RATE
 
 
+OF_OPTAX = {
+    "prodigy": partial(optax.contrib.prodigy, betas=(0.9, 0.99)),
+    "schedule_free_adamw": partial(optax.contrib.schedule_free_adamw, b2=0.99),
+    "ademamix": partial(optax.contrib.ademamix, b2=0.99),
+    "adopt": partial(optax.contrib.adopt, b2=0.99, eps=1e-8),
+    "radam": partial(optax.radam, b2=0.99),
+    "sgd": partial(optax.sgd, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("name", OF_OPTAX)
+def test_the_others_are_those_of_optax_but_for_the_decay_of_what_is_no_matrix(name):
+    """Prodigy's estimate grows from the second update; its factor and its decay are seen then."""
+    rate = 1.0 if name == "prodigy" else RATE
+    grads = [jax.tree.map(partial(jnp.multiply, 1 + n), stacked(0)) for n in range(8)]
+    decayed = name in ("prodigy", "schedule_free_adamw")  # Optax's others have no such argument
+    for decay in (0.0, DECAY) if decayed else (0.0,):
+        ours = make_optimizer(constant(name, weight_decay=decay, learning_rate=rate), 10)
+        theirs = OF_OPTAX[name](rate, **({"weight_decay": decay} if decayed else {}))
+        both = (follow(each, stacked(0), grads) for each in (ours, theirs))
+        trees = map(jax.tree.leaves, (decays(stacked(0)), *both))
+        for is_matrix, found, expected in zip(*trees, strict=True):
+            if is_matrix or not decay:
+                np.testing.assert_allclose(found, expected, rtol=2e-4, atol=2e-6)
+    plain, found = (trained(name, learning_rate=rate, weight_decay=d) for d in (0.0, DECAY))
+    np.testing.assert_array_equal(plain["blocks"]["bias"], found["blocks"]["bias"])
+    assert (plain["head"]["kernel"] != found["head"]["kernel"]).any()
+
+
+def test_the_average_of_a_schedule_free_optimizer_is_optax_evaluated_parameters():
+    """Beside a group of another optimizer, whose average is the moving one."""
+    groups = (OptimizerGroup(("head",), name="adamw"),)
+    alone = optax.contrib.schedule_free_adamw(RATE, b2=0.99, weight_decay=0.0)
+    mixed = make_optimizer(constant("schedule_free_adamw", groups=groups, weight_decay=0.0), 10)
+    params = ema = moving = stacked(0)
+    first, state = params["blocks"], mixed.init(params)
+    inner = alone.init(first)
+    for step in range(4):
+        grad = stacked(step + 1)
+        updates, state = mixed.update(grad, state, params)
+        params = optax.apply_updates(params, updates)
+        ema = update_ema(ema, params, jnp.int32(step), 0.9, state)
+        moving = update_ema(moving, params, jnp.int32(step), 0.9)
+        updates, inner = alone.update(grad["blocks"], inner, first)
+        first = optax.apply_updates(first, updates)
+    expected = optax.contrib.schedule_free_eval_params(inner, first)
+    same = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+    jax.tree.map(same, ema["blocks"], expected)
+    jax.tree.map(same, ema["head"], moving["head"])
+
+
 def test_groups_can_have_another_optimizer():
     found = trained("adamw", groups=(OptimizerGroup(("blocks",), name="lion"),))
     same = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)  # fused differently
@@ -186,7 +244,7 @@ def test_groups_can_have_another_optimizer():
     ("settings", "identity"),
     [
         ({}, {}),
-        *(({"name": name}, {"name": name}) for name in NAMES[1:]),
+        *((NEEDS.get(name, {}) | {"name": name}, {"name": name}) for name in NAMES[1:]),
         ({"mu_dtype": "bfloat16"}, {"mu_dtype": "bfloat16"}),
         ({"groups": (OptimizerGroup(("a",)),)}, {"groups": [["a"]]}),
         (
@@ -207,6 +265,12 @@ def test_checkpoints_say_which_optimizer_wrote_them(settings, identity):
         ({"clip_value": 0.0}, "clip_value is 0"),
         ({"mu_dtype": "bfloat16", "name": "adafactor"}, "mu_dtype is bfloat16, but adafactor has"),
         ({"mu_dtype": "bfloat16", "name": "adamw8bit"}, "mu_dtype is bfloat16, but adamw8bit has"),
+        ({"name": "prodigy"}, r"learning_rate is 0.0001, but prodigy .*; set 1\.0"),
+        ({"name": "schedule_free_adamw"}, "schedule is cosine, but schedule_free_adamw needs con"),
+        (
+            {"name": "schedule_free_adamw", "schedule": "constant", "ema_decay": None},
+            "ema_decay is None, but schedule_free_adamw needs a number",
+        ),
         ({"schedule_steps": 0}, "schedule_steps is 0"),
         ({"decay_steps": 0}, "decay_steps is 0"),
         ({"decay_fraction": 0.0}, "decay_fraction is 0"),
