@@ -377,9 +377,11 @@ def _built(kind: Any, fields: Mapping[str, Any]) -> Any:
     hints = get_type_hints(kind)
 
     def value_of(name: str, value: Any) -> Any:
+        if isinstance(value, list):
+            return tuple(value_of(name, each) for each in value)
         if isinstance(value, Mapping) and name in hints:
             return _built(next(filter(is_dataclass, get_args(hints[name]))), value)
-        return tuple(value) if isinstance(value, list) else value
+        return value
 
     return kind(**{name: value_of(name, value) for name, value in fields.items()})
 

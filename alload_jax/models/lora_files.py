@@ -478,7 +478,8 @@ def merge_adapters(params: PyTree, config: LoraConfig) -> PyTree:
         if name.endswith(DOWN):
             layer = name.removesuffix(DOWN)
             kernel = merged[f"{layer}kernel"]
-            merged[f"{layer}kernel"] = _adapted(kernel, flat[name], flat[layer + UP], config.scale)
+            scale = config.of_layer(layer[:-1]).scale
+            merged[f"{layer}kernel"] = _adapted(kernel, flat[name], flat[layer + UP], scale)
     return unflatten_dict(merged, sep="/")
 
 
@@ -516,9 +517,10 @@ def adapters_of(params: PyTree, config: LoraConfig) -> dict[Target, Adapter]:
             continue
         path = name.removesuffix(DOWN) + "kernel"
         down, up = np.asarray(value), np.asarray(flat[name.removesuffix(DOWN) + UP])
+        scale = config.of_layer(name.removesuffix(f"/{DOWN}")).scale
         for layer in [None] if down.ndim == 2 else range(len(down)):
             at = ... if layer is None else layer
-            found[Target(path, layer)] = Adapter(down[at], up[at], config.scale)
+            found[Target(path, layer)] = Adapter(down[at], up[at], scale)
     return found
 
 
@@ -548,12 +550,13 @@ def given_adapters(lora: LoraFile, config: ModelConfig) -> PyTree:
             raise InputError(
                 f"{lora.place}: adapts {layer}, which model.lora.targets leaves out; add it"
             )
-        if adapter.rank != config.lora.rank:
+        ours = config.lora.of_layer(layer)
+        if adapter.rank != ours.rank:
             raise InputError(
-                f"{lora.place}: has adapters of rank {adapter.rank}, and model.lora.rank is "
-                f"{config.lora.rank}; set it to {adapter.rank}"
+                f"{lora.place}: the adapter of {layer} has rank {adapter.rank}, and model.lora.rank"
+                f" is {ours.rank}; set it to {adapter.rank}, for some layers in model.lora.groups"
             )
-        up = adapter.up * np.float32(adapter.scale / config.lora.scale)
+        up = adapter.up * np.float32(adapter.scale / ours.scale)
         for name, value in ((DOWN, adapter.down), (UP, up)):
             path = target.path.removesuffix("kernel") + name
             if target.layer is None:

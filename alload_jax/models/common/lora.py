@@ -2,8 +2,8 @@
 
 import math
 import re
-from dataclasses import dataclass
-from functools import partial, reduce
+from dataclasses import asdict, dataclass, replace
+from functools import reduce
 from typing import Any
 
 import jax
@@ -22,6 +22,25 @@ LORA_PATTERN = f"/({DOWN}|{UP})$"
 
 
 @dataclass(frozen=True)
+class LoraGroup:
+    """Rank and scale of the adapters of some of the layers.
+
+    Attributes:
+      targets: as of `LoraConfig`; a layer belongs to the first group of which one matches.
+      rank, alpha: as of `LoraConfig`; null is the rank of the group.
+    """
+
+    targets: tuple[str, ...]
+    rank: int
+    alpha: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.targets:
+            raise InputError("model.lora.groups: targets is empty; give at least one pattern")
+        _check("model.lora.groups: ", self)
+
+
+@dataclass(frozen=True)
 class LoraConfig:
     """Adapters: y = x·kernel + bias + (alpha / rank)·dropout(x)·lora_down·lora_up.
 
@@ -31,34 +50,49 @@ class LoraConfig:
       targets: regular expressions for names of linear layers, such as `self_attention/`; empty for
         the family's default, all in attention and feed-forward of the blocks.
       dropout: share of the adapters' inputs that is zero in training; the rest is scaled up.
+      groups: layers with a rank and scale of their own.
     """
 
     rank: int = 16
     alpha: float | None = None
     targets: tuple[str, ...] = ()
     dropout: float = 0.0
+    groups: tuple[LoraGroup, ...] = ()
 
     def __post_init__(self) -> None:
-        require_positive("model.lora.", self, "rank")
-        require = partial(require_fields, "model.lora.", self)
-        require("alpha", lambda value: 0 < value < math.inf, "above 0, or null")
-        require("dropout", lambda value: 0 <= value < 1, "from 0 to below 1")
-        for pattern in self.targets:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise InputError(
-                    f"model.lora.targets: {pattern!r} is not a regular expression ({error}); fix it"
-                ) from error
+        _check("model.lora.", self)
+        wanted = "from 0 to below 1"
+        require_fields("model.lora.", self, "dropout", lambda value: 0 <= value < 1, wanted)
 
     def identity(self) -> dict[str, object]:
         """Returns the fields that determine the parameters and their meaning, as JSON values."""
-        return {"rank": self.rank, "alpha": self.alpha, "targets": list(self.targets)}
+        fields = {"rank": self.rank, "alpha": self.alpha, "targets": list(self.targets)}
+        groups = [asdict(group) | {"targets": list(group.targets)} for group in self.groups]
+        return fields | ({"groups": groups} if groups else {})
+
+    def of_layer(self, name: str) -> "LoraConfig":
+        """The settings of the layer of a name, such as `blocks/self_attention/query`."""
+        for group in self.groups:
+            if any(re.search(pattern, name) for pattern in group.targets):
+                return replace(self, rank=group.rank, alpha=group.alpha, groups=())
+        return self
 
     @property
     def scale(self) -> float:
         """The factor of lora_down·lora_up, alpha / rank."""
         return 1.0 if self.alpha is None else self.alpha / self.rank
+
+
+def _check(prefix: str, config: LoraConfig | LoraGroup) -> None:
+    require_positive(prefix, config, "rank")
+    require_fields(prefix, config, "alpha", lambda v: 0 < v < math.inf, "above 0, or null")
+    for pattern in config.targets:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise InputError(
+                f"{prefix}targets: {pattern!r} is not a regular expression ({error}); fix it"
+            ) from error
 
 
 class DropoutKey(nnx.Variable):
@@ -147,10 +181,18 @@ def add_lora(
                 f"{examples} (`alload parameters --config FILE` lists them all as NAME/kernel)"
             )
         chosen |= found
+    for pattern in (each for group in config.groups for each in group.targets):
+        if not any(re.search(pattern, name) for name in chosen):
+            raise InputError(
+                f"model.lora.groups: {pattern!r} matches no layer that has an adapter, such as "
+                f"{min(chosen)}; fix it, or add the layers to model.lora.targets"
+            )
     for name in sorted(chosen):
         *parents, last = linears[name]
         parent: PyTree = reduce(_part, parents, model)
-        adapted = LoraLinear(_part(parent, last), config, training=training, rngs=rngs)
+        adapted = LoraLinear(
+            _part(parent, last), config.of_layer(name), training=training, rngs=rngs
+        )
         if isinstance(last, int):
             parent[last] = adapted
         else:

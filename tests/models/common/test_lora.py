@@ -20,14 +20,21 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ImageConfig, TextConfig
-from alload_jax.models.common.lora import LORA_PATTERN, LoraConfig, dropout_keys
+from alload_jax.models.common.lora import LORA_PATTERN, LoraConfig, LoraGroup, dropout_keys
 from alload_jax.models.common.safetensor_files import CONFIG_SHA256, SHA256, check_sum
 from alload_jax.models.common.stored import Float8Kernel, quantise, readable, stored_tree
-from alload_jax.models.families import abstract_model, build_model, split_model, training_graph
+from alload_jax.models.families import (
+    abstract_model,
+    build_model,
+    config_from_fields,
+    split_model,
+    training_graph,
+)
 from alload_jax.models.hunyuan_video.transformer import HunyuanVideoConfig
 from alload_jax.models.lora_files import (
     BASE_NOTE,
     Adapter,
+    LoraFile,
     Target,
     adapters_of,
     given_adapters,
@@ -89,21 +96,31 @@ def test_a_new_model_with_adapters_has_the_weights_of_one_without():
 
 
 def test_the_output_is_that_of_merged_kernels():
+    """With a rank and a scale of their own for some of the layers."""
     targets = ("self_attention/query$", "patch_embedding", "head")
-    config = with_lora(rank=2, alpha=5.0, targets=targets)
+    groups = (LoraGroup(("^head/out",), 3, 7.0), LoraGroup(("head", "patch"), 1))
+    config = with_lora(rank=2, alpha=5.0, targets=targets, groups=groups)
+    assert config_from_fields(json.loads(json.dumps(config.architecture()))).lora == config.lora
+    scales = {"head/out/": 7 / 3, "patch_embedding/": 1.0}
     params = random_params(config)
     expected = {}
     flat = {k: np.asarray(v, np.float64) for k, v in flatten_dict(params, sep="/").items()}
     for name, value in flat.items():
         layer = name.removesuffix("kernel")
         if f"{layer}lora_down" in flat and name.endswith("kernel"):
-            value = value + 5 / 2 * flat[f"{layer}lora_down"] @ flat[f"{layer}lora_up"]
+            scale = scales.get(layer, 5 / 2)
+            value = value + scale * flat[f"{layer}lora_down"] @ flat[f"{layer}lora_up"]
         if "lora_" not in name:
             expected[name] = value.astype(np.float32)
     assert len(flat) == len(expected) + 6
     expected = unflatten_dict(expected, sep="/")
+    assert flat["head/out/lora_down"].shape[-1] == 3
     found = merge_adapters(params, config.lora)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), found, expected)
+    base = {k: v for k, v in flatten_dict(params).items() if not k[-1].startswith("lora_")}
+    file = LoraFile(Path(), adapters_of(params, config.lora), {}, None, [])
+    again = merge_file(unflatten_dict(base), file)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), again, expected)
     np.testing.assert_allclose(output(config, params), output(PLAIN, expected), atol=2e-5)
 
 
@@ -116,6 +133,7 @@ def test_the_output_is_that_of_merged_kernels():
         ({"dropout": 1.0}, r"model.lora.dropout is 1.0"),
         ({"dropout": -0.1}, r"model.lora.dropout is -0.1"),
         ({"targets": ("(",)}, "is not a regular expression"),
+        ({"groups": (LoraGroup(("^head",), 2),)}, r"groups: '\^head' matches no layer that has an"),
         ({"targets": ("to_q",)}, r"'to_q' matches no linear layer; names are.*blocks/"),
     ],
 )
@@ -366,6 +384,8 @@ def test_adapters_that_a_model_lacks_or_of_another_rank_are_refused(tmp_path):
     safetensors.numpy.save_file(PAIR, file)
     read = read_lora(file, PLAIN)
     assert read.text_length is None
+    with pytest.raises(InputError, match="groups: rank is 0"):
+        LoraGroup(("a",), 0)
     with pytest.raises(InputError, match=r"model\.lora\.rank is 4; set it to 2"):
         given_adapters(read, with_lora(rank=4))
     config = with_lora(rank=2, targets=("feed_forward",))
