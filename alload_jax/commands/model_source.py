@@ -116,13 +116,14 @@ class Source:
         return self.run.sampling.guidance if self.run else self._defaults.guidance
 
     def shift(self, seq_len: int) -> float:
-        """The shift of noise levels in training for sequences of `seq_len` tokens.
+        """The run's shift of noise levels for sequences of `seq_len` tokens.
 
-        For released weights the default of the model's family, for all lengths.
+        That of its samples, else of its training; for released weights the default of the model's
+        family, for all lengths.
         """
         if self.run is None:
             return self._defaults.shift
-        return shift_of(self.run.objective.timesteps, seq_len)
+        return self.run.sampling.shift or shift_of(self.run.objective.timesteps, seq_len)
 
     def values(self, mesh: Mesh) -> PyTree:
         """Reads the model's values onto the mesh, and adds the files of adapters.

@@ -1,5 +1,6 @@
 """The sampling section of a config."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -8,7 +9,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from alload_jax.diffusion.schedules import Sampler
-from alload_jax.errors import InputError, require_positive
+from alload_jax.errors import InputError, require_fields, require_positive
 from alload_jax.planning.samples import Triple
 from alload_jax.sampling.pictures import ClipFormat, has_mp4
 
@@ -88,9 +89,10 @@ class SamplingConfig:
 
     Attributes:
       every: number of optimizer steps between samples; null for only at the end.
-      sampler: `euler`, or `unipc`, which needs fewer steps.
+      sampler: `unipc`, or `euler`, which needs more steps for the same error.
       steps: number of evaluations of the model.
       guidance: scale of classifier-free guidance; 1 is none.
+      shift: shift of the noise levels; null for that of training at each size.
       seed: seed of the initial noise.
       grids: pictures of classes.
       prompts: samples of models of text.
@@ -99,9 +101,10 @@ class SamplingConfig:
     """
 
     every: int | None = None
-    sampler: Sampler = "euler"
+    sampler: Sampler = "unipc"
     steps: int = 30
     guidance: float = 2.0
+    shift: float | None = None
     seed: int = 0
     grids: tuple[GridConfig, ...] = ()
     prompts: tuple[PromptConfig, ...] = ()
@@ -115,6 +118,7 @@ class SamplingConfig:
                 "install alload-jax[media], or choose gif"
             )
         require_positive("sampling.", self, "every", "steps")
+        require_fields("sampling.", self, "shift", lambda v: 0 < v < math.inf, "above 0, or null")
 
 
 Draw = Callable[[PyTree, jax.Array, np.ndarray, Triple], np.ndarray]

@@ -43,7 +43,7 @@ def make_draw(
 ) -> Draw:
     """Builds a function that generates samples of pixels with classifier-free guidance.
 
-    Noise levels are shifted by sequence length as in training.
+    Noise levels are shifted by sequence length as in training, unless the config has a shift.
 
     Args:
       model: config of the model.
@@ -74,7 +74,8 @@ def _flow(
 ) -> Flow:
     """The flow of samples whose latents have this grid."""
     seq_len = math.prod(grid) // math.prod(model.patch_size)
-    sigmas = noise_levels(config.sampler, config.steps, shift_of(timesteps, seq_len))
+    shift = config.shift or shift_of(timesteps, seq_len)
+    sigmas = noise_levels(config.sampler, config.steps, shift)
     return make_flow(model, config.sampler, sigmas, config.guidance)
 
 

@@ -10,10 +10,14 @@ import pytest
 from flax import nnx
 
 from alload_jax.diffusion.schedules import noise_levels
+from alload_jax.diffusion.timesteps import TimestepConfig
+from alload_jax.errors import InputError
 from alload_jax.models.common.config import ImageConfig, TextConfig
 from alload_jax.models.families import abstract_model, build_model
 from alload_jax.models.wan.transformer import WanConfig
+from alload_jax.sampling.config import SamplingConfig
 from alload_jax.sampling.flow import Condition, LowNoise, make_flow
+from alload_jax.sampling.samples import make_draw
 
 PLAIN = WanConfig(
     dim=16, ffn_dim=16, num_heads=2, num_layers=1, freq_dim=8, in_channels=2, dtype="float32"
@@ -49,6 +53,21 @@ def euler(velocity, noise, first=None):
 
 def model_of(config, values):
     return nnx.merge(abstract_model(config).graph, values)
+
+
+def test_a_shift_of_the_config_takes_the_place_of_that_of_training():
+    values, labels = values_of(PLAIN, 0), np.array([[3], [5]])
+
+    def draw(trained, own):
+        config = SamplingConfig(steps=3, shift=own)
+        draws = make_draw(PLAIN, TimestepConfig(shift=trained), config, (1, 1, 1))
+        return draws(values, jax.random.key(0), labels, (1, 4, 4))
+
+    drawn = [draw(4.0, None), draw(1.0, 4.0), draw(1.0, None)]
+    np.testing.assert_array_equal(drawn[0], drawn[1])
+    assert np.abs(drawn[0] - drawn[2]).max() > 1e-3
+    with pytest.raises(InputError, match=r"sampling\.shift is 0"):
+        SamplingConfig(shift=0.0)
 
 
 def test_given_channels_and_images_reach_the_model_at_every_step():

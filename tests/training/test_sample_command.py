@@ -1,5 +1,6 @@
 """`alload sample` and `alload export`, as a user types them."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -17,6 +18,7 @@ from training_runs import WEIGHTS
 
 from alload_jax import cli
 from alload_jax.commands import sample_draw
+from alload_jax.commands.model_source import find_run
 from alload_jax.config import Config, DataConfig, RunConfig, write_config
 from alload_jax.data.manifest import read_manifest
 from alload_jax.diffusion.timesteps import TimestepConfig
@@ -180,7 +182,7 @@ def test_weights_classes_and_steps_change_what_is_drawn(said, class_run):
         "raw": ["--weights", "raw"],
         "older": ["--step", 10],
         "plain": ["--guidance", 1],
-        "unipc": ["--sampler", "unipc"],
+        "euler": ["--sampler", "euler"],
         "shifted": ["--shift", 3],
         "dense": ["--dense-attention"],
     }
@@ -196,7 +198,7 @@ def test_weights_classes_and_steps_change_what_is_drawn(said, class_run):
     for n, one in enumerate(drawn):
         for other in drawn[:n]:
             assert np.abs(one - other).max() > 1e-6
-    expected = {"seed": 0, "steps": 2, "sampler": "euler", "guidance": 2.0, "shift": 1.0}
+    expected = {"seed": 0, "steps": 2, "sampler": "unipc", "guidance": 2.0, "shift": 1.0}
     assert notes("ema.safetensors") == expected
 
 
@@ -458,6 +460,9 @@ def test_a_run_of_text_draws_with_its_own_settings(alload, text_run):
     # Two tokens; 2·(2/1)^0.5
     expected = {"guidance": 1.5, "sampler": "unipc", "shift": 2 * 2**0.5}
     assert notes("x.safetensors").items() >= expected.items()
+    source = find_run(text_run[0])
+    run = dataclasses.replace(source.run, sampling=SamplingConfig(shift=3.0))
+    assert dataclasses.replace(source, run=run).shift(2) == 3.0
 
 
 @pytest.mark.parametrize(("weights", "dtype"), [("raw", "float32"), ("ema", "bfloat16")])
