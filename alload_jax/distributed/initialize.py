@@ -65,7 +65,8 @@ class ClusterConfig:
       coordinator: host:port on which process 0 listens and which all others can reach.
       processes: number of processes.
       process: number of this process, from 0.
-      detect: whether to ask Slurm, Open MPI or Kubernetes if the three flags are not given.
+      detect: whether to ask torchrun, Slurm, Open MPI or Kubernetes if the three flags are not
+        given.
       lost_after: seconds of silence after which a process counts as lost and the others end.
       certificates: folder with cert.pem, key.pem and ca.pem, without which nobody can join or read
         the run; needs JAX 0.11.2. See docs/many-gpus.md.
@@ -199,6 +200,9 @@ def _process_info(config: ClusterConfig) -> ProcessInfo | None:
         assert config.processes is not None
         assert config.process is not None
         return ProcessInfo(config.coordinator, config.processes, config.process)
+    # What torchrun starts in a step of Slurm is more than the step's tasks.
+    if config.detect and _task_count("WORLD_SIZE") > 1 and "RANK" in os.environ:
+        return _process_of_torchrun()
     # Not SLURM_NTASKS: it is also set in the shell of an allocation, where a single process may
     # be started by hand.
     if config.detect and _task_count("SLURM_STEP_NUM_TASKS") > 1:
@@ -207,23 +211,49 @@ def _process_info(config: ClusterConfig) -> ProcessInfo | None:
         launcher = "Open MPI"
     elif config.detect and os.environ.keys() >= {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"}:
         launcher = "Kubernetes"
+    elif config.detect and _task_count("WORLD_SIZE") > 1:
+        raise InputError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but RANK is not set, which says which of "
+            f"the processes this is; start it by torchrun, or {_REMEDY}"
+        )
     else:
         return None
-    remedy = (
-        "give --cluster.coordinator, --cluster.processes and --cluster.process, or "
-        "--cluster.detect false to run this process alone"
-    )
     try:
         process = process_info_from_launcher()
     except RuntimeError as error:
-        raise InputError(f"{launcher}: {first_line(error)}; {remedy}") from error
+        raise InputError(f"{launcher}: {first_line(error)}; {_REMEDY}") from error
     if process is None:
-        raise InputError(f"{launcher}: JAX cannot detect the processes of the run; {remedy}")
+        raise InputError(f"{launcher}: JAX cannot detect the processes of the run; {_REMEDY}")
     return process
 
 
-def _task_count(variable: str) -> int:
-    text = os.environ.get(variable, "1")
+def _process_of_torchrun() -> ProcessInfo:
+    """The process by the variables that torchrun, and launchers like it, set for PyTorch.
+
+    Where torchrun itself listens on MASTER_PORT, JAX takes the next port. Processes of one host
+    have a GPU each.
+    """
+    count, process = _task_count("WORLD_SIZE"), _task_count("RANK")
+    host, port = os.environ.get("MASTER_ADDR", ""), _task_count("MASTER_PORT", "0")
+    port += os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if not host or not 0 < port < 2**16 or process >= count:
+        raise InputError(
+            f"WORLD_SIZE is {count}, RANK {process}, MASTER_ADDR {host!r} and MASTER_PORT "
+            f"{os.environ.get('MASTER_PORT', '')!r}, which is no process of a run; {_REMEDY}"
+        )
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    alone = _task_count("LOCAL_WORLD_SIZE") == 1
+    return ProcessInfo(address, count, process, None if alone else [_task_count("LOCAL_RANK", "0")])
+
+
+_REMEDY = (
+    "give --cluster.coordinator, --cluster.processes and --cluster.process, or "
+    "--cluster.detect false to run this process alone"
+)
+
+
+def _task_count(variable: str, default: str = "1") -> int:
+    text = os.environ.get(variable, default)
     if not text.isdecimal():
         raise InputError(
             f"environment variable {variable} is {text!r}; it must be a number, as launchers set "

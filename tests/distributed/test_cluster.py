@@ -13,6 +13,7 @@ import pytest
 from patience import PATIENCE
 
 from alload_jax.distributed import coordination
+from alload_jax.distributed import initialize as initialize_module
 from alload_jax.distributed.cluster import Cluster
 from alload_jax.distributed.coordination import (
     CoordinatorProxy,
@@ -43,7 +44,9 @@ SINGLE = [
     SLURM | {"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NODELIST": "n1"},
     {"OMPI_COMM_WORLD_SIZE": "1"},
     {"KUBERNETES_SERVICE_HOST": "10.0.0.1"},
+    {"WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"},
 ]
+TORCHRUN = {"WORLD_SIZE": "4", "RANK": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
 
 
 @pytest.mark.parametrize(("given", "words"), BAD)
@@ -71,6 +74,14 @@ def test_a_single_process_is_a_cluster_of_one(environment, monkeypatch):
     [
         ({"OMPI_COMM_WORLD_SIZE": "2"}, r"Open MPI: .* give --cluster.coordinator"),
         ({"SLURM_STEP_NUM_TASKS": "abc"}, r"SLURM_STEP_NUM_TASKS is 'abc'"),
+        (
+            {"WORLD_SIZE": "4"},
+            "WORLD_SIZE is 4, but RANK is not set, .* give --cluster.coordinator",
+        ),
+        (TORCHRUN | {"MASTER_ADDR": ""}, "MASTER_ADDR '' .* give --cluster.coordinator"),
+        (TORCHRUN | {"RANK": "4"}, "RANK 4, MASTER_ADDR 'n1' .* which is no process of a run"),
+        (TORCHRUN | {"MASTER_PORT": "65536"}, "MASTER_PORT '65536', which is no process of a run"),
+        (TORCHRUN | {"MASTER_PORT": "x"}, "MASTER_PORT is 'x'; it must be a number"),
     ],
 )
 def test_an_incomplete_environment_of_a_launcher_is_named(environment, words, monkeypatch):
@@ -88,6 +99,30 @@ def test_slurm_s_environment_identifies_the_process(monkeypatch):
     process = process_info_from_launcher()
     assert process.coordinator_address.startswith("n1:")
     assert process[1:] == (4, 2, [0])
+
+
+@pytest.mark.parametrize(
+    ("more", "process"),
+    [
+        ({}, ("n1:29500", 4, 2, None)),  # one per host, as Kubernetes' PyTorchJob starts them
+        ({"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}, ("n1:29500", 4, 2, [1])),
+        (
+            {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "::1"},
+            ("[::1]:29501", 4, 2, None),
+        ),
+        (SLURM | {"SLURM_STEP_NUM_TASKS": "2"}, ("n1:29500", 4, 2, None)),
+    ],
+)
+def test_torchruns_environment_identifies_the_process(more, process, monkeypatch):
+    for name, value in (TORCHRUN | more).items():
+        monkeypatch.setenv(name, value)
+    found = []
+    monkeypatch.setattr(initialize_module, "connect", lambda process, *_: found.append(process))
+    monkeypatch.setattr(initialize_module, "agree_on_seal", lambda *_: sys.exit("connected"))
+    monkeypatch.setattr(initialize_module.os, "dup2", lambda *_: None)
+    with pytest.raises(SystemExit, match="connected"):
+        initialize(ClusterConfig(), ".")
+    assert found == [process]
 
 
 def test_a_port_that_is_taken_is_named():
