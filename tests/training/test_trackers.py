@@ -459,6 +459,24 @@ def test_pictures_and_clips_are_shown_as_a_browser_shows_them_and_no_latents(tmp
 # ---------------------------------------------------------------- the libraries themselves
 
 
+def test_a_store_that_mlflow_refuses_is_named_before_the_run(monkeypatch):
+    class RefusedError(Exception):
+        """MLflow's."""
+
+    def client(uri):
+        if not uri.startswith("http"):
+            raise RefusedError("The filesystem tracking backend is in maintenance mode\nmore")
+
+    fake = {"mlflow": SimpleNamespace(MlflowClient=client)}
+    fake["mlflow.exceptions"] = SimpleNamespace(MlflowException=RefusedError)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: True)
+    for name, module in fake.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    with pytest.raises(InputError, match="maintenance mode; set tracking_uri to a server"):
+        MlflowConfig(tracking_uri="file:///x").check()
+    MlflowConfig(tracking_uri="http://127.0.0.1:9").check()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
 def test_the_libraries_themselves_take_what_they_are_told(name, tmp_path, capsys, monkeypatch):

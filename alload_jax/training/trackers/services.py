@@ -5,6 +5,7 @@ import netrc
 import os
 import queue
 import secrets
+import sys
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -19,7 +20,7 @@ from PIL import Image
 from typing_extensions import override
 
 from alload_jax.distributed.cluster import first_process
-from alload_jax.errors import InputError, print_stderr, reason_of
+from alload_jax.errors import InputError, first_line, print_stderr, reason_of
 from alload_jax.files import read_json
 from alload_jax.training.run_files import write_json
 from alload_jax.training.trackers import Tracker, TrackerConfig, TrackerContext
@@ -202,6 +203,20 @@ class MlflowConfig(ServiceConfig):
     experiment: str = "alload"
     run_name: str | None = None
 
+    @override
+    def check(self) -> None:
+        super().check()
+        from mlflow import MlflowClient
+        from mlflow.exceptions import MlflowException
+
+        try:
+            MlflowClient(self.tracking_uri)  # knows which stores there are, and asks no server
+        except MlflowException as error:
+            raise InputError(
+                f"trackers: mlflow: {first_line(error)[:200]}; set tracking_uri to a server, or "
+                "install mlflow for a database such as sqlite:///mlflow.db"
+            ) from error
+
 
 class Mlflow(TrackedRun):
     """A `Tracker` of MLflow, whose run is its client.
@@ -321,6 +336,11 @@ class Trackio(TrackedRun):
     def _open(self, known: str | None) -> tuple[Any, str]:
         import trackio
 
+        # Its lines disturb the progress bar; its warnings come another way.
+        for name in ("", ".run"):
+            vars(sys.modules.get(f"trackio{name}", trackio))["print"] = _silent
+        if "trackio.utils" in sys.modules:
+            vars(sys.modules["trackio.utils"])["print_dashboard_instructions"] = _silent
         run = trackio.init(
             self._config.project,
             name=known or self._config.run_name or f"{self._folder_name}-{secrets.token_hex(4)}",
@@ -333,6 +353,10 @@ class Trackio(TrackedRun):
         # Where the logged steps end is said nowhere else.
         self._next = max(self._next, getattr(run, "_next_step", 0))
         return run, run.name
+
+
+def _silent(*_: object, **__: object) -> None:
+    """Takes the place of a function that only prints."""
 
 
 Mode = Literal["online", "offline", "disabled"]
