@@ -26,6 +26,8 @@ from alload_jax.planning.fit import Point, fit_memory, fit_quadratic
 from alload_jax.training.device_memory import out_of_memory
 from alload_jax.training.trial_step import Step, with_density
 
+LEAST_POINTS = 5
+"""Steps of the grid that a fit needs."""
 _TARGETS = (4_096, 16_384, 65_536)
 """Approximate tokens of the micro-batches with several rows."""
 _MAX_SIDE = 64
@@ -220,7 +222,8 @@ class Calibration:
         No program is run.
 
         Raises:
-          InputError: the shortest sequence does not fit.
+          InputError: the shortest sequence does not fit, or compiling takes so long that the grid's
+            time is too short for a fit.
         """
         sparse = self.step.model.sparse_attention
         long = max(_MEMORY_LENGTH, sparse.min_tokens if sparse else 0)
@@ -231,6 +234,14 @@ class Calibration:
             [Case(max(1, long // short) * n, short + beside, beside) for n in _MEMORY_SIZES],
         ]
         cases = list(dict.fromkeys(case for found in kinds for case in found))
+        self._compile(cases[: self._workers])
+        least = math.ceil(-(-LEAST_POINTS // self._workers) * self._compile_seconds)
+        if least > self.bounds.seconds:
+            raise InputError(
+                f"alload calibrate: --seconds is {self.bounds.seconds:g}, but a program takes "
+                f"{self._compile_seconds:.0f} s to compile here, and a fit needs {LEAST_POINTS}; "
+                f"give at least {2 * least}"
+            )
         self._compile(cases)
         bytes_ = {case: self._bytes(case) for case in cases}
         model = fit_memory(

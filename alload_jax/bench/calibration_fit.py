@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from alload_jax.bench.calibration import Calibration, MemoryFinding, Outcome
+from alload_jax.bench.calibration import LEAST_POINTS, Calibration, MemoryFinding, Outcome
 from alload_jax.bench.harness import provenance
 from alload_jax.errors import InputError
 from alload_jax.files import Json
@@ -25,8 +25,8 @@ from alload_jax.planning.fit import (
 )
 from alload_jax.training.run_plan import sparse_layers
 
-LEAST_POINTS, LEAST_SPARSE_POINTS = 5, 3
-"""Minimum number of points of a fit."""
+LEAST_SPARSE_POINTS = 3
+"""Minimum number of points of a fit of sparse layers."""
 _HOLD_OUT_FROM = 8
 """With at least this many points, every fourth is held out of the fit."""
 

@@ -219,8 +219,8 @@ def run(options: argparse.Namespace) -> int:
         return calibrate_from_run(Path(options.from_run), Path(options.out))
     if options.memory_check:
         return _run_with_memory_check(options)
-    from alload_jax.bench.calibration import Bounds, Calibration
-    from alload_jax.bench.calibration_fit import LEAST_POINTS, calibrated
+    from alload_jax.bench.calibration import LEAST_POINTS, Bounds, Calibration
+    from alload_jax.bench.calibration_fit import calibrated
     from alload_jax.config import use_compilation_cache
     from alload_jax.training.run_files import peak_memory
 
