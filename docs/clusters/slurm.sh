@@ -16,12 +16,19 @@ set -euo pipefail
 
 CONFIG=${CONFIG:-configs/wan2_1_t2v_1_3b.yaml}
 
+# With Pyxis: CONTAINER=image.sqsh PYTHON=python sbatch docs/clusters/slurm.sh. It sees this folder;
+# add other folders, such as that of the data, to the mounts.
+container=()
+if [ -n "${CONTAINER:-}" ]; then
+    container=(--container-image="$CONTAINER" --container-mounts="$PWD:$PWD" --container-workdir="$PWD")
+fi
+
 # JAX finds the processes by what srun tells them. --kill-on-bad-exit=0: when one is lost, the others
 # end by themselves, with a line that names it, for which srun must leave them some time.
 # --cpus-per-task: since Slurm 22.05 srun does not take it from the job.
 status=0
-srun --kill-on-bad-exit=0 --cpus-per-task="$SLURM_CPUS_PER_TASK" \
-    .venv/bin/python train.py --config "$CONFIG" --run.status_when_stopped 75 "$@" || status=$?
+srun --kill-on-bad-exit=0 --cpus-per-task="$SLURM_CPUS_PER_TASK" "${container[@]}" \
+    "${PYTHON:-.venv/bin/python}" train.py --config "$CONFIG" --run.status_when_stopped 75 "$@" || status=$?
 
 # Slurm sent SIGTERM before the time was over, and the run is saved: it goes on from there. (What
 # was preempted, or lost a node, Slurm puts into the queue again by itself.)

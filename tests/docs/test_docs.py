@@ -327,6 +327,16 @@ def test_the_slurm_script_starts_a_task_per_gpu_and_requeues_a_stopped_run(tmp_p
     assert "--open-mode" in text  # a job that comes back does not erase its log
     assert (ROOT / re.search(r"CONFIG:-([^}]+)}", text)[1]).exists()
     slurm = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "8"}
+    (tmp_path / "srun").write_text(f'#!/bin/bash\nprintf "%s\\n" "$@" > {tmp_path}/words\n')
+    (tmp_path / "srun").chmod(0o755)
+    for more, words in (
+        ({}, {".venv/bin/python", "configs/wan2_1_t2v_1_3b.yaml"}),
+        ({"CONTAINER": "a b.sqsh", "PYTHON": "python"}, {"--container-image=a b.sqsh", "python"}),
+    ):
+        subprocess.run(["bash", path], env=slurm | more, check=True)
+        given = set((tmp_path / "words").read_text().splitlines())
+        assert words <= given
+        assert any("container" in word for word in given) == bool(more)
     said = tmp_path / "scontrol_arguments"
     for status, requeued in ((75, "requeue 7\n"), (0, ""), (1, "")):
         said.write_text("")
@@ -342,12 +352,20 @@ def test_the_jobset_counts_hosts_and_permits_queries_as_jax_needs_them():
     objects = {part["kind"]: part for part in found}
     (workers,) = objects["JobSet"]["spec"]["replicatedJobs"]
     assert workers["replicas"] == 1
+    policy = objects["JobSet"]["spec"]["failurePolicy"]
+    (rule,) = policy["rules"]
+    assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
     job = workers["template"]["spec"]
     assert job["completionMode"] == "Indexed"  # JOB_COMPLETION_INDEX is JAX's process
     assert job["parallelism"] == job["completions"]  # JAX takes parallelism for processes
     pod = job["template"]["spec"]
     assert pod["restartPolicy"] == "Never"
     (container,) = pod["containers"]
+    (stops,) = job["podFailurePolicy"]["rules"]  # its reason, which JobSet's rule names
+    assert (stops["action"], rule["onJobFailureReasons"]) == ("FailJob", ["PodFailurePolicy"])
+    (status,) = stops["onExitCodes"]["values"]
+    assert stops["onExitCodes"]["containerName"] == container["name"]
+    assert container["command"][-1].endswith(f"--run.status_when_stopped {status}")
     assert container["ports"] == [{"containerPort": 55527}]
     mounts = {mount["name"] for mount in container["volumeMounts"]}
     assert mounts == {volume["name"] for volume in pod["volumes"]}
