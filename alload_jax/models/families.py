@@ -219,6 +219,13 @@ class Family(Protocol):
         """Returns the naming scheme of a checkpoint's keys."""
         return "diffusers"
 
+    def config_of_tensors(self, shapes: Mapping[str, tuple[int, ...]]) -> ModelConfig | None:
+        """Returns the config that shapes of tensors tell, of a file without a config.json.
+
+        None if they are not those of a model of this family, or do not tell it.
+        """
+        return None
+
     def read_fields(self, fields: dict[str, Any]) -> ModelConfig:
         """Returns the config that the fields of a config.json describe.
 

@@ -21,10 +21,10 @@ from alload_jax.errors import InputError
 from alload_jax.models.common.config import ModelConfig, TextConfig
 from alload_jax.models.common.safetensor_files import (
     CONFIG_SHA256,
-    FLOATS,
     INDEX,
     STEM,
     TEXT_LENGTH,
+    WEIGHTS,
     Checkpoint,
     Tensor,
     WeightsDtype,
@@ -46,7 +46,7 @@ def load_weights(
 
     Args:
       place: a `transformer/` folder of diffusers, a folder of the model's original repository, or
-        one safetensors file of either.
+        one file of either: safetensors, scaled float8 included, or GGUF.
       config: config of the model.
       mesh: mesh on which the parameters are placed.
       dtype_of: dtype in which a parameter is stored, by its name.
@@ -251,8 +251,8 @@ def _check_keys(checkpoint: Checkpoint, wanted: list[Tensor], ignored: tuple[str
         shape, dtype = checkpoint.header_of(tensor.key)
         if shape != tensor.shape:
             problems.append(f"{tensor.key} has shape {shape}, not {tensor.shape}")
-        if dtype not in FLOATS:
-            problems.append(f"{tensor.key} is {dtype}, not float 16 to 64")
+        if dtype not in WEIGHTS:
+            problems.append(f"{tensor.key} is {dtype}, not float 8 to 64")
     if any(".lora_" in key for key in present):
         raise InputError(
             f"{checkpoint.place}: holds adapters (LoRA), not weights; give it as run.initial_lora, "

@@ -18,8 +18,8 @@ class RunConfig:
       epochs: number of passes over the data, in place of `steps`.
       seed: seed of weights, noise and the order of samples.
       initial_weights: weights to start from: a `transformer/` folder of diffusers, a folder of
-        Wan's repository, one safetensors file of either, or the folder of another run, whose
-        averaged weights are taken; null for random weights.
+        Wan's repository, one file of either (safetensors, scaled float8 included, or GGUF), or the
+        folder of another run, whose averaged weights are taken; null for random weights.
       initial_lora: file of adapters to start from, for a model with `model.lora`; null for new
         ones.
       compilation_cache: folder that keeps compiled programs between runs; null for none.

@@ -19,8 +19,10 @@ from alload_jax.errors import InputError
 from alload_jax.files import Json
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.common.lora import DOWN
+from alload_jax.models.common.safetensor_files import Checkpoint
 from alload_jax.models.common.stored import VALUES, readable, stored_as
 from alload_jax.models.families import (
+    FAMILIES,
     abstract_model,
     config_from_fields,
     family_of,
@@ -233,8 +235,8 @@ def described_model(place: Path) -> ModelConfig | None:
     """Reads the model of a place of initial weights; None where nothing describes it.
 
     Raises:
-      InputError: config.json, or the newest checkpoint of a run, is damaged; or the place holds a
-        whole pipeline.
+      InputError: the file, config.json, or the newest checkpoint of a run is damaged; or the place
+        holds a whole pipeline.
     """
     if is_run(place):
         step = find_step(place / CHECKPOINTS)
@@ -244,6 +246,14 @@ def described_model(place: Path) -> ModelConfig | None:
     inner = place / "transformer"
     if not (place / "config.json").is_file() and (inner / "config.json").is_file():
         raise InputError(f"run.initial_weights is {place}; did you mean {inner}?")
+    if place.is_file():
+        with Checkpoint(place) as checkpoint:
+            shapes = {key: checkpoint.header_of(key)[0] for key in checkpoint.keys}
+        families = (FAMILIES.get(name) for name in FAMILIES.names())
+        try:
+            return next(filter(None, (each.config_of_tensors(shapes) for each in families)), None)
+        except KeyError as error:
+            raise InputError(f"{place}: lacks {error}; download it again") from error
     return read_transformer(place) if (place / "config.json").is_file() else None
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+from flax.traverse_util import flatten_dict
 from golden_models import (
     MESH,
     WEIGHTS,
@@ -32,6 +33,7 @@ from alload_jax.models.weights import (
     save_weights,
 )
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
+from alload_jax.training.restore import described_model
 
 T2V = transformer("wan/t2v")
 
@@ -112,6 +114,119 @@ def test_nothing_is_written_over_nor_left_by_a_failed_export(tmp_path, monkeypat
             save_weights(tmp_path / "out", {}, golden_config("wan/t2v", **changes))
     assert sorted(tmp_path.rglob("*")) == before
     assert (tmp_path / "kept" / "work").read_text() == "mine"
+
+
+# ---------------------------------------------------------------- single files of others
+
+ALONE = WanConfig(
+    dim=128, ffn_dim=64, num_heads=1, num_layers=2, in_channels=4, freq_dim=32,
+    text=TextConfig(96, 512),
+)  # fmt: skip
+
+
+def original_tensors():
+    """Random weights by the names of Wan's repository."""
+    rng = np.random.default_rng(0)
+    wanted = family_of(ALONE).tensors(ALONE, "original")
+    return {t.key: rng.normal(size=t.shape).astype(np.float32) for t in wanted}
+
+
+def in_our_layout(tensors):
+    found = {}
+    for tensor in family_of(ALONE).tensors(ALONE, "original"):
+        value = tensor.to_ours(tensors[tensor.key])
+        stacked = found.setdefault(tensor.path, [])
+        stacked.append(value if tensor.layer is not None else None)
+        found[tensor.path] = stacked if tensor.layer is not None else value
+    return {path: np.stack(v) if isinstance(v, list) else v for path, v in found.items()}
+
+
+def write_raw(file, tensors):
+    """safetensors of (dtype as it names them, array), for those that it does not write."""
+    header, at = {}, 0
+    for key, (dtype, value) in tensors.items():
+        header[key] = {
+            "dtype": dtype,
+            "shape": value.shape,
+            "data_offsets": [at, at + value.nbytes],
+        }
+        at += value.nbytes
+    text = json.dumps(header).encode()
+    content = b"".join(value.tobytes() for _, value in tensors.values())
+    file.write_bytes(len(text).to_bytes(8, "little") + text + content)
+
+
+@pytest.mark.parametrize(
+    ("ending", "per_output", "prefix"),
+    [
+        ("scale_weight", False, ""),
+        ("weight_scale", True, "model.diffusion_model."),
+        (None, False, ""),
+    ],
+)
+def test_scaled_float8_files_are_read_and_describe_their_model(
+    ending, per_output, prefix, tmp_path
+):
+    tensors, content, expected = original_tensors(), {}, {}
+    for key, value in tensors.items():
+        if not key.endswith("weight") or not key.startswith("blocks") or "norm" in key:
+            content[prefix + key], expected[key] = ("F32", value), value
+            continue
+        axes = tuple(range(1, value.ndim)) if per_output else None
+        scale = np.abs(value).max(axis=axes) / 448 if ending else np.float32(1)
+        shaped = scale.reshape(-1, *(1 for _ in value.shape[1:])) if per_output else scale
+        kind, dtype = ("F8_E4M3", "float8_e4m3fn") if ending else ("F8_E5M2", "float8_e5m2")
+        narrow = (value / shaped).astype(dtype)
+        content[prefix + key] = (kind, narrow)
+        expected[key] = narrow.astype(np.float32) * shaped
+        if ending:
+            layer = prefix + key.removesuffix("weight")
+            content[layer + ending] = ("F32", np.asarray(scale, np.float32))
+            content[layer + "comfy_quant"] = ("U8", np.zeros(3, np.uint8))
+    if ending == "scale_weight":
+        content["scaled_fp8"] = ("F8_E4M3", np.zeros(2, jnp.float8_e4m3fn))
+    file = tmp_path / "x.safetensors"
+    write_raw(file, content)
+    assert described_model(file) == ALONE
+    found = flatten_dict(load_weights(file, ALONE, MESH), sep="/")
+    for path, value in in_our_layout(expected).items():
+        np.testing.assert_allclose(found[path], value, rtol=1e-6)
+    if per_output:
+        for key in (k for k in content if k.endswith(ending)):
+            content[key] = ("F32", np.ones(7, np.float32))
+        write_raw(file, content)
+        with pytest.raises(InputError, match=r"needs one scale, or one for each output; name"):
+            load_weights(file, ALONE, MESH)
+
+
+def test_gguf_files_are_read_and_describe_their_model(tmp_path):
+    gguf = pytest.importorskip("gguf", reason="the extra gguf is not installed")
+    tensors, file = original_tensors(), tmp_path / "x.gguf"
+    writer = gguf.GGUFWriter(file, "wan")
+    kinds, expected = gguf.GGMLQuantizationType, {}
+    for key, value in tensors.items():
+        shape = value.shape
+        if len(shape) > 4:
+            writer.add_array(f"comfy.gguf.orig_shape.{key}", [int(n) for n in shape])
+            value = value.reshape(shape[0], -1)
+        kind = kinds.Q8_0 if "ffn" in key and value.ndim == 2 else kinds.BF16
+        stored = gguf.quants.quantize(value, kind)
+        writer.add_tensor(key, stored, raw_dtype=kind)
+        expected[key] = gguf.quants.dequantize(stored, kind).reshape(shape)
+        assert np.abs(expected[key] - tensors[key]).max() < 0.05
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert described_model(file) == ALONE
+    found = flatten_dict(load_weights(file, ALONE, MESH), sep="/")
+    for path, value in in_our_layout(expected).items():
+        np.testing.assert_allclose(found[path], value, rtol=1e-6)
+    whole = file.read_bytes()
+    for content in (b"", b"GGUF", whole[: len(whole) // 2], bytes(len(whole))):
+        file.write_bytes(content)
+        with pytest.raises(InputError, match=r"x\.gguf: is not a valid GGUF file"):
+            load_weights(file, ALONE, MESH)
 
 
 # ---------------------------------------------------------------- what cannot be read

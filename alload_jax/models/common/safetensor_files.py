@@ -1,14 +1,22 @@
-"""Reads one tensor of a checkpoint at a time by its name there, and writes exports."""
+"""Reads one tensor of a checkpoint at a time by its name there, and writes exports.
+
+ComfyUI's files of scaled float8 have a scale beside each weight (`.scale_weight`, or since 2025
+`.weight_scale`). GGUF files, as ComfyUI reads them, have the names of the original repository; the
+shapes of tensors with more than four axes are in their metadata.
+"""
 
 import hashlib
+import json
 import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Literal
+from types import SimpleNamespace
+from typing import Any, BinaryIO, Literal
 
+import ml_dtypes
 import numpy as np
 import safetensors
 import safetensors.numpy
@@ -32,6 +40,11 @@ STEM = "diffusion_pytorch_model"
 INDEX = f"{STEM}.safetensors.index.json"
 FLOATS = ("F64", "F32", "F16", "BF16")
 """Dtypes of weights in safetensors."""
+_FLOAT8 = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2}
+WEIGHTS = (*FLOATS, *_FLOAT8)
+"""Dtypes of weights that a `Checkpoint` reads."""
+_SCALES = (".scale_weight", ".weight_scale")
+_OF_ACTIVATIONS = (".scale_input", ".input_scale", ".comfy_quant", "scaled_fp8")
 _PREFIX = "model.diffusion_model."
 _PICKLED = (".pth", ".pt", ".bin", ".ckpt")
 _DIGITS = re.compile(rb'(?<="alload_sha256":")[^"]*')
@@ -50,14 +63,17 @@ class Checkpoint:
     def __init__(self, place: str | Path):
         self.place = Path(place)
         self.files = _files(self.place)
-        self.keys: dict[str, tuple[safetensors.safe_open, str]] = {}
+        self.keys: dict[str, tuple[Any, str]] = {}
+        self._owner: dict[str, Path] = {}
+        self._scales: dict[str, str] = {}
         self._stack = ExitStack()
 
     def __enter__(self) -> "Checkpoint":
         with self._stack:
-            owner: dict[str, Path] = {}
+            owner = self._owner
             for file in self.files:
-                handle = self._stack.enter_context(open_safetensors(file))
+                opened = _Gguf(file) if file.suffix == _GGUF else open_safetensors(file)
+                handle: Any = self._stack.enter_context(opened)
                 names = handle.keys()  # a handle is not iterable
                 for key in names:
                     if key in owner:
@@ -69,7 +85,18 @@ class Checkpoint:
             self._stack = self._stack.pop_all()
         if all(key.startswith(_PREFIX) for key in self.keys):
             self.keys = {key.removeprefix(_PREFIX): found for key, found in self.keys.items()}
+        self._take_scales()
         return self
+
+    def _take_scales(self) -> None:
+        """Takes the scales of float8 weights, and those of activations, out of the keys."""
+        for key in list(self.keys):
+            layer, dot, _ = key.rpartition(".")
+            weight = f"{layer}{dot}weight"
+            if key.endswith(_SCALES) and weight in self.keys:
+                _, self._scales[weight] = self.keys.pop(key)
+            elif key.endswith(_OF_ACTIVATIONS):
+                del self.keys[key]
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
@@ -81,9 +108,28 @@ class Checkpoint:
         return tuple(header.get_shape()), header.get_dtype()
 
     def read(self, key: str) -> np.ndarray:
-        """Reads a tensor in the file's dtype."""
+        """Reads a tensor in the file's dtype; float8 and what is quantised as float32.
+
+        Raises:
+          InputError: the scales of a weight are not those of the whole or of its outputs.
+        """
         handle, name = self.keys[key]
-        return handle.get_tensor(name)
+        shape, dtype = self.header_of(key)
+        if dtype not in _FLOAT8:
+            return handle.get_tensor(name)
+        value = _read_float8(self._owner[name], name, dtype).reshape(shape).astype(np.float32)
+        if (scale_name := self._scales.get(key)) is None:
+            return value
+        header = handle.get_slice(scale_name)
+        count = int(np.prod(header.get_shape()))
+        if header.get_dtype() not in FLOATS or count not in (1, shape[0]):
+            raise InputError(
+                f"{self.place}: {scale_name} is {header.get_dtype()} of shape "
+                f"{header.get_shape()}, but a weight of shape {shape} needs one scale, or one for "
+                "each output; name another file of the model"
+            )
+        scale = handle.get_tensor(scale_name).astype(np.float32)
+        return value * scale.reshape(count, *(1 for _ in shape[1:]))
 
     def check_sums(self) -> None:
         """Reads all files that carry a SHA-256, as exports do, and compares it.
@@ -92,12 +138,70 @@ class Checkpoint:
           InputError: a file, or the config.json beside it, is not as it was written.
         """
         with ThreadPoolExecutor(_THREADS) as pool:
-            list(pool.map(check_sum, self.files))
+            list(pool.map(check_sum, (file for file in self.files if file.suffix != _GGUF)))
 
     def note(self, name: str) -> str | None:
         """Returns the value of that name in the files' metadata; None if there is none."""
         found = [(handle.metadata() or {}).get(name) for handle, _ in self.keys.values()]
         return next((value for value in found if value is not None), None)
+
+
+def _read_float8(file: Path, name: str, dtype: str) -> np.ndarray:
+    """The values of a tensor, which safetensors does not read into NumPy arrays."""
+    with file.open("rb") as content:
+        header = _header(content)
+        first, end = json.loads(header[8:])[name]["data_offsets"]
+        content.seek(len(header) + first)
+        return np.frombuffer(content.read(end - first), _FLOAT8[dtype])
+
+
+_GGUF = ".gguf"
+
+
+class _Gguf:
+    """A GGUF file with the methods of a handle of safetensors that a `Checkpoint` calls."""
+
+    def __init__(self, file: Path):
+        require_regular(file)
+        try:
+            import gguf
+
+            self._dequantize = gguf.quants.dequantize
+            self._reader = gguf.GGUFReader(file)
+        except ImportError as error:
+            raise InputError(
+                f"{file}: needs the package gguf; run: pip install -c constraints.txt -e '.[gguf]'"
+            ) from error
+        except (ValueError, IndexError, OSError) as error:
+            raise InputError(
+                f"{file}: is not a valid GGUF file ({error}); download it again or name another"
+            ) from error
+        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+
+    def __enter__(self) -> "_Gguf":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass  # the mapping of the file ends with the arrays
+
+    def keys(self) -> list[str]:
+        return list(self._tensors)
+
+    def metadata(self) -> dict[str, str]:
+        return {}
+
+    def get_slice(self, name: str) -> SimpleNamespace:
+        field = self._reader.get_field(f"comfy.gguf.orig_shape.{name}")
+        shape = self._tensors[name].shape[::-1] if field is None else field.contents()
+        return SimpleNamespace(get_shape=lambda: [*map(int, shape)], get_dtype=lambda: FLOATS[1])
+
+    def get_tensor(self, name: str) -> np.ndarray:
+        tensor = self._tensors[name]
+        try:
+            value = self._dequantize(tensor.data, tensor.tensor_type)
+        except NotImplementedError as error:
+            raise InputError(f"{name}: {error}; name a file of another quantisation") from error
+        return value.reshape(self.get_slice(name).get_shape())
 
 
 def open_safetensors(file: Path) -> safetensors.safe_open:

@@ -4,6 +4,7 @@ The table follows diffusers' WanTransformer3DModel (0.42.1) and the Wan 2.1 repo
 which compute the same function with different names and layouts.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -19,6 +20,7 @@ from alload_jax.models.wan.transformer import WanConfig, WanTransformer
 
 DIFFUSERS_CLASS, ORIGINAL_CLASS = "WanTransformer3DModel", "WanModel"
 _ROPE_MAX_SEQ_LEN = 1024
+_HEAD_DIM, _EPS = 128, 1e-6
 _COUNTS = (
     *("num_attention_heads", "attention_head_dim", "ffn_dim", "num_layers", "in_channels"),
     *("num_heads", "dim", "in_dim", "out_dim", "freq_dim", "text_dim", "text_len"),
@@ -117,6 +119,34 @@ class WanFamily(TransformerFamily):
     def naming_of(self, keys: set[str]) -> Naming:
         original = r"(blocks\.\d+\.self_attn|head\.|time_projection)"
         return "original" if any(re.match(original, key) for key in keys) else "diffusers"
+
+    @override
+    def config_of_tensors(self, shapes: Mapping[str, tuple[int, ...]]) -> WanConfig | None:
+        """Of the original repository's names; heads of all released models have 128 channels."""
+        block = "blocks.0."
+        dim, channels, *patch = shapes.get("patch_embedding.weight", (1, 1))
+        if dim % _HEAD_DIM or f"{block}self_attn.q.weight" not in shapes:
+            return None
+        kind = "flf2v" if "img_emb.emb_pos" in shapes else "i2v"
+        return self.read_fields(
+            {
+                "_class_name": ORIGINAL_CLASS,
+                "model_type": kind if "img_emb.proj.1.weight" in shapes else "t2v",
+                "dim": dim,
+                "in_dim": channels,
+                "patch_size": patch,
+                "out_dim": shapes["head.head.weight"][0] // math.prod(patch),
+                "ffn_dim": shapes[f"{block}ffn.0.weight"][0],
+                "freq_dim": shapes["time_embedding.0.weight"][1],
+                "text_dim": shapes["text_embedding.0.weight"][1],
+                "text_len": _TEXT_LENGTH,
+                "num_heads": dim // _HEAD_DIM,
+                "num_layers": sum(key.endswith(".self_attn.q.weight") for key in shapes),
+                "qk_norm": f"{block}self_attn.norm_q.weight" in shapes,
+                "cross_attn_norm": f"{block}norm3.weight" in shapes,
+                "eps": _EPS,
+            }
+        )
 
     @override
     def read_fields(self, fields: dict[str, Any]) -> WanConfig:
