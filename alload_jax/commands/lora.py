@@ -56,7 +56,7 @@ def _export(options: argparse.Namespace) -> int:
 
     from alload_jax.commands.model_source import find_run
     from alload_jax.errors import InputError
-    from alload_jax.models.common.lora import DOWN, UP
+    from alload_jax.models.common.lora import ADAPTER
     from alload_jax.models.lora_files import adapters_of
     from alload_jax.training.restore import one_device_mesh
 
@@ -68,7 +68,7 @@ def _export(options: argparse.Namespace) -> int:
         )
     params = source.trained(one_device_mesh())
     adapters = adapters_of(params, source.config.lora)
-    others = [name for name in flatten_dict(params, sep="/") if not name.endswith((DOWN, UP))]
+    others = [name for name in flatten_dict(params, sep="/") if not name.endswith(ADAPTER)]
     if others:
         print(
             f"note: {others[0]} and {len(others) - 1} more are trained too, which a file of "

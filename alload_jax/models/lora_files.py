@@ -26,7 +26,14 @@ from jaxtyping import PyTree
 from alload_jax.errors import InputError
 from alload_jax.files import parse_json, read_text, replacing
 from alload_jax.models.common.config import ModelConfig
-from alload_jax.models.common.lora import DOWN, UP, LoraConfig
+from alload_jax.models.common.lora import (
+    ADAPTER,
+    DOWN,
+    MAGNITUDE,
+    UP,
+    LoraConfig,
+    output_lengths,
+)
 from alload_jax.models.common.safetensor_files import (
     FLOATS,
     TEXT_LENGTH,
@@ -47,6 +54,7 @@ _TEXT = ("text_encoder", "lora_te")
 _DOWN = re.compile(r"\.lora(_A|_down)(\.default)?\.weight$")
 _UP = re.compile(r"\.lora(_B|_up)(\.default)?\.weight$")
 _ALPHA, _DIFFERENCE, _BIAS = ".alpha", ".diff", ".diff_b"
+_MAGNITUDE = re.compile(r"\.(dora_scale|lora_magnitude_vector(\.default)?(\.weight)?)$")
 _KRONECKER = re.compile(r"\.(lokr_w[12](_[ab])?)$")
 _METADATA = "lora_adapter_metadata"
 _NAMES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")
@@ -57,15 +65,19 @@ _NAMES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")
 class Adapter:
     """What a file adds to one linear layer: scale·down·up to its kernel [in, out].
 
+    With a magnitude (DoRA, arXiv 2402.09353) the outputs of the sum are then scaled to that length.
+
     Attributes:
       down: [in, rank] float32.
       up: [rank, out] float32.
       scale: alpha / rank.
+      magnitude: [out] float32; None for LoRA.
     """
 
     down: np.ndarray
     up: np.ndarray
     scale: float
+    magnitude: np.ndarray | None = None
 
     @property
     def rank(self) -> int:
@@ -230,7 +242,7 @@ def _split(key: str) -> tuple[str, str]:
     name = _PREFIX.sub("", key, count=1)
     if found := _KRONECKER.search(name):
         return name[: found.start()], found[1]
-    for pattern, what in ((_DOWN, "down"), (_UP, "up")):
+    for pattern, what in ((_DOWN, "down"), (_UP, "up"), (_MAGNITUDE, "magnitude")):
         if found := pattern.search(name):
             return name[: found.start()], what
     for ending in (_ALPHA, _DIFFERENCE, _BIAS):
@@ -252,7 +264,7 @@ def _add(
         return
     if "other" in found:
         raise InputError(
-            f"{module} is of no known kind (LoRA pairs, alpha, LoKr, diff and diff_b are)"
+            f"{module} is of no known kind (LoRA pairs, alpha, DoRA, LoKr, diff and diff_b are)"
         )
 
     def require(kind: str, content: Container[Target]) -> tuple[Tensor, Target] | None:
@@ -273,7 +285,7 @@ def _add(
     if factors and (place := require("weight", lora.differences)):
         tensor, target = place
         lora.differences[target] = _kronecker(module, factors, found.get("alpha"), tensor)
-    if not found.keys() & {"down", "up"}:
+    if not found.keys() & {"down", "up", "magnitude"}:
         return
     if not {"down", "up"} <= found.keys():
         raise InputError(f"{module} has only one of the two matrices")
@@ -288,7 +300,14 @@ def _add(
     _check_shape(f"{module}: up", up.shape, (outputs, rank, *(1 for _ in tensor.shape[2:])))
     up = np.ascontiguousarray(up.reshape(outputs, rank).T)
     scale = _scale(module, found.get("alpha"), rank, settings)
-    lora.adapters[target] = Adapter(tensor.to_ours(down), up, scale)
+    if (magnitude := found.get("magnitude")) is not None:
+        if magnitude.shape[:1] != (outputs,) or magnitude.size != outputs:
+            raise InputError(
+                f"{module} has magnitudes of shape {magnitude.shape}, but only those of its "
+                f"{outputs} outputs are supported"
+            )
+        magnitude = magnitude.astype(np.float32).reshape(-1)
+    lora.adapters[target] = Adapter(tensor.to_ours(down), up, scale, magnitude)
 
 
 def _kronecker(
@@ -384,8 +403,12 @@ def lora_tensors(
         if naming == "diffusers":
             found[f"transformer.{key}.lora_A.weight"] = down
             found[f"transformer.{key}.lora_B.weight"] = up * np.float32(adapter.scale)
+            if adapter.magnitude is not None:
+                found[f"transformer.{key}.lora_magnitude_vector"] = adapter.magnitude
         else:
             found |= _with_alpha(key, down, up, adapter.scale)
+            if adapter.magnitude is not None:
+                found[f"diffusion_model.{key}.dora_scale"] = adapter.magnitude[:, None]
     for stem, parts in together.items():
         (outputs,) = {adapter.up.shape[1] for adapter in parts.values()}
         ups = [parts[part].up.T * parts[part].scale if part in parts else None for part in "qkv"]
@@ -397,6 +420,15 @@ def lora_tensors(
                 up[n * outputs : (n + 1) * outputs, columns] = block
         downs = [np.ascontiguousarray(parts[part].down.T) for part in "qkv" if part in parts]
         found |= _with_alpha(f"{stem}qkv", np.concatenate(downs), up, 1.0)
+        if any(part.magnitude is not None for part in parts.values()):
+            magnitudes = [parts[part].magnitude if part in parts else None for part in "qkv"]
+            if any(each is None for each in magnitudes):
+                raise InputError(
+                    f"{stem}q, k and v have one adapter with keys of {keys}, and with DoRA all "
+                    "three need one; add them to model.lora.targets, or give --keys diffusers"
+                )
+            joint = np.concatenate([each for each in magnitudes if each is not None])
+            found[f"diffusion_model.{stem}qkv.dora_scale"] = joint[:, None]
     return found
 
 
@@ -445,7 +477,8 @@ def write_lora(
     if file.exists() and not force:
         raise InputError(f"{file}: exists already; give --force to replace it, or name another")
     content = {
-        key: value.astype(jnp.dtype(dtype)) if value.ndim else value  # alpha stays exact
+        # alpha and magnitudes stay exact
+        key: value.astype(jnp.dtype(dtype)) if key.endswith(".weight") else value
         for key, value in tensors.items()
     }
     try:
@@ -473,13 +506,15 @@ def merge_adapters(params: PyTree, config: LoraConfig) -> PyTree:
       config: the model's adapters.
     """
     flat = flatten_dict(params, sep="/")
-    merged = {name: value for name, value in flat.items() if not name.endswith((DOWN, UP))}
+    merged = {name: value for name, value in flat.items() if not name.endswith(ADAPTER)}
     for name in flat:
         if name.endswith(DOWN):
             layer = name.removesuffix(DOWN)
             kernel = merged[f"{layer}kernel"]
             scale = config.of_layer(layer[:-1]).scale
-            merged[f"{layer}kernel"] = _adapted(kernel, flat[name], flat[layer + UP], scale)
+            merged[f"{layer}kernel"] = _adapted(
+                kernel, flat[name], flat[layer + UP], scale, 1.0, flat.get(layer + MAGNITUDE)
+            )
     return unflatten_dict(merged, sep="/")
 
 
@@ -489,19 +524,17 @@ def merge_file(params: PyTree, lora: LoraFile, scale: float = 1.0) -> PyTree:
     Args:
       params: nested dict of a model's parameters, with or without adapters of its own.
       lora: the file.
-      scale: factor of everything that the file adds.
+      scale: factor of everything that the file adds; of DoRA, of the change that it makes.
     """
     flat = flatten_dict(params, sep="/")
     for path in {target.path for target in (*lora.adapters, *lora.differences)}:
         flat[path] = jnp.asarray(flat[path][...], jnp.float32)
     for target, adapter in lora.adapters.items():
-        factor = scale * adapter.scale
+        arrays = (adapter.down, adapter.up, adapter.scale, scale, adapter.magnitude)
         if target.layer is None:
-            flat[target.path] = _adapted(flat[target.path], adapter.down, adapter.up, factor)
+            flat[target.path] = _adapted(flat[target.path], *arrays)
         else:
-            flat[target.path] = _adapted_layer(
-                flat[target.path], target.layer, adapter.down, adapter.up, factor
-            )
+            flat[target.path] = _adapted_layer(flat[target.path], target.layer, *arrays)
     for target, difference in lora.differences.items():
         place = ... if target.layer is None else target.layer
         flat[target.path] = flat[target.path].at[place].add(scale * difference())
@@ -518,17 +551,19 @@ def adapters_of(params: PyTree, config: LoraConfig) -> dict[Target, Adapter]:
         path = name.removesuffix(DOWN) + "kernel"
         down, up = np.asarray(value), np.asarray(flat[name.removesuffix(DOWN) + UP])
         scale = config.of_layer(name.removesuffix(f"/{DOWN}")).scale
+        lengths = flat.get(name.removesuffix(DOWN) + MAGNITUDE)
         for layer in [None] if down.ndim == 2 else range(len(down)):
             at = ... if layer is None else layer
-            found[Target(path, layer)] = Adapter(down[at], up[at], scale)
+            length = None if lengths is None else np.asarray(lengths)[at]
+            found[Target(path, layer)] = Adapter(down[at], up[at], scale, length)
     return found
 
 
 def given_adapters(lora: LoraFile, config: ModelConfig) -> PyTree:
     """Returns a file's adapters as parameters of a model that has adapters.
 
-    Layers that the file does not adapt begin without effect; where all layers of a stack are
-    missing, the result lacks them.
+    Layers that the file does not adapt begin without effect, with a magnitude of NaN, which stands
+    for that of the kernel; where all layers of a stack are missing, the result lacks them.
 
     Returns:
       Nested dict of NumPy arrays, float32.
@@ -556,8 +591,14 @@ def given_adapters(lora: LoraFile, config: ModelConfig) -> PyTree:
                 f"{lora.place}: the adapter of {layer} has rank {adapter.rank}, and model.lora.rank"
                 f" is {ours.rank}; set it to {adapter.rank}, for some layers in model.lora.groups"
             )
+        if (adapter.magnitude is not None) != ours.dora:
+            raise InputError(
+                f"{lora.place}: the adapter of {layer} has {'no ' if ours.dora else ''}magnitudes "
+                f"(DoRA); set model.lora.dora to {str(not ours.dora).lower()}"
+            )
         up = adapter.up * np.float32(adapter.scale / ours.scale)
-        for name, value in ((DOWN, adapter.down), (UP, up)):
+        arrays = {DOWN: adapter.down, UP: up, MAGNITUDE: adapter.magnitude}
+        for name, value in ((k, v) for k, v in arrays.items() if v is not None):
             path = target.path.removesuffix("kernel") + name
             if target.layer is None:
                 flat[path] = value
@@ -565,19 +606,32 @@ def given_adapters(lora: LoraFile, config: ModelConfig) -> PyTree:
             if path not in flat:  # without effect; were both zero, nothing would be learnt
                 shape, bound = shapes[path].shape, 1 / math.sqrt(shapes[path].shape[-2])
                 drawn = np.random.default_rng(0).uniform(-bound, bound, shape)
-                flat[path] = np.zeros(shape, np.float32) if name == UP else drawn.astype(np.float32)
+                flat[path] = drawn.astype(np.float32)
+                if name != DOWN:
+                    flat[path][:] = 0 if name == UP else np.nan
             flat[path][target.layer] = value
     return unflatten_dict(flat, sep="/")
 
 
 @jax.jit
-def _adapted(kernel: PyTree, down: jax.Array, up: jax.Array, scale: float) -> jax.Array:
-    product = jnp.matmul(down, up, precision=jax.lax.Precision.HIGHEST)
-    return kernel[...].astype(jnp.float32) + scale * product
+def _adapted(
+    kernel: PyTree,
+    down: jax.Array,
+    up: jax.Array,
+    scale: float,
+    factor: float,
+    magnitude: jax.Array | None,
+) -> jax.Array:
+    """The kernel and `factor` times the change that an adapter makes of it."""
+    change = scale * jnp.matmul(down, up, precision=jax.lax.Precision.HIGHEST)
+    before = kernel[...].astype(jnp.float32)
+    if magnitude is not None:
+        after = before + change
+        gain = magnitude / output_lengths(after)
+        change = after * gain[..., None, :] - before
+    return before + factor * change
 
 
 @jax.jit
-def _adapted_layer(
-    stack: jax.Array, layer: int, down: jax.Array, up: jax.Array, scale: float
-) -> jax.Array:
-    return stack.at[layer].set(_adapted(stack[layer], down, up, scale))
+def _adapted_layer(stack: jax.Array, layer: int, *arrays: Any) -> jax.Array:
+    return stack.at[layer].set(_adapted(stack[layer], *arrays))

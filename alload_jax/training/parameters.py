@@ -10,7 +10,7 @@ import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from alload_jax.errors import InputError
-from alload_jax.models.common.lora import DOWN, LORA_PATTERN, UP
+from alload_jax.models.common.lora import ADAPTER, LORA_PATTERN
 from alload_jax.models.common.stored import SCALE, StoredDtype, stored_tree
 
 
@@ -117,7 +117,7 @@ def split_parameters(
             f"{list(config.trained)}; leave at least one parameter to train"
         )
     frozen = {name: value for name, value in flat.items() if name not in trained}
-    if stuck := [name for name in frozen if name.endswith((DOWN, UP))]:
+    if stuck := [name for name in frozen if name.endswith(ADAPTER)]:
         raise InputError(
             f"model.lora has adapters, but parameters leaves {stuck[0]} and {len(stuck) - 1} more "
             f"untrained; add {LORA_PATTERN} to parameters.trained, or choose model.lora.targets"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
@@ -18,7 +19,7 @@ from jaxtyping import PyTree
 from alload_jax.errors import InputError
 from alload_jax.files import Json
 from alload_jax.models.common.config import ModelConfig
-from alload_jax.models.common.lora import DOWN
+from alload_jax.models.common.lora import DOWN, MAGNITUDE, output_lengths
 from alload_jax.models.common.safetensor_files import Checkpoint
 from alload_jax.models.common.stored import VALUES, readable, stored_as
 from alload_jax.models.families import (
@@ -364,11 +365,24 @@ def new_state(
         given = merge_parameters(given or {}, adapters)
     if given is None:
         return *state_to_draw(spec, mesh, run.seed), ""
+    given = _with_magnitudes(given, spec.model)
     state = init_state(spec, mesh, run.seed, given)
     # A run goes on and removes the checkpoint that this one began from.
     if place is not None and not is_run(place) and jax.tree.leaves(state.frozen):
         checkpoints.base = Base(place, run.seed, checksum(state.frozen))
     return state, lambda: state, lacking
+
+
+def _with_magnitudes(given: PyTree, config: ModelConfig) -> PyTree:
+    """Parameters with the lengths of kernels where adapters that need them have none or NaN."""
+    flat, kernels = flatten_dict(given, sep="/"), flatten_dict(readable(given), sep="/")
+    for name in flatten_dict(abstract_model(config).params, sep="/"):
+        kernel = kernels.get(name.removesuffix(MAGNITUDE) + "kernel")
+        if name.endswith(MAGNITUDE) and kernel is not None:
+            lengths = output_lengths(kernel[...])
+            found = flat.get(name, jnp.nan)
+            flat[name] = jnp.where(jnp.isnan(found), lengths, found)
+    return unflatten_dict(flat, sep="/")
 
 
 @waits("for the weights to be read or drawn")

@@ -214,6 +214,8 @@ def without_adapters(params):
         ("i2v", ALPHA, "diffusers"),
         ("i2v", ALPHA, "original"),
         ("hunyuan", ALPHA, "diffusers"),
+        ("t2v", dataclasses.replace(ALPHA, dora=True), "diffusers"),
+        ("hunyuan", dataclasses.replace(ALPHA, dora=True), "diffusers"),
     ],
 )
 def test_a_file_of_adapters_loads_and_computes_the_same(base, lora, keys, tmp_path, quiet):
@@ -229,7 +231,7 @@ def test_a_file_of_adapters_loads_and_computes_the_same(base, lora, keys, tmp_pa
     else:
         model.load_lora_adapter(str(file), prefix="transformer", adapter_name="mine")
     state = peft.get_peft_model_state_dict(model, adapter_name="mine")
-    assert len(state) == 2 * len(adapters)
+    assert len(state) == (3 if lora.dora else 2) * len(adapters)
     found = ours(config, params)
     assert distance(found, theirs(model, config)) < 1e-4
     assert distance(found, plain) > 1e-2  # it has an effect

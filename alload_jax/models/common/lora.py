@@ -1,4 +1,4 @@
-"""Low-rank adapters of linear layers (LoRA, arXiv 2106.09685)."""
+"""Low-rank adapters of linear layers (LoRA, arXiv 2106.09685; DoRA, arXiv 2402.09353)."""
 
 import math
 import re
@@ -15,9 +15,10 @@ from typing_extensions import override
 from alload_jax.errors import InputError, require_fields, require_positive
 from alload_jax.models.common.parts import Linear
 
-DOWN, UP = "lora_down", "lora_up"
-"""Names of an adapter's matrices, beside the layer's `kernel`: [in, rank] and [rank, out]."""
-LORA_PATTERN = f"/({DOWN}|{UP})$"
+DOWN, UP, MAGNITUDE = "lora_down", "lora_up", "lora_magnitude"
+"""Names of an adapter's arrays, beside the layer's `kernel`: [in, rank], [rank, out] and [out]."""
+ADAPTER = (DOWN, UP, MAGNITUDE)
+LORA_PATTERN = f"/({'|'.join(ADAPTER)})$"
 """Matches the parameters of adapters of every family."""
 
 
@@ -51,6 +52,8 @@ class LoraConfig:
         the family's default, all in attention and feed-forward of the blocks.
       dropout: share of the adapters' inputs that is zero in training; the rest is scaled up.
       groups: layers with a rank and scale of their own.
+      dora: whether each output of the sum of kernel and adapter is scaled to a trained length,
+        lora_magnitude, which begins as that of the kernel.
     """
 
     rank: int = 16
@@ -58,6 +61,7 @@ class LoraConfig:
     targets: tuple[str, ...] = ()
     dropout: float = 0.0
     groups: tuple[LoraGroup, ...] = ()
+    dora: bool = False
 
     def __post_init__(self) -> None:
         _check("model.lora.", self)
@@ -68,7 +72,8 @@ class LoraConfig:
         """Returns the fields that determine the parameters and their meaning, as JSON values."""
         fields = {"rank": self.rank, "alpha": self.alpha, "targets": list(self.targets)}
         groups = [asdict(group) | {"targets": list(group.targets)} for group in self.groups]
-        return fields | ({"groups": groups} if groups else {})
+        fields |= {"groups": groups} if groups else {}
+        return fields | ({"dora": True} if self.dora else {})
 
     def of_layer(self, name: str) -> "LoraConfig":
         """The settings of the layer of a name, such as `blocks/self_attention/query`."""
@@ -121,6 +126,9 @@ class LoraLinear(Linear):
         down = jax.random.uniform(rngs.params(), shape, jnp.float32, -bound, bound)
         self.lora_down = nnx.Param(down)
         self.lora_up = nnx.Param(jnp.zeros((*layers, config.rank, outputs), jnp.float32))
+        self.lora_magnitude = (
+            nnx.Param(output_lengths(base.kernel[...])) if config.dora else nnx.data(None)
+        )
         self.scale, self.rate = config.scale, config.dropout
         with_dropout = training and config.dropout > 0
         self.dropout_key = (
@@ -129,11 +137,30 @@ class LoraLinear(Linear):
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
         """[..., in] → [..., out]."""
-        return super().__call__(inputs, out_sharding) + self._adapted(inputs)
+        if self.lora_magnitude is None:
+            return super().__call__(inputs, out_sharding) + self._adapted(inputs)
+        product = self.product(inputs)
+        return product if self.bias is None else product + self.bias_of(product)
 
     @override
     def product(self, inputs: jax.Array) -> jax.Array:
-        return super().product(inputs) + self._adapted(inputs)
+        product = super().product(inputs) + self._adapted(inputs)
+        return product if self.lora_magnitude is None else product * self._gain(product.dtype)
+
+    def _gain(self, dtype: jnp.dtype) -> jax.Array:
+        """The trained length of each output over that of kernel and adapter, [out].
+
+        As in the paper (§4.3), the latter has no gradient. It is computed without their sum, which
+        is as large as the kernel.
+        """
+        with jax.default_matmul_precision("highest"):
+            kernel = jnp.asarray(self.kernel[...], jnp.float32)
+            down, up = self.lora_down[...], self.scale * self.lora_up[...]
+            square = jnp.sum(jnp.square(kernel), axis=0)
+            square += jnp.sum((2 * down.T @ kernel + (down.T @ down) @ up) * up, axis=0)
+        length = jax.lax.stop_gradient(jnp.sqrt(jnp.maximum(square, _LEAST_SQUARE)))
+        assert self.lora_magnitude is not None
+        return (self.lora_magnitude[...] / length).astype(dtype)
 
     def _adapted(self, inputs: jax.Array) -> jax.Array:
         """What the adapter adds, [..., in] → [..., out]."""
@@ -144,6 +171,15 @@ class LoraLinear(Linear):
             kept = jax.random.bernoulli(key, 1 - self.rate, x.shape)
             x = jnp.where(kept, x / (1 - self.rate), 0)
         return (x @ down) @ (self.scale * up)
+
+
+_LEAST_SQUARE = 1e-24
+
+
+def output_lengths(kernel: jax.Array) -> jax.Array:
+    """The length of each output of a kernel [..., in, out], [..., out] float32."""
+    square = jnp.sum(jnp.square(jnp.asarray(kernel, jnp.float32)), axis=-2)
+    return jnp.sqrt(jnp.maximum(square, _LEAST_SQUARE))
 
 
 def add_lora(

@@ -20,7 +20,14 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ImageConfig, TextConfig
-from alload_jax.models.common.lora import LORA_PATTERN, LoraConfig, LoraGroup, dropout_keys
+from alload_jax.models.common.lora import (
+    LORA_PATTERN,
+    LoraConfig,
+    LoraGroup,
+    LoraLinear,
+    dropout_keys,
+    output_lengths,
+)
 from alload_jax.models.common.safetensor_files import CONFIG_SHA256, SHA256, check_sum
 from alload_jax.models.common.stored import Float8Kernel, quantise, readable, stored_tree
 from alload_jax.models.families import (
@@ -47,6 +54,7 @@ from alload_jax.models.wan.transformer import WanConfig
 from alload_jax.models.weights import load_weights, read_transformer, save_weights
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
 from alload_jax.training.checkpoint_files import checksum
+from alload_jax.training.restore import _with_magnitudes
 
 PLAIN = WanConfig(
     dim=16,
@@ -95,11 +103,12 @@ def test_a_new_model_with_adapters_has_the_weights_of_one_without():
         assert bool(jnp.any(ours[name] != 0)) == name.endswith("lora_down")
 
 
-def test_the_output_is_that_of_merged_kernels():
+@pytest.mark.parametrize("dora", [False, True])
+def test_the_output_is_that_of_merged_kernels(dora):
     """With a rank and a scale of their own for some of the layers."""
     targets = ("self_attention/query$", "patch_embedding", "head")
     groups = (LoraGroup(("^head/out",), 3, 7.0), LoraGroup(("head", "patch"), 1))
-    config = with_lora(rank=2, alpha=5.0, targets=targets, groups=groups)
+    config = with_lora(rank=2, alpha=5.0, targets=targets, groups=groups, dora=dora)
     assert config_from_fields(json.loads(json.dumps(config.architecture()))).lora == config.lora
     scales = {"head/out/": 7 / 3, "patch_embedding/": 1.0}
     params = random_params(config)
@@ -110,9 +119,13 @@ def test_the_output_is_that_of_merged_kernels():
         if f"{layer}lora_down" in flat and name.endswith("kernel"):
             scale = scales.get(layer, 5 / 2)
             value = value + scale * flat[f"{layer}lora_down"] @ flat[f"{layer}lora_up"]
+            if dora:
+                value *= (flat[f"{layer}lora_magnitude"] / np.linalg.norm(value, axis=-2))[
+                    ..., None, :
+                ]
         if "lora_" not in name:
             expected[name] = value.astype(np.float32)
-    assert len(flat) == len(expected) + 6
+    assert len(flat) == len(expected) + (9 if dora else 6)
     expected = unflatten_dict(expected, sep="/")
     assert flat["head/out/lora_down"].shape[-1] == 3
     found = merge_adapters(params, config.lora)
@@ -122,6 +135,44 @@ def test_the_output_is_that_of_merged_kernels():
     again = merge_file(unflatten_dict(base), file)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), again, expected)
     np.testing.assert_allclose(output(config, params), output(PLAIN, expected), atol=2e-5)
+
+
+def test_a_new_model_with_dora_computes_what_the_kernels_do():
+    """Its lengths are theirs, and have a gradient; merged at half it is half of the way there."""
+    config = with_lora(rank=2, dora=True)
+    params = random_params(PLAIN)
+    values = flatten_dict(random_params(config) | {}, sep="/")
+    values |= flatten_dict(params, sep="/")
+    for name in values:
+        if name.endswith("lora_magnitude"):
+            values[name] = np.full_like(values[name], np.nan)
+        elif name.endswith("lora_up"):
+            values[name] = np.zeros_like(values[name])
+    begun = _with_magnitudes(unflatten_dict(values, sep="/"), config)
+    np.testing.assert_allclose(output(config, begun), output(PLAIN, params), atol=2e-5)
+    name = "blocks/feed_forward/hidden"
+    lengths = np.linalg.norm(values[f"{name}/kernel"], axis=-2)
+    found = flatten_dict(begun, sep="/")[f"{name}/lora_magnitude"]
+    np.testing.assert_allclose(found, lengths, rtol=1e-6)
+    drawn = split_model(build_model(config, nnx.Rngs(0))).params
+    jax.tree.map(np.testing.assert_allclose, _with_magnitudes(drawn, config), drawn)
+
+    layer = LoraLinear(
+        nnx.Linear(5, 3, rngs=nnx.Rngs(0)), config.lora, training=True, rngs=nnx.Rngs(1)
+    )
+    layer.lora_up[...] = jnp.ones_like(layer.lora_up[...])
+    x = jnp.ones((2, 5))
+    graph, state = nnx.split(layer)
+    gradient = jax.grad(lambda s: nnx.merge(graph, s)(x).sum())(state)
+    change = layer.lora_down[...] @ layer.lora_up[...]
+    direction = (layer.kernel[...] + change) / output_lengths(layer.kernel[...] + change)
+    np.testing.assert_allclose(gradient.lora_magnitude[...], x.sum(0) @ direction, rtol=1e-4)
+
+    adapters = adapters_of(random_params(config), config.lora)
+    file = LoraFile(Path(), adapters, {}, None, [])
+    whole, half = (flatten_dict(merge_file(params, file, factor)) for factor in (1.0, 0.5))
+    for path, value in flatten_dict(params).items():
+        np.testing.assert_allclose(half[path], (value + whole[path]) / 2, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -178,6 +229,8 @@ def test_dropout_differs_by_layer_and_batch_and_keeps_the_mean():
         ("diffusers", {"rank": 3}),
         ("original", {"rank": 2, "alpha": 5.0, "targets": ("key$",)}),
         ("comfyui", {"rank": 2}),
+        ("diffusers", {"rank": 3, "alpha": 1.0, "dora": True}),
+        ("original", {"rank": 2, "alpha": 5.0, "dora": True}),
     ],
 )
 def test_a_file_comes_back_as_it_was(fields, keys, tmp_path):
@@ -186,7 +239,7 @@ def test_a_file_comes_back_as_it_was(fields, keys, tmp_path):
     adapters = adapters_of(params, config.lora)
     file = tmp_path / "x.safetensors"
     count = write_lora(file, adapters, config, keys, text_length=4)
-    assert count == (2 if keys == "diffusers" else 3) * len(adapters)
+    assert count == ((2 if keys == "diffusers" else 3) + config.lora.dora) * len(adapters)
     found = read_lora(file, PLAIN)
     assert found.text_length == 4
     assert found.adapters.keys() == adapters.keys()
@@ -195,6 +248,7 @@ def test_a_file_comes_back_as_it_was(fields, keys, tmp_path):
             each.scale * each.down @ each.up for each in (found.adapters[target], adapter)
         )
         np.testing.assert_allclose(theirs, ours, rtol=1e-5, atol=1e-6)
+        np.testing.assert_equal(found.adapters[target].magnitude, adapter.magnitude)
     merged = merge_adapters(params, config.lora)
     base = {k: v for k, v in flatten_dict(params).items() if not k[-1].startswith("lora_")}
     again = merge_file(unflatten_dict(base), found)
@@ -213,6 +267,7 @@ def test_a_file_comes_back_as_it_was(fields, keys, tmp_path):
         ("original", (), {"img_attn_q", "img_attn_k", "img_attn_v"}),
         ("comfyui", (), {"img_attn_qkv"}),
         ("comfyui", ("video/(query|value|out)",), {"img_attn_qkv"}),
+        ("comfyui", ("video/(query|key|value)", "dora"), {"img_attn_qkv"}),
         ("original", ("text/blocks/(query|key|value|gates)",), {"self_attn_qkv"}),
     ],
 )
@@ -223,18 +278,22 @@ def test_hunyuan_videos_own_keys_and_comfyuis_come_back_as_they_were(
         dim=12, ffn_dim=20, num_heads=2, num_layers=2, in_channels=3, rotary_dims=(2, 2, 2),
         text=TextConfig(6, 4), glyphs=TextConfig(5, 3), image=ImageConfig(7), refiner_layers=1,
     )  # fmt: skip
-    config = dataclasses.replace(plain, lora=LoraConfig(rank=2, alpha=3.0, targets=targets))
+    lora = LoraConfig(rank=2, alpha=3.0, targets=targets[:1], dora="dora" in targets)
+    config = dataclasses.replace(plain, lora=lora)
     adapters = adapters_of(random_params(config), config.lora)
     file = tmp_path / "x.safetensors"
     write_lora(file, adapters, config, keys)
     names = set(safetensors.numpy.load_file(file))
     blocks = r"diffusion_model\.(txt_in\.individual_token_refiner\.blocks|double_blocks)\.\d\."
     layer = r"((img|txt|self)_(attn_\w+|mlp\.fc[12])|adaLN_modulation\.1)"
-    assert all(re.fullmatch(rf"{blocks}{layer}\.(alpha|lora_(up|down)\.weight)", n) for n in names)
+    what = r"(alpha|dora_scale|lora_(up|down)\.weight)"
+    assert all(re.fullmatch(rf"{blocks}{layer}\.{what}", name) for name in names)
     found = {m[1] for m in (re.search(r"\.((img|self)_attn_[qkv]+)\.", n) for n in names) if m}
     assert found == layers
     musubi = {
-        re.sub(r"\.(?=.*\.(alpha|lora))", "_", n.replace("diffusion_model.", "lora_unet_", 1)): v
+        re.sub(
+            r"\.(?=.*\.(alpha|dora|lora))", "_", n.replace("diffusion_model.", "lora_unet_", 1)
+        ): v
         for n, v in safetensors.numpy.load_file(file).items()
     }
     other = tmp_path / "musubi.safetensors"
@@ -246,6 +305,7 @@ def test_hunyuan_videos_own_keys_and_comfyuis_come_back_as_they_were(
         for target, adapter in adapters.items():
             theirs, ours = (e.scale * e.down @ e.up for e in (back[target], adapter))
             np.testing.assert_allclose(theirs, ours, rtol=1e-5, atol=1e-6)
+            np.testing.assert_equal(back[target].magnitude, adapter.magnitude)
 
 
 def test_what_the_model_lacks_is_left_out_where_that_is_asked_for(tmp_path):
@@ -343,6 +403,11 @@ def float8_file():
         ({"transformer.blocks.0.attn1.to_q.lora_A.weight": ZEROS}, "only one of the two"),
         ({k.replace("blocks.0", "blocks.9"): v for k, v in PAIR.items()}, "has no weight in the"),
         (PAIR | {"transformer.blocks.0.attn1.to_q.hada_w1_a": ZEROS}, "of no known kind"),
+        (
+            PAIR | {"transformer.blocks.0.attn1.to_q.dora_scale": ZEROS[:1]},
+            r"magnitudes of shape \(1, 16\), but only those of its 16 outputs",
+        ),
+        ({"transformer.blocks.0.attn1.to_q.dora_scale": ZEROS.T.copy()}, "only one of the two"),
         ({"lora_unet_blocks_0_self_attn_q.lokr_w1": ZEROS}, "lokr_w2 must be a matrix, or lokr_w2"),
         (
             {f"lora_unet_blocks_0_self_attn_q.lokr_w{n}": ZEROS for n in (1, 2)},
@@ -388,6 +453,8 @@ def test_adapters_that_a_model_lacks_or_of_another_rank_are_refused(tmp_path):
         LoraGroup(("a",), 0)
     with pytest.raises(InputError, match=r"model\.lora\.rank is 4; set it to 2"):
         given_adapters(read, with_lora(rank=4))
+    with pytest.raises(InputError, match=r"has no magnitudes \(DoRA\); set model.lora.dora to fa"):
+        given_adapters(read, with_lora(rank=2, dora=True))
     config = with_lora(rank=2, targets=("feed_forward",))
     with pytest.raises(InputError, match=r"self_attention/query, which model\.lora.targets leaves"):
         given_adapters(read, config)
