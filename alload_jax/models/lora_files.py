@@ -181,8 +181,8 @@ def _apart(
             for what, value in found.items()
         }
         # Of adapters that were joined, each has columns of its own.
-        used = part["up"].any(axis=0) if joined else np.ones(1)
-        if not used.all() and len(used) == len(found["down"]):
+        used = np.atleast_1d(part["up"].any(axis=0)) if joined else np.ones(1, bool)
+        if not used.all() and used.size == len(found["down"]):
             part |= {"up": part["up"][:, used], "down": part["down"][used]}
             part["alpha"] = part["alpha"] * used.sum() / used.size
             if not used.any():

@@ -225,12 +225,12 @@ class OptimizerConfig:
                 "learning rate that it finds by it; set 1.0"
             )
         if self.name == "schedule_free_adamw":
-            for key, holds, wanted in (
+            for key, is_good, wanted in (
                 ("schedule", self.schedule == "constant", "constant"),
                 ("ema_decay", self.ema_decay is not None, "a number, as its average is the EMA"),
                 ("beta1", self.beta1 > 0, "above 0"),
             ):
-                if not holds:
+                if not is_good:
                     raise InputError(
                         f"optimizer.{key} is {getattr(self, key)}, but schedule_free_adamw needs "
                         f"{wanted}; set it, or choose another optimizer.name"

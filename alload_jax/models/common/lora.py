@@ -70,7 +70,8 @@ class LoraConfig:
 
     def identity(self) -> dict[str, object]:
         """Returns the fields that determine the parameters and their meaning, as JSON values."""
-        fields = {"rank": self.rank, "alpha": self.alpha, "targets": list(self.targets)}
+        fields: dict[str, object] = {"rank": self.rank, "alpha": self.alpha}
+        fields["targets"] = list(self.targets)
         groups = [asdict(group) | {"targets": list(group.targets)} for group in self.groups]
         fields |= {"groups": groups} if groups else {}
         return fields | ({"dora": True} if self.dora else {})
