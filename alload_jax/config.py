@@ -16,7 +16,14 @@ from pathlib import Path
 import jax
 import yaml
 
-from alload_jax.config_parser import Part, given_value, parse_config
+from alload_jax.config_parser import (
+    Part,
+    config_files,
+    given_value,
+    parse_config,
+    read_yaml,
+    with_examples,
+)
 from alload_jax.data.datasets import DATASETS, Dataset
 from alload_jax.data.loader import LoaderConfig
 from alload_jax.data.selection import SourceWeight
@@ -238,11 +245,12 @@ def _model_of_weights(argv: Sequence[str]) -> Json:
     Raises:
       InputError: nothing describes it, nor does `model`.
     """
-    place, section = given_value(argv, "run.initial_weights"), given_value(argv, "model")
+    place = given_value(argv, "run.initial_weights")
     if not isinstance(place, str) or place in ("", "null"):
         return {}
-    given = set(section if isinstance(section, dict) else ())
-    given |= {re.split("[.=]", flag)[1] for flag in argv if flag.startswith("--model.")}
+    given = {key for file in config_files(with_examples(argv)) for key in _section(file, "model")}
+    flags = [flag for flag in argv if flag.startswith("--model")]  # of a key, or of the section
+    given |= {(*re.split("[.=]", flag), "")[1] for flag in flags}
     name = given_value(argv, "model.family")
     if name is not None and name not in FAMILIES.names():
         return {}
@@ -266,6 +274,11 @@ def _model_of_weights(argv: Sequence[str]) -> Json:
     return {key: value for key, value in model.architecture().items() if key not in besides} | {
         "family": model.family
     }
+
+
+def _section(file: str, name: str) -> Json:
+    found = read_yaml(file).get(name)
+    return found if isinstance(found, dict) else {}
 
 
 def with_context(config: Config) -> Config:

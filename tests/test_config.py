@@ -191,7 +191,11 @@ def test_weights_without_a_description_need_a_model_that_gives_one(tmp_path):
         (folder, f"is {folder}; did you mean {folder / 'transformer'}?"),
     ):
         assert words in refusal([*BASE, "--run.initial_weights", str(place)])
-    assert not refusal([*BASE, "--run.initial_weights", "gone", "--model.dim=32"])
+    files = [tmp_path / "a.yaml", tmp_path / "b.yaml"]
+    for file, content in zip(files, ("{dim: 32}", "{lora: {rank: 2}}"), strict=True):
+        file.write_text(f"model: {content}")
+    for more in (["--model.dim=32"], ["--model", "{dim: 32}"], [f"--config={f}" for f in files]):
+        assert not refusal([*BASE, "--run.initial_weights", "gone", *more])
 
 
 def test_predictors_are_trained_by_an_optimizer_of_their_own():
