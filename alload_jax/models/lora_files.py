@@ -56,6 +56,7 @@ _UP = re.compile(r"\.lora(_B|_up)(\.default)?\.weight$")
 _ALPHA, _DIFFERENCE, _BIAS = ".alpha", ".diff", ".diff_b"
 _MAGNITUDE = re.compile(r"\.(dora_scale|lora_magnitude_vector(\.default)?(\.weight)?)$")
 _KRONECKER = re.compile(r"\.(lokr_w[12](_[ab])?)$")
+_LOKR = {f"lokr_w{n}{part}" for n in (1, 2) for part in ("", "_a", "_b")}
 _METADATA = "lora_adapter_metadata"
 _NAMES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")
 """Names of the file in folders that diffusers and PEFT write."""
@@ -171,7 +172,7 @@ def _apart(
     rows = [value for what, value in found.items() if what not in ("down", "alpha")]
     if not module.endswith("qkv") or any((layer, "weight") not in tensors for layer in layers):
         return {module: found}
-    if any(value.ndim < 1 or len(value) % 3 for value in rows):
+    if any(value.ndim < 1 or len(value) % 3 for value in rows) or found.keys() & _LOKR:
         return {module: found}
     parts: dict[str, dict[str, np.ndarray]] = {}
     joined = found.keys() >= {"up", "down", "alpha"} and found["up"].any()
@@ -182,11 +183,11 @@ def _apart(
         }
         # Of adapters that were joined, each has columns of its own.
         used = np.atleast_1d(part["up"].any(axis=0)) if joined else np.ones(1, bool)
-        if not used.all() and used.size == len(found["down"]):
+        if used.any() and used.size == len(found["down"]):
             part |= {"up": part["up"][:, used], "down": part["down"][used]}
             part["alpha"] = part["alpha"] * used.sum() / used.size
-            if not used.any():
-                del parts[layer]
+        elif not used.any() and part.keys() == {"up", "down", "alpha"}:
+            del parts[layer]  # it does nothing
     return parts
 
 
@@ -281,7 +282,7 @@ def _add(
             tensor, target = place
             _check_shape(f"{module}.{what}", found[what].shape, tensor.shape)
             lora.differences[target] = partial(tensor.to_ours, found[what].astype(np.float32))
-    factors = {what: value for what, value in found.items() if what.startswith("lokr")}
+    factors = {what: value for what, value in found.items() if what in _LOKR}
     if factors and (place := require("weight", lora.differences)):
         tensor, target = place
         lora.differences[target] = _kronecker(module, factors, found.get("alpha"), tensor)

@@ -290,6 +290,22 @@ def test_hunyuan_videos_own_keys_and_comfyuis_come_back_as_they_were(
     assert all(re.fullmatch(rf"{blocks}{layer}\.{what}", name) for name in names)
     found = {m[1] for m in (re.search(r"\.((img|self)_attn_[qkv]+)\.", n) for n in names) if m}
     assert found == layers
+    if layers == {"img_attn_qkv"}:  # all that a layer for three may hold, and one that does nothing
+        both = safetensors.numpy.load_file(file)
+        stem = "diffusion_model.double_blocks.1.img_attn_qkv."
+        both |= {f"{stem}diff_b": np.arange(36, dtype=np.float32)}
+        both[f"{stem}lora_up.weight"][12:24] = 0
+        safetensors.numpy.save_file(both, tmp_path / "both.safetensors")
+        read = read_lora(tmp_path / "both.safetensors", plain)
+        for n, part in enumerate(("query", "key", "value")):
+            bias = read.differences[Target(f"blocks/video/{part}/bias", 1)]()
+            np.testing.assert_array_equal(bias, np.arange(12 * n, 12 * n + 12))
+        with_length = read.adapters[Target("blocks/video/key/kernel", 1)] if lora.dora else None
+        assert with_length is None or with_length.magnitude is not None
+        both |= {f"{stem}lokr_w{n}": np.ones((6, 6), np.float32) for n in (1, 2)}
+        safetensors.numpy.save_file(both, tmp_path / "both.safetensors")
+        with pytest.raises(InputError, match=r"img_attn_qkv has no (weight|bias) in the model"):
+            read_lora(tmp_path / "both.safetensors", plain)
     musubi = {
         re.sub(
             r"\.(?=.*\.(alpha|dora|lora))", "_", n.replace("diffusion_model.", "lora_unet_", 1)
