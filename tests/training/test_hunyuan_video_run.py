@@ -80,7 +80,7 @@ def drawn(name, place, *flags):
 def test_a_run_is_validated_resumed_and_drawn(hunyuan):
     validation = {"share": 0.3, "every": 2, "noise_levels": [0.3, 0.8]}
     prompt = {"prompt": "a cat", "frames": 5, "height": 32, "width": 48}
-    sampling = {"steps": 2, "prompts": [prompt]}
+    sampling = {"steps": 2, "sampler": "euler", "prompts": [prompt]}
     folder = hunyuan.train(validation=validation, sampling=sampling)
     trained = computed(folder)
     validated = [row for row in metrics_of(folder) if "loss" not in row]
