@@ -247,6 +247,8 @@ class RunPlan:
             columns = self._manifest.sample_numbers, self._manifest.checksum, done
             names = ("numbers", "checksums", "done")
             found["data"] = {"epoch": epoch} | dict(zip(names, map(_packed, columns), strict=True))
+            if self._manifest.joined is not None:
+                found["data"]["contents"] = _packed(self._manifest.contents)
             if self.plan.beginning.step:
                 begun = self.plan.beginning
                 values = None if begun.done is None else _packed(begun.done)
@@ -292,9 +294,12 @@ class RunPlan:
                 self.plan = self.plan.beginning_at(Beginning(begun[0], begun[1], values))
             return ""
         _, then, here = np.intersect1d(numbers, now, return_indices=True)
-        other = int((sums[then] != sums_now[here]).sum())
-        if other == len(here):  # a folder with nothing of that of the checkpoint
-            return ""
+        contents = _unpacked(data["contents"]) if "contents" in data else sums
+        same = sums[then] == sums_now[here]
+        # Where all captions have changed, what they belong to has not.
+        if not (same | (contents[then] == self._manifest.contents[here])).any():
+            return ""  # a folder with nothing of that of the checkpoint
+        other = int((~same).sum())
         taken = np.zeros(len(now), np.int64)
         taken[here] = done[then]
         whole = None if not taken.any() else taken

@@ -326,3 +326,29 @@ def test_the_samples_of_a_step_are_named_as_in_the_data_folder(policy):
     steps = map(plan.step, range(plan.steps_per_epoch))
     rows = [part.row_plan for step in steps for part in step.micro_batches]
     assert policy != "balanced" or any(row.split_samples for row in rows)
+
+
+def test_a_folder_whose_captions_have_all_changed_is_that_of_the_checkpoint():
+    planning = PlanningConfig(policy="equal_tokens", m_mem=90_000)
+
+    def run_of(checksum, joined=None):
+        count, sums = len(checksum), np.asarray(checksum, np.uint32)
+        manifest = SimpleNamespace(is_store=True, number=int, sample_numbers=np.arange(count))
+        manifest.checksum, manifest.joined = sums, joined
+        manifest.contents = sums if joined is None else np.asarray(joined, np.uint32)
+        plan = make_plan(planning, make_workload("mixed-resolution", count), 2, 0)
+        return RunPlan(plan, planning, Cluster(), manifest=manifest)
+
+    first, second, third = (np.arange(60) + base for base in (0, 100, 200))
+    begun = run_of(first)
+    state = json.loads(json.dumps(begun.state(2)))
+    changed, new = run_of([*second, 7, 8], [*first, 7, 8]), [60, 61]
+    assert changed.restore(state, 2) == "2 joined, 60 changed"
+    epoch = next(n for n in range(2, 200) if changed.plan.step(n).epoch)
+    taken = [s for step in samples_of(begun.plan, 0, 2) for part in step for s in part]
+    left = [s for step in samples_of(changed.plan, 2, epoch) for part in step for s in part]
+    assert sorted({*taken, *left}) == [*range(60), *new]
+    # Captions may change again, after a checkpoint that has changed ones.
+    state = json.loads(json.dumps(run_of(second, first).state(2)))
+    assert run_of(third, first).restore(state, 2) == "60 changed"
+    assert run_of(third).restore(state, 2) == ""  # another folder
