@@ -5,6 +5,7 @@ import pytest
 import yaml
 from media_helpers import SMALL, grey_frames, write_video
 from PIL import Image
+from pyarrow.parquet import read_table
 
 from alload_jax.data.manifest import read_manifest, read_rows
 from alload_jax.data.prepare.folders import set_items
@@ -105,6 +106,22 @@ def test_weights_and_dropout_reach_plans_and_texts_and_follow_the_set(folders):
     folders({"path": "portraits", "weight": 2}, {"path": "clips"}, update=True)
     assert read_manifest(out).weight.tolist() == [2.0] * 3 + [1.0] * 3
     assert read_manifest(out).dropout is None
+
+
+def test_a_path_that_stands_twice_keeps_both_samples_and_weights_in_an_update(folders, tmp_path):
+    given = [{"path": "clips", "trigger": "sks"}, {"path": "clips", "weight": 2}]
+    small = {"path": "clips", "area": "256p", "max_enlarge": 1}
+    out = folders(*given, small)
+    before, skipped = read_rows(out).to_pylist(), read_table(out / "skipped.parquet").to_pylist()
+    for _ in range(2):
+        folders(*given, small, update=True)
+        assert read_rows(out).to_pylist() == before
+        # Both lists agree on what the third cannot use, though the others use the file.
+        assert sorted(read_table(out / "skipped.parquet").to_pylist(), key=str) == sorted(
+            skipped, key=str
+        )
+    folders(given[1], update=True)
+    assert read_manifest(out).weight.tolist() == [2.0] * 3
 
 
 @pytest.mark.parametrize(

@@ -226,3 +226,31 @@ def test_a_folder_without_contents_or_one_that_is_not_there(media, tmp_path):
         w.add(np.zeros((1, 16, 16, 3)), np.zeros((0, 64)), (1, 16, 16), path="image0.png")
     with pytest.raises(InputError, match="does not record the content of its files"):
         prepare(media, tmp_path / "old", update=True)
+
+
+def test_an_update_keeps_the_rows_of_a_table_apart_that_name_a_file_again(tmp_path):
+    folder, out = tmp_path / "media", tmp_path / "out"
+    folder.mkdir()
+    write_video(folder / "a.mkv", grey_frames(range(10, 210, 10)))
+    Image.new("RGB", (40, 40)).save(folder / "b.png")
+    table = folder / "metadata.csv"
+
+    def update(*lines):
+        table.write_text("\n".join(("file_name,text", *lines)))
+        changes = prepare(folder, out, update=True).changes
+        assert content(out) == content_of_new()
+        return changes
+
+    def content_of_new():
+        shutil.rmtree(tmp_path / "new", ignore_errors=True)
+        prepare(folder, tmp_path / "new")
+        return content(tmp_path / "new")
+
+    table.write_text("file_name,text\na.mkv,one\na.mkv,two\nb.png,same\nb.png,same\n")
+    prepare(folder, out)
+    lines = ["a.mkv,one", "a.mkv,two", "b.png,same", "b.png,same"]
+    assert update(*lines) == "0 files joined, 0 left, 0 have new captions, 4 are the same"
+    lines[1] = "a.mkv,three"
+    assert update(*lines) == "0 files joined, 0 left, 1 have new captions, 3 are the same"
+    assert update(*lines[1:3]).startswith("0 files joined, 2 left")
+    assert update(*lines, "b.png,third").startswith("3 files joined, 0 left")

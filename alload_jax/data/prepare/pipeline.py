@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from alload_jax.data.prepare.settings import MediaSettings, items_digest
-from alload_jax.data.prepare.sources import Item
+from alload_jax.data.prepare.sources import Item, with_copies
 from alload_jax.data.prepare.unit import Job, deferred_interrupts, encoding_processes, prepare_unit
 from alload_jax.data.prepare.update import Update
 from alload_jax.data.prepare.videos import require_detector
@@ -93,6 +93,7 @@ def prepare_media(
     """
     if settings.scenes:
         require_detector()
+    items = with_copies(items)
     vae, text = settings.encoders(items)
     job = Job(out, settings, vae, text, settings.given_frames())
     for own in {item.own for item in items}:

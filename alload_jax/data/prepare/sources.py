@@ -7,9 +7,10 @@ import re
 import struct
 import warnings
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple, cast
 
@@ -80,6 +81,7 @@ class Item:
       own: settings of `MediaSettings` that differ from the command's, as (name, value).
       weight: how often an epoch has each of its samples.
       dropout: share of the times that they are trained without their caption.
+      copy: how many files before it have its name and settings; see `with_copies`.
     """
 
     name: str
@@ -92,6 +94,7 @@ class Item:
     own: tuple[tuple[str, Any], ...] = ()
     weight: float = 1.0
     dropout: float = 0.0
+    copy: int = 0
 
 
 class StoredRecord(NamedTuple):
@@ -103,12 +106,27 @@ class StoredRecord(NamedTuple):
     size: tuple[int, int, int]
 
 
-def content_of(source: Source, own: object = ()) -> str:
+def with_copies(items: Sequence[Item]) -> list[Item]:
+    """The items, of which those are numbered that name a file again, as tables and sets may.
+
+    They are files of their own: each has its caption, its weight and its samples.
+    """
+    seen: Counter[object] = Counter()
+    found = []
+    for item in items:
+        key = (item.name, item.own)
+        found.append(replace(item, copy=seen[key]))
+        seen[key] += 1
+    return found
+
+
+def content_of(source: Source, own: object = (), copy: int = 0) -> str:
     """A digest of the bytes of a source, equal for equal files whatever their names.
 
     Args:
       source: the file.
       own: settings of its own, which the digest covers.
+      copy: number of the item among those of the file, which it covers too.
 
     Raises:
       UnusableError: it cannot be read.
@@ -121,6 +139,7 @@ def content_of(source: Source, own: object = ()) -> str:
     except OSError as error:
         raise UnusableError(f"cannot be read ({short(error)})") from error
     digest.update(repr(own).encode() if own else b"")
+    digest.update(f"copy {copy}".encode() if copy else b"")
     return digest.hexdigest()
 
 

@@ -290,7 +290,9 @@ def _add_item(
         for words in map(clean, filter(None, (item.caption, *item.alternatives))):
             if surplus := job.surplus_tokens(words):
                 changes.add(f"caption cut, {surplus:,} tokens too long")
-        content = item.content or (content_of(item.source, item.own) if item.source else "")
+        content = item.content
+        if item.source and not content:
+            content = content_of(item.source, item.own, item.copy)
         for latents, given, size, clip in _stored(item) or _encoded(job, item, changes.add):
             if stopped():
                 raise KeyboardInterrupt

@@ -187,25 +187,29 @@ class Update:
     def report(self) -> UnitReport:
         """What became of the input files, those that stay included."""
         skipped: dict[str, dict[str, Skipped]] = defaultdict(dict)
-        now = {each.item.name: each for each in self.found}
+        now: dict[str, list[Found]] = defaultdict(list)
+        for each in self.found:
+            now[each.item.name].append(each)
         listed = self._out / "skipped.parquet"
         before = pyarrow.parquet.read_table(listed).to_pylist() if listed.is_file() else []
         stored = self._parts[0].rows.to_pylist() if self._parts else []
-        contents = {row[PATH]: row[CONTENT] for row in stored if row.get(CONTENT)}
+        contents: dict[str, dict[str, None]] = defaultdict(dict)
+        for stored_row in stored:
+            contents[stored_row[PATH]][stored_row.get(CONTENT) or ""] = None
         used = [each for each in self.found if each.now]
         of_content: dict[str, list[Found]] = defaultdict(list)
         for each in used:
             of_content[each.item.content].append(each)
         for row in before:  # of files of which something is stored, and of copies of them
-            for each in of_content[contents.get(row["path"], "")] if row["clips"] else ():
+            known = contents[row["path"]] if row["clips"] else ()
+            for each in (found for content in known for found in of_content[content]):
                 same = each.now is each.before and each.before and each.before.path == row["path"]
                 if same or "caption" not in row["reason"]:
                     one = Skipped(**row | {"path": each.item.name})
                     skipped[one.path][one.reason] = one
         for number, report in read_reports(self._out):
             for one in report.skipped:
-                found = now.get(one.path)
-                if found and (found.now is None or found.now.number == number):
+                if any(f.now is None or f.now.number == number for f in now.get(one.path, ())):
                     skipped[one.path][one.reason] = one
         return UnitReport(
             used=len(used),
@@ -274,7 +278,7 @@ def _with_content(item: Item) -> Item:
     if item.source is None:
         return item
     try:
-        return replace(item, content=content_of(item.source, item.own))
+        return replace(item, content=content_of(item.source, item.own, item.copy))
     except UnusableError as error:
         return replace(item, source=None, reason=str(error))
 
