@@ -111,11 +111,10 @@ def run_media(options: argparse.Namespace) -> int:
     settings = MediaSettings(**given)
     columns = (options.path_column, options.caption_column)
     if Path(options.input).suffix.lower() in SETS:
-        for flag, given_column in zip(("path", "caption"), columns, strict=True):
-            if given_column:
-                raise InputError(
-                    f"--{flag}-column does not apply to a set; name it per folder there"
-                )
+        for flag in ("path_column", "caption_column", "media_root"):
+            if getattr(options, flag) is not None:
+                name = flag.replace("_", "-")
+                raise InputError(f"--{name} does not apply to a set; name it per folder there")
         items = set_items(Path(options.input), settings)
     else:
         every = settings.captions == "all"

@@ -8,10 +8,11 @@ from PIL import Image
 from pyarrow.parquet import read_table
 
 from alload_jax.data.manifest import read_manifest, read_rows
-from alload_jax.data.prepare.folders import set_items
+from alload_jax.data.prepare.folders import MediaFolder, set_items
 from alload_jax.data.prepare.inputs import find_items
 from alload_jax.data.prepare.pipeline import prepare_media
 from alload_jax.data.prepare.settings import MediaSettings
+from alload_jax.data.prepare.sources import Item
 from alload_jax.data.record import with_text_of_epoch
 from alload_jax.data.selection import SourceWeight, source_shares, with_weights
 from alload_jax.data.store import StoreReader
@@ -72,13 +73,16 @@ def test_captions_get_words_and_orders_of_tags(folders):
     captions = {row["path"]: row["captions"] or [row["caption"]] for row in rows}
     orders = captions["clips/b ü.png"]
     assert orders[0] == "sks, tag 1, red, blue, green"
-    assert 2 <= len(set(orders)) == len(orders) <= 6
+    assert len(set(orders)) == len(orders) == 6
     for order in orders:
         first, kept, *rest = order.split(", ")
         assert (first, kept, sorted(rest)) == ("sks", "tag 1", ["blue", "green", "red"])
     assert captions["portraits/b ü.png"] == ["a film of tag 0, red, blue, green, grainy"]
     assert captions["clips/a.mkv"] == ["sks"]
     assert captions["portraits/a.mkv"] == ["film"]
+    for caption, expected in (("she asks", "sks, she asks"), ("a (sks) cat", "a (sks) cat")):
+        item = Item("a.png", None, caption)
+        assert MediaFolder("clips", trigger="sks").captions_of(item) == (expected,)
 
 
 def test_weights_and_dropout_reach_plans_and_texts_and_follow_the_set(folders):

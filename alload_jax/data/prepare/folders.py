@@ -5,6 +5,7 @@ which each epoch takes one.
 """
 
 import random
+import re
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -74,16 +75,24 @@ class MediaFolder:
             tags = [tag.strip() for tag in caption.split(",")]
             kept, rest = tags[: self.keep_tags], tags[self.keep_tags :]
             rng = random.Random(f"{item.name} {caption}")
-            for order in range(max(1, self.shuffle_tags)):
-                words = ", ".join([*kept, *rng.sample(rest, len(rest))]) if order else caption
-                words = self.prefix + words + self.suffix if words else words
-                if self.trigger and self.trigger not in words:
-                    words = f"{self.trigger}, {words}" if words else self.trigger
-                found.setdefault(words)
+            orders = {caption: None}
+            for _ in range(_DRAWS * self.shuffle_tags):  # some are drawn again, or there are few
+                if len(orders) < self.shuffle_tags:
+                    orders[", ".join([*kept, *rng.sample(rest, len(rest))])] = None
+            found |= dict.fromkeys(map(self._with_words, orders))
         return tuple(found)
+
+    def _with_words(self, caption: str) -> str:
+        """A caption between prefix and suffix, behind the trigger if that is no word of it."""
+        words = self.prefix + caption + self.suffix if caption else caption
+        if self.trigger and not re.search(rf"(?<!\w){re.escape(self.trigger)}(?!\w)", words):
+            words = f"{self.trigger}, {words}" if words else self.trigger
+        return words
 
 
 _MOST_ORDERS = 100
+_DRAWS = 20
+"""Draws for each order of the tags."""
 
 
 def set_items(place: Path, settings: MediaSettings) -> list[Item]:
