@@ -16,6 +16,7 @@ from alload_jax.commands.flags import require_place, source_config, triple, usua
 from alload_jax.data.manifest import (
     CAPTION,
     CAPTIONS,
+    FOUND,
     PATH,
     Manifest,
     caption_counts,
@@ -197,8 +198,8 @@ def _captions(options: argparse.Namespace) -> int:
     require_place("alload data", "--out", Path(options.out))
     if Path(options.out).exists():
         raise InputError(f"alload data captions: --out {options.out}: exists already; name another")
-    rows = {row.get(PATH): row for row in reversed(read_rows(place).to_pylist())}
-    if None in rows:
+    rows = read_rows(place).to_pylist()
+    if None in (row.get(PATH) for row in rows):
         raise InputError(f"{place}: does not record the paths of its files, as prepare media does")
     with (
         replacing(Path(options.out)) as unfinished,
@@ -206,10 +207,12 @@ def _captions(options: argparse.Namespace) -> int:
     ):
         writer = csv.writer(file)
         writer.writerow(("path", "caption"))
-        for path, row in sorted(rows.items()):
-            several = row.get(CAPTIONS)
-            words = json.dumps(several, ensure_ascii=False) if several else row[CAPTION]
-            writer.writerow((path, words))
+        lines: dict[tuple[str, str], None] = {}
+        for row in sorted(rows, key=lambda row: str(row[PATH])):
+            words = row.get(FOUND) or row.get(CAPTIONS) or [row[CAPTION] or ""]
+            several = json.dumps(words, ensure_ascii=False) if len(words) > 1 else words[0]
+            lines[row[PATH], several] = None
+        writer.writerows(lines)
     print(options.out)
     return 0
 

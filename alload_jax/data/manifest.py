@@ -46,6 +46,8 @@ ROW_SCHEMA = SCHEMA.append(pa.field(CAPTION, pa.string()))
 """The columns that are always written."""
 CAPTIONS = "captions"
 """Column of all texts in words of samples that have several; null where there is one."""
+FOUND = "found_captions"
+"""Column of the captions that the media file has; null where these are the sample's texts."""
 PATH = "path"
 """Column of the path of the media file within the input of `alload prepare media`."""
 PART_LENGTHS = "part_lengths"
@@ -64,6 +66,7 @@ NEXT_NUMBER = "next_number"
 """Note of the number that the next new sample gets; of folders with the column `NUMBER`."""
 _OPTIONAL = {
     CAPTIONS: pa.list_(pa.string()),
+    FOUND: pa.list_(pa.string()),
     PATH: pa.string(),
     PART_LENGTHS: pa.list_(pa.int32()),
     CONTENT: pa.string(),

@@ -350,6 +350,16 @@ def test_captions_go_to_a_table_and_back_to_the_media(data, tmp_path):
     assert out.startswith("2 caption files changed, 0 are the same; ")
     assert (media / "a.txt").read_text() == "one\n"
     assert (media / "b.txt").read_text() == 'zwei ü, "x"\nmore\n'
+    (media / "metadata.csv").write_text("file_name,text\na.png,one\n")
+    status, _, err = data("captions", table, "--media", media)
+    assert (status, "have their captions from metadata.csv" in err) == (2, True)
+    # A file that a table names again may have another caption there.
+    with StoreWriter(tmp_path / "twice", vae_stride=(1, 1, 1)) as writer:
+        for words in ("one", "two", "two"):
+            writer.add(*arrays, words, path="a.png")
+    assert data("captions", tmp_path / "twice", "--out", tmp_path / "twice.csv")[0] == 0
+    lines = (tmp_path / "twice.csv").read_text("utf-8-sig").splitlines()
+    assert lines == ["path,caption", "a.png,one", "a.png,two"]
     for argv, words in (
         (("captions", tmp_path / "store"), "--out is missing"),
         (("captions", tmp_path / "store", "--out", table), "exists already"),

@@ -7,6 +7,7 @@ from media_helpers import SMALL, grey_frames, write_video
 from PIL import Image
 from pyarrow.parquet import read_table
 
+from alload_jax.cli import main
 from alload_jax.data.manifest import read_manifest, read_rows
 from alload_jax.data.prepare.folders import MediaFolder, set_items
 from alload_jax.data.prepare.inputs import find_items
@@ -110,6 +111,26 @@ def test_weights_and_dropout_reach_plans_and_texts_and_follow_the_set(folders):
     folders({"path": "portraits", "weight": 2}, {"path": "clips"}, update=True)
     assert read_manifest(out).weight.tolist() == [2.0] * 3 + [1.0] * 3
     assert read_manifest(out).dropout is None
+
+
+def test_captions_without_what_a_set_adds_go_to_a_table_and_back(folders, tmp_path, capsys):
+    tags = {"path": "clips", "shuffle_tags": 3, "trigger": "sks"}
+    out = folders(tags, {"path": "portraits", "prefix": "a film of "})
+    table, texts = tmp_path / "edit.csv", [*tmp_path.glob("*/*.txt")]
+    before, own = read_rows(out).to_pylist(), [text.read_text() for text in texts]
+    assert main(["data", "captions", str(out), "--out", str(table)]) == 0
+    lines = table.read_text("utf-8-sig").splitlines()
+    assert lines[1:3] == ["clips/a.mkv,", 'clips/b ü.png,"tag 1, red, blue, green"']
+    assert main(["data", "captions", str(table), "--media", str(tmp_path)]) == 0
+    assert "0 caption files changed" in capsys.readouterr().out
+    assert [text.read_text() for text in texts] == own
+    table.write_text(table.read_text("utf-8-sig").replace("tag 0", "tag 7"))
+    assert main(["data", "captions", str(table), "--media", str(tmp_path)]) == 0
+    folders(tags, {"path": "portraits", "prefix": "a film of "}, update=True)
+    for was, row in zip(before, read_rows(out).to_pylist(), strict=True):
+        assert row["caption"] == was["caption"].replace("tag 0", "tag 7")
+    folders({"path": "clips"}, {"path": "portraits"}, update=True)
+    assert "found_captions" not in read_rows(out).column_names
 
 
 def test_a_path_that_stands_twice_keeps_both_samples_and_weights_in_an_update(folders, tmp_path):

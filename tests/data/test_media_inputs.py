@@ -321,6 +321,9 @@ def test_captions_as_other_trainers_keep_them(media, tmp_path):
         (media / files).write_text("".join(f"videos/{name}\n" for name in expected))
         found = captions(find_items(media))
         assert found == {f"videos/{name}": caption for name, caption in expected.items()}
+        of_more_lines = "\n".join(f"{words}\u2028more" for words in expected.values())
+        (media / texts).write_text(of_more_lines, encoding="utf-8")
+        assert len(captions(find_items(media))) == 2
         (media / texts).write_text("only one\n")
         with pytest.raises(InputError, match=f"{files}: has 2 lines, and {texts} 1; give one"):
             find_items(media)

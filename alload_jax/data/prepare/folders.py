@@ -137,7 +137,9 @@ def _items(place: Path, number: int, given: object, settings: MediaSettings) -> 
     name = PurePosixPath(name.name) if name.is_absolute() or ".." in name.parts else name
     found = []
     for item in items:
-        first, *others = folder.captions_of(item)
+        first, *others = captions = folder.captions_of(item)
+        of_file = tuple(map(clean, (item.caption or "", *item.alternatives)))
+        item = replace(item, found=() if tuple(captions) == of_file else of_file)
         item = replace(item, name=str(name / item.name), own=tuple(own.items()))
         item = replace(item, weight=folder.weight, dropout=folder.caption_dropout)
         caption = None if item.caption is None and not first else first

@@ -203,7 +203,10 @@ def _json_rows(table: Path, _: str | None, __: CaptionRule) -> Iterator[Json]:
 
 def _list_rows(table: Path, _: str | None, __: CaptionRule) -> Iterator[Json]:
     texts = next(table.with_name(name) for name in _LISTS[0] if table.with_name(name).is_file())
-    paths, captions = (path.read_text("utf-8-sig").splitlines() for path in (table, texts))
+    paths, captions = (  # not by splitlines, to which U+2028 in a caption ends a line
+        [line.rstrip("\n") for line in io.StringIO(path.read_text("utf-8-sig"))]
+        for path in (table, texts)
+    )
     if len(paths) != len(captions):
         raise InputError(
             f"{table}: has {len(paths)} lines, and {texts.name} {len(captions)}; give one caption "
@@ -368,12 +371,18 @@ def write_captions(table: Path, media: Path) -> tuple[int, int]:
       How many text files have changed, and how many have not.
 
     Raises:
-      InputError: a media file is not there, or shares its caption file with one of another caption.
-        Nothing is written then.
+      InputError: a media file is not there, or shares its caption file with one of another caption,
+        or the folder has a table, which is read instead. Nothing is written then.
     """
     if table.suffix.lower() not in TABLES or not table.is_file():
         raise InputError(f"{table}: is no table; name a file that ends in {', '.join(TABLES)}")
     rule, root = CaptionRule(every=True), media.resolve()
+    for held in (root / name for name in TABLE_NAMES):
+        if held.is_file() and not held.samefile(table):
+            raise InputError(
+                f"{media}: its media have their captions from {held.name}, not from text files; "
+                "edit it, or remove it first; nothing is written"
+            )
     names = [path.relative_to(root).as_posix() for path in sorted(root.rglob("*"))]
     texts, stems = (
         CaptionFiles(names),

@@ -81,6 +81,7 @@ class Item:
       own: settings of `MediaSettings` that differ from the command's, as (name, value).
       weight: how often an epoch has each of its samples.
       dropout: share of the times that they are trained without their caption.
+      found: the captions of the file, where its folder in a set adds to them.
       copy: how many files before it have its name and settings; see `with_copies`.
     """
 
@@ -94,6 +95,7 @@ class Item:
     own: tuple[tuple[str, Any], ...] = ()
     weight: float = 1.0
     dropout: float = 0.0
+    found: tuple[str, ...] = ()
     copy: int = 0
 
 

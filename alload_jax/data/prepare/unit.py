@@ -312,6 +312,7 @@ def _add_item(
                 content=content,
                 weight=item.weight,
                 dropout=item.dropout,
+                found_captions=item.found,
             )
             if clip is not None and len(report.previews) < previews:
                 report.previews.append(preview(clip))

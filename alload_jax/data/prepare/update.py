@@ -19,6 +19,7 @@ from alload_jax.data.manifest import (
     CAPTIONS,
     CONTENT,
     DROPOUT,
+    FOUND,
     JOINED,
     NEXT_NUMBER,
     NUMBER,
@@ -267,7 +268,8 @@ class Update:
 def _told(item: Item) -> _Row:
     """What the manifest says of a file's samples beside their records."""
     weight = None if item.weight == 1 else item.weight
-    return {PATH: item.name, WEIGHT: weight, DROPOUT: item.dropout or None}
+    told = {PATH: item.name, WEIGHT: weight, DROPOUT: item.dropout or None}
+    return told | {FOUND: list(item.found) or None}
 
 
 def _place(row: _Row) -> tuple[object, object]:

@@ -19,6 +19,7 @@ from alload_jax.data.manifest import (
     CAPTIONS,
     CONTENT,
     DROPOUT,
+    FOUND,
     PART_LENGTHS,
     PATH,
     WEIGHT,
@@ -100,6 +101,7 @@ class SampleWriter(ABC):
         content: str | None = None,
         weight: float = 1.0,
         dropout: float = 0.0,
+        found_captions: Sequence[str] = (),
     ) -> None:
         """Appends a sample.
 
@@ -123,6 +125,7 @@ class SampleWriter(ABC):
           content: digest of the media file, by which `alload prepare media --update` knows it.
           weight: how often an epoch has the sample; `data.weights` multiplies it.
           dropout: share of the times that it is trained without its text.
+          found_captions: captions of the media file, where words were added to them.
 
         Raises:
           ValueError: the shape of the latents does not match `size` and the VAE's stride, the
@@ -170,6 +173,7 @@ class SampleWriter(ABC):
             row[CONTENT] = content
         row |= {WEIGHT: weight} if weight != 1 else {}
         row |= {DROPOUT: dropout} if dropout else {}
+        row |= {FOUND: list(found_captions)} if found_captions else {}
         if names := part_names(arrays):
             row[PART_LENGTHS] = [max(map(len, texts_of(arrays, name))) for name in names]
         self.add_record(records.encode(arrays), row)
