@@ -103,7 +103,19 @@ def parse_json(text: str | bytes, place: str, remedy: str, *, finite: bool = Tru
 
 
 class _Loader(yaml.SafeLoader):
-    """Dates stay text, as in jsonargparse."""
+    """Dates stay text, as in jsonargparse; a key that stands twice is refused."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
+        seen: set[tuple[str, str]] = set()
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            name = (key.tag, str(key.value))
+            if isinstance(key, yaml.ScalarNode) and name in seen:
+                raise yaml.MarkedYAMLError(
+                    problem=f"the key {key.value} stands twice", problem_mark=key.start_mark
+                )
+            if isinstance(key, yaml.ScalarNode):
+                seen.add(name)
+        return super().construct_mapping(node, deep)
 
 
 _Loader.yaml_implicit_resolvers = {

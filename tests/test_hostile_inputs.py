@@ -367,6 +367,10 @@ def test_what_is_read_is_bounded(tmp_path, monkeypatch):
             files.read_json(file)
     assert files.parse_json("Infinity", "", "", finite=False) == float("inf")
     assert files.parse_yaml("a: 2020-01-02\nb: .inf", "", "") == {"a": "2020-01-02", "b": np.inf}
+    with pytest.raises(InputError, match=r"it: line 2: .*the key a stands twice"):
+        files.parse_yaml("b:\n - {a: 1, a: 2}", "it", "")
+    base = "x: &x {a: 1, b: 2}\ny: {<<: *x, a: 3}"
+    assert files.parse_yaml(base, "", "")["y"] == {"a": 3, "b": 2}
     assert files.read_json(tmp_path / "none.json") is None
     with pytest.raises(InputError, match="a number is inf"):
         files.parse_json("Infinity", "", "")

@@ -158,12 +158,15 @@ def _require(package: str, extra: str, what: str) -> None:
 
 
 def _check_places(options: argparse.Namespace) -> None:
-    out, source = (Path(os.path.realpath(each)) for each in (options.out, options.input))
-    if source.is_dir() and out.is_relative_to(source):
-        raise InputError(
-            f"--out {options.out} lies in the input folder {options.input}, which would list it as "
-            "input; name a folder elsewhere"
-        )
+    from alload_jax.data.prepare.folders import SETS, set_places
+
+    out, place = Path(os.path.realpath(options.out)), Path(options.input)
+    for source in set_places(place) if place.suffix.lower() in SETS else [place]:
+        if source.is_dir() and out.is_relative_to(os.path.realpath(source)):
+            raise InputError(
+                f"--out {options.out} lies in the input folder {source}, which would list it as "
+                "input; name a folder elsewhere"
+            )
     if options.report:
         report = Path(options.report)
         require_place("alload prepare media", "--report", report)

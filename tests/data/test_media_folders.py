@@ -133,6 +133,15 @@ def test_captions_without_what_a_set_adds_go_to_a_table_and_back(folders, tmp_pa
     assert "found_captions" not in read_rows(out).column_names
 
 
+def test_a_set_is_not_prepared_into_one_of_its_folders(folders, tmp_path):
+    folders({"path": "portraits"}, {"path": "clips"})
+    argv = ["prepare", "media", str(tmp_path / "set.yaml"), "--out", str(tmp_path / "clips/out")]
+    with pytest.raises(InputError, match="lies in the input folder"):
+        main(argv)
+    with pytest.raises(InputError, match="--media-root does not apply to a set"):
+        main([*argv[:4], str(tmp_path / "new"), "--media-root", str(tmp_path)])
+
+
 def test_a_path_that_stands_twice_keeps_both_samples_and_weights_in_an_update(folders, tmp_path):
     given = [{"path": "clips", "trigger": "sks"}, {"path": "clips", "weight": 2}]
     small = {"path": "clips", "area": "256p", "max_enlarge": 1}

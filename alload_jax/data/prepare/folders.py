@@ -105,15 +105,29 @@ def set_items(place: Path, settings: MediaSettings) -> list[Item]:
     Raises:
       InputError: the file or a folder cannot be read, or a key or value is wrong.
     """
+    return [
+        item
+        for number, each in enumerate(_folders(place), 1)
+        for item in _items(place, number, each, settings)
+    ]
+
+
+def set_places(place: Path) -> list[Path]:
+    """The paths that a set names.
+
+    Raises:
+      InputError: the file cannot be read.
+    """
+    given = (each.get("path") for each in _folders(place) if isinstance(each, dict))
+    return [place.parent / path for path in given if isinstance(path, str)]
+
+
+def _folders(place: Path) -> list[object]:
     content = parse_yaml(read_text(place), str(place), "fix it")
     folders = content.get("folders") if isinstance(content, dict) else None
     if not isinstance(folders, list) or set(content) != {"folders"} or not folders:
         raise InputError(f"{place}: holds no list of folders; begin it with `folders:`")
-    return [
-        item
-        for number, each in enumerate(folders, 1)
-        for item in _items(place, number, each, settings)
-    ]
+    return folders
 
 
 def _items(place: Path, number: int, given: object, settings: MediaSettings) -> Sequence[Item]:
