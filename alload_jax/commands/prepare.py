@@ -61,8 +61,6 @@ def _draw_samples(out: Path, previews: Sequence[str] = ()) -> None:
 _SAMPLES = "samples.png"
 _REASONS = 8
 """Most reasons for skipped files that the summary lists."""
-_PARQUET = b"PAR1"
-"""First bytes of a Parquet file."""
 _MOST_WORKERS = 10_000
 
 
@@ -159,6 +157,7 @@ def _require(package: str, extra: str, what: str) -> None:
 
 def _check_places(options: argparse.Namespace) -> None:
     from alload_jax.data.prepare.folders import SETS, set_places
+    from alload_jax.data.prepare.pipeline import is_skipped_list
 
     out, place = Path(os.path.realpath(options.out)), Path(options.input)
     for source in set_places(place) if place.suffix.lower() in SETS else [place]:
@@ -170,11 +169,7 @@ def _check_places(options: argparse.Namespace) -> None:
     if options.report:
         report = Path(options.report)
         require_place("alload prepare media", "--report", report)
-        first = _PARQUET
-        if report.is_file():
-            with report.open("rb") as file:
-                first = file.read(len(_PARQUET))
-        if first not in (_PARQUET, b""):
+        if report.is_file() and report.stat().st_size and not is_skipped_list(report):
             raise InputError(
                 f"alload prepare media: --report {report}: is another file, which would be lost; "
                 "name a new one"

@@ -9,6 +9,8 @@ import time
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import toy_encoders
 from data_helpers import contents
@@ -292,8 +294,10 @@ def test_settings_at_their_bounds_are_taken():
 
 
 def test_places_that_make_no_sense_are_refused(media, tmp_path, alload):
+    pq.write_table(pa.table({"path": ["a.png"], "caption": ["a"]}), media / "mine.parquet")
     before = contents(media)
     for flags, named in (
+        (["--out", tmp_path / "out", "--report", media / "mine.parquet"], "would be lost"),
         (["--out", media / "out"], "lies in the input folder"),
         (["--out", tmp_path / "out", "--report", tmp_path / "none" / "list"], "--report"),
         (["--out", tmp_path / "out", "--report", media / "clip 0.txt"], "would be lost"),

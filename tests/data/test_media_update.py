@@ -228,6 +228,15 @@ def test_a_folder_without_contents_or_one_that_is_not_there(media, tmp_path):
         prepare(media, tmp_path / "old", update=True)
 
 
+def test_an_update_goes_on_with_the_list_that_report_names(media, tmp_path):
+    out, report = tmp_path / "out", tmp_path / "list.parquet"
+    first = prepare(media, out, report=report)
+    assert any(row.used for row in first.skipped)
+    again = prepare(media, out, report=report, update=True)
+    assert set(again.skipped) == set(first.skipped)
+    assert not (out / "skipped.parquet").exists()
+
+
 def test_an_update_keeps_the_rows_of_a_table_apart_that_name_a_file_again(tmp_path):
     folder, out = tmp_path / "media", tmp_path / "out"
     folder.mkdir()

@@ -242,9 +242,10 @@ def _work(number: int, items: Sequence[Item]) -> None:
 def _finish(out: Path, units: int, path: Path | None, update: Update | None) -> UnitReport:
     """Makes the data folder of the shards, writes the list of skipped files, and cleans up."""
     if update:
-        changes = update.commit()
-        total = replace(update.report(), changes=changes)
-        write_skipped(path or out / SKIPPED_NAME, total.skipped)
+        changes, own = update.commit(), out / SKIPPED_NAME
+        listed = path if path is not None and path.is_file() and path.stat().st_size else own
+        total = replace(update.report(listed), changes=changes)
+        write_skipped(path or own, total.skipped)
         remove_work_folder(out)
         return total
     found = [read_report(out, number) or UnitReport() for number in range(units)]
@@ -267,6 +268,15 @@ def _finish(out: Path, units: int, path: Path | None, update: Update | None) -> 
         write_skipped(out / SKIPPED_NAME, total.skipped)
     remove_work_folder(out)
     return total
+
+
+def is_skipped_list(path: Path) -> bool:
+    """Whether a file is a list of skipped files, which may be replaced."""
+    try:
+        names = set(pyarrow.parquet.read_schema(path).names)
+    except (OSError, pa.ArrowException):
+        return False
+    return {"path", "reason", "clips"} <= names <= set(_SKIPPED.names)  # earlier lists lack used
 
 
 def write_skipped(path: Path, rows: Sequence[Skipped]) -> None:

@@ -185,13 +185,12 @@ class Update:
             f"{len(used) - joined - texts:,} are the same"
         )
 
-    def report(self) -> UnitReport:
-        """What became of the input files, those that stay included."""
+    def report(self, listed: Path) -> UnitReport:
+        """What became of the input files, those that stay included, of which `listed` tells."""
         skipped: dict[str, dict[str, Skipped]] = defaultdict(dict)
         now: dict[str, list[Found]] = defaultdict(list)
         for each in self.found:
             now[each.item.name].append(each)
-        listed = self._out / "skipped.parquet"
         before = pyarrow.parquet.read_table(listed).to_pylist() if listed.is_file() else []
         stored = self._parts[0].rows.to_pylist() if self._parts else []
         contents: dict[str, dict[str, None]] = defaultdict(dict)
