@@ -142,6 +142,15 @@ def test_a_set_is_not_prepared_into_one_of_its_folders(folders, tmp_path):
         main([*argv[:4], str(tmp_path / "new"), "--media-root", str(tmp_path)])
 
 
+def test_two_folders_that_would_be_called_alike_are_refused(folders, tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / name / "clips").mkdir(parents=True)
+        Image.new("RGB", (90, 90)).save(tmp_path / name / "clips" / "a.png")
+    one, two = (str(tmp_path / name / "clips") for name in ("one", "two"))
+    with pytest.raises(InputError, match=f"{one} and {two} would both be called clips"):
+        folders({"path": one}, {"path": two})
+
+
 def test_a_path_that_stands_twice_keeps_both_samples_and_weights_in_an_update(folders, tmp_path):
     given = [{"path": "clips", "trigger": "sks"}, {"path": "clips", "weight": 2}]
     small = {"path": "clips", "area": "256p", "max_enlarge": 1}

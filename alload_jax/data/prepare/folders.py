@@ -105,11 +105,21 @@ def set_items(place: Path, settings: MediaSettings) -> list[Item]:
     Raises:
       InputError: the file or a folder cannot be read, or a key or value is wrong.
     """
-    return [
+    found = [
         item
         for number, each in enumerate(_folders(place), 1)
         for item in _items(place, number, each, settings)
     ]
+    places: dict[PurePosixPath, Path] = {}
+    for each in _folders(place):
+        path = str(typing.cast(dict[str, object], each)["path"])
+        name, real = _name(path), (place.parent / path).resolve()
+        if places.setdefault(name, real) != real:
+            raise InputError(
+                f"{place}: {places[name]} and {real} would both be called {name} in the data "
+                "folder; move or rename one"
+            )
+    return found
 
 
 def set_places(place: Path) -> list[Path]:
@@ -147,8 +157,7 @@ def _items(place: Path, number: int, given: object, settings: MediaSettings) -> 
     source = place.parent / folder.path
     root = place.parent / folder.media_root if folder.media_root else None
     items = find_items(source, folder.path_column, folder.caption_column, every, root)
-    name = PurePosixPath(folder.path)
-    name = PurePosixPath(name.name) if name.is_absolute() or ".." in name.parts else name
+    name = _name(folder.path)
     found = []
     for item in items:
         first, *others = captions = folder.captions_of(item)
@@ -159,6 +168,12 @@ def _items(place: Path, number: int, given: object, settings: MediaSettings) -> 
         caption = None if item.caption is None and not first else first
         found.append(replace(item, caption=caption, alternatives=tuple(others)))
     return found
+
+
+def _name(path: str) -> PurePosixPath:
+    """What a folder of a set is called in the paths of the data folder."""
+    name = PurePosixPath(path)
+    return PurePosixPath(name.name) if name.is_absolute() or ".." in name.parts else name
 
 
 def _checked(kind: type, given: dict[str, object]) -> dict[str, typing.Any]:
