@@ -57,6 +57,7 @@ from alload_jax.training.optimizer import (
 from alload_jax.training.parameters import ParametersConfig
 from alload_jax.training.run_files import write_atomically
 from alload_jax.training.trackers import TRACKERS, TensorBoardConfig, TrackerConfig
+from alload_jax.training.update_rules import OptimizerName
 from alload_jax.training.validation import ValidationConfig
 
 
@@ -181,8 +182,9 @@ class Config:
                 "choose selector pooled"
             )
         if group_of(PREDICTOR_NAME, self.optimizer.groups) is None:
+            rule: OptimizerName | None = "adamw" if self.optimizer.name == "prodigy" else None
             own = OptimizerGroup(
-                (PREDICTOR_PATTERN,), learning_rate=_PREDICTOR_RATE, weight_decay=0.0
+                (PREDICTOR_PATTERN,), rule, learning_rate=_PREDICTOR_RATE, weight_decay=0.0
             )
             groups = (*self.optimizer.groups, own)
             optimizer = dataclasses.replace(self.optimizer, groups=groups)

@@ -204,6 +204,8 @@ def test_predictors_are_trained_by_an_optimizer_of_their_own():
     assert (group.learning_rate, group.weight_decay) == (1e-3, 0.0)
     own = [*PREDICTOR, "--optimizer.groups", "[{parameters: [selector], learning_rate: 0.5}]"]
     assert [each.learning_rate for each in read_config(own).optimizer.groups] == [0.5]
+    prodigy = [*PREDICTOR, "--optimizer.name", "prodigy", "--optimizer.learning_rate", "1"]
+    assert [each.name for each in read_config(prodigy).optimizer.groups] == ["adamw"]
     pooled = [*BASE, "--model.sparse_attention.selector", "pooled"]
     assert read_config(pooled).optimizer.groups == ()
     frozen = [*PREDICTOR, "--parameters.trained", "[self_attention]"]

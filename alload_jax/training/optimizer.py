@@ -126,6 +126,16 @@ class OptimizerGroup:
         own: dict[str, Any] = {
             name: getattr(self, name) for name in names if getattr(self, name) is not None
         }
+        rule, rate = self.name or main.name, self.learning_rate
+        inherits = rate is None and rule != main.name and "prodigy" in (rule, main.name)
+        if inherits or (rule == "prodigy" and rate is not None and rate < _LEAST_FACTOR):
+            raise InputError(
+                f"optimizer.groups: the learning_rate of {', '.join(self.parameters)} is "
+                f"{'that of the main optimizer' if rate is None else format(rate, 'g')}, but "
+                "prodigy multiplies the learning rate that it finds by its own; give "
+                + ("1.0" if rule == "prodigy" else f"one for {rule}")
+                + (", or a name such as adamw" if rate is not None else "")
+            )
         return replace(main, groups=(), **own)
 
 

@@ -285,6 +285,22 @@ def test_invalid_settings_are_refused(change, words):
         OptimizerConfig(**change)
 
 
+@pytest.mark.parametrize(
+    ("main", "group", "words"),
+    [
+        ({"name": "prodigy", "learning_rate": 1.0}, {"name": "adamw"}, "main .* one for adamw"),
+        ({}, {"name": "prodigy"}, r"is that of the main optimizer, .* give 1\.0$"),
+        ({"name": "prodigy", "learning_rate": 1.0}, {"learning_rate": 1e-3}, "0.001, .* such as a"),
+    ],
+)
+def test_a_learning_rate_and_a_factor_of_prodigys_are_not_taken_for_each_other(main, group, words):
+    groups = (OptimizerGroup(("head",), **group),)
+    with pytest.raises(InputError, match=rf"optimizer\.groups: the learning_rate of head.*{words}"):
+        OptimizerConfig(**main, groups=groups)
+    for good in ({"name": "adamw", "learning_rate": 1e-3}, {"name": "prodigy", "learning_rate": 1}):
+        OptimizerConfig(**main, groups=(OptimizerGroup(("head",), **good),))
+
+
 MODEL = WanConfig(dim=64, ffn_dim=64, num_heads=4, num_layers=2, freq_dim=16, dtype="float32")
 
 
