@@ -264,7 +264,8 @@ def _model_of_weights(argv: Sequence[str]) -> Json:
     found = folder if gone else place
     model = described_model(Path(found)) if os.path.exists(found) else None
     besides = {"family", "lora", "sparse_attention"}
-    if model is None and given <= besides | {*ModelConfig.arithmetic_fields}:
+    # Neither does a length of texts tell which model it is.
+    if model is None and given <= besides | {"text", *ModelConfig.arithmetic_fields}:
         raise InputError(
             f"run.initial_weights is {place}, "
             + ("which is not there" if gone else "and no config.json there describes the model")

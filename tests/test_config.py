@@ -194,6 +194,8 @@ def test_weights_without_a_description_need_a_model_that_gives_one(tmp_path):
     files = [tmp_path / "a.yaml", tmp_path / "b.yaml"]
     for file, content in zip(files, ("{dim: 32}", "{lora: {rank: 2}}"), strict=True):
         file.write_text(f"model: {content}")
+    length = ["--run.initial_weights", "gone", "--model.text.length", "256"]
+    assert "gone, which is not there" in refusal([*BASE, *length])
     for more in (["--model.dim=32"], ["--model", "{dim: 32}"], [f"--config={f}" for f in files]):
         assert not refusal([*BASE, "--run.initial_weights", "gone", *more])
 
