@@ -229,6 +229,8 @@ def given_parameters(
     described = place / "config.json"
     if described.is_file():
         require_same_architecture(config, read_model_config(described), place)
+    elif place.is_file() and (model := described_model(place)) is not None:
+        require_same_architecture(config, model, place)  # heads, which no shape tells
     return load_weights(place, config, mesh, parameters.dtype_of, wanted)
 
 
@@ -255,6 +257,10 @@ def described_model(place: Path) -> ModelConfig | None:
             return next(filter(None, (each.config_of_tensors(shapes) for each in families)), None)
         except KeyError as error:
             raise InputError(f"{place}: lacks {error}; download it again") from error
+        except (IndexError, ZeroDivisionError) as error:
+            raise InputError(
+                f"{place}: has tensors of shapes that no model has; download it again"
+            ) from error
     return read_transformer(place) if (place / "config.json").is_file() else None
 
 

@@ -33,7 +33,8 @@ from alload_jax.models.weights import (
     save_weights,
 )
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
-from alload_jax.training.restore import described_model
+from alload_jax.training.parameters import ParametersConfig
+from alload_jax.training.restore import described_model, given_parameters
 
 T2V = transformer("wan/t2v")
 
@@ -177,6 +178,8 @@ def test_scaled_float8_files_are_read_and_describe_their_model(
         shaped = scale.reshape(-1, *(1 for _ in value.shape[1:])) if per_output else scale
         kind, dtype = ("F8_E4M3", "float8_e4m3fn") if ending else ("F8_E5M2", "float8_e5m2")
         narrow = (value / shaped).astype(dtype)
+        if ending == "scale_weight" and "ffn.2" in key:  # not narrow, but scaled all the same
+            kind, narrow = "F16", (value / shaped).astype(np.float16)
         content[prefix + key] = (kind, narrow)
         expected[key] = narrow.astype(np.float32) * shaped
         if ending:
@@ -191,6 +194,9 @@ def test_scaled_float8_files_are_read_and_describe_their_model(
     found = flatten_dict(load_weights(file, ALONE, MESH), sep="/")
     for path, value in in_our_layout(expected).items():
         np.testing.assert_allclose(found[path], value, rtol=1e-6)
+    wider = dataclasses.replace(ALONE, num_heads=2)
+    with pytest.raises(InputError, match=r"x.safetensors: .*num_heads is 2, but 1 there"):
+        given_parameters(file, wider, ParametersConfig(), MESH)
     if per_output:
         for key in (k for k in content if k.endswith(ending)):
             content[key] = ("F32", np.ones(7, np.float32))
@@ -218,6 +224,7 @@ def test_gguf_files_are_read_and_describe_their_model(tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    file = file.rename(tmp_path / "x.GGUF")
     assert described_model(file) == ALONE
     found = flatten_dict(load_weights(file, ALONE, MESH), sep="/")
     for path, value in in_our_layout(expected).items():
@@ -225,8 +232,22 @@ def test_gguf_files_are_read_and_describe_their_model(tmp_path):
     whole = file.read_bytes()
     for content in (b"", b"GGUF", whole[: len(whole) // 2], bytes(len(whole))):
         file.write_bytes(content)
-        with pytest.raises(InputError, match=r"x\.gguf: is not a valid GGUF file"):
+        with pytest.raises(InputError, match=r"x\.GGUF: is not a valid GGUF file"):
             load_weights(file, ALONE, MESH)
+
+
+def test_blocks_of_other_kinds_are_not_counted_and_strange_shapes_describe_no_model(tmp_path):
+    tensors, file = original_tensors(), tmp_path / "x.safetensors"
+    more = {"vace_blocks.0.self_attn.q.weight": tensors["blocks.0.self_attn.q.weight"]}
+    safetensors.numpy.save_file(tensors | more, file)
+    assert described_model(file) == ALONE
+    flat = {"patch_embedding.weight": np.zeros(128, np.float32)}
+    safetensors.numpy.save_file(tensors | flat, file)
+    assert described_model(file) is None
+    flat = {"text_embedding.0.weight": np.zeros(128, np.float32)}
+    safetensors.numpy.save_file(tensors | flat, file)
+    with pytest.raises(InputError, match=r"x.safetensors: has tensors of shapes that no model"):
+        described_model(file)
 
 
 # ---------------------------------------------------------------- what cannot be read

@@ -72,7 +72,7 @@ class Checkpoint:
         with self._stack:
             owner = self._owner
             for file in self.files:
-                opened = _Gguf(file) if file.suffix == _GGUF else open_safetensors(file)
+                opened = _Gguf(file) if file.suffix.lower() == _GGUF else open_safetensors(file)
                 handle: Any = self._stack.enter_context(opened)
                 names = handle.keys()  # a handle is not iterable
                 for key in names:
@@ -89,7 +89,7 @@ class Checkpoint:
         return self
 
     def _take_scales(self) -> None:
-        """Takes the scales of float8 weights, and those of activations, out of the keys."""
+        """Takes the scales of weights, and those of activations, out of the keys."""
         for key in list(self.keys):
             layer, dot, _ = key.rpartition(".")
             weight = f"{layer}{dot}weight"
@@ -108,17 +108,19 @@ class Checkpoint:
         return tuple(header.get_shape()), header.get_dtype()
 
     def read(self, key: str) -> np.ndarray:
-        """Reads a tensor in the file's dtype; float8 and what is quantised as float32.
+        """Reads a tensor in the file's dtype; float8, quantised or scaled as float32.
 
         Raises:
           InputError: the scales of a weight are not those of the whole or of its outputs.
         """
         handle, name = self.keys[key]
         shape, dtype = self.header_of(key)
-        if dtype not in _FLOAT8:
-            return handle.get_tensor(name)
-        value = _read_float8(self._owner[name], name, dtype).reshape(shape).astype(np.float32)
-        if (scale_name := self._scales.get(key)) is None:
+        scale_name = self._scales.get(key)
+        if dtype in _FLOAT8:
+            value = _read_float8(self._owner[name], name, dtype).reshape(shape).astype(np.float32)
+        else:
+            value = handle.get_tensor(name)
+        if scale_name is None:
             return value
         header = handle.get_slice(scale_name)
         count = int(np.prod(header.get_shape()))
@@ -129,7 +131,7 @@ class Checkpoint:
                 "each output; name another file of the model"
             )
         scale = handle.get_tensor(scale_name).astype(np.float32)
-        return value * scale.reshape(count, *(1 for _ in shape[1:]))
+        return value.astype(np.float32) * scale.reshape(count, *(1 for _ in shape[1:]))
 
     def check_sums(self) -> None:
         """Reads all files that carry a SHA-256, as exports do, and compares it.
@@ -138,7 +140,7 @@ class Checkpoint:
           InputError: a file, or the config.json beside it, is not as it was written.
         """
         with ThreadPoolExecutor(_THREADS) as pool:
-            list(pool.map(check_sum, (file for file in self.files if file.suffix != _GGUF)))
+            list(pool.map(check_sum, (file for file in self.files if file.suffix.lower() != _GGUF)))
 
     def note(self, name: str) -> str | None:
         """Returns the value of that name in the files' metadata; None if there is none."""

@@ -28,6 +28,7 @@ _COUNTS = (
 )
 _OPTIONAL = _COUNTS[-3:]
 """Those that may be null."""
+_QUERY = re.compile(r"blocks\.\d+\.self_attn\.q\.weight")
 _TEXT_LENGTH = 512
 """Number of tokens to which Wan's pipelines pad texts; diffusers' config does not contain it."""
 
@@ -124,9 +125,12 @@ class WanFamily(TransformerFamily):
     def config_of_tensors(self, shapes: Mapping[str, tuple[int, ...]]) -> WanConfig | None:
         """Of the original repository's names; heads of all released models have 128 channels."""
         block = "blocks.0."
-        dim, channels, *patch = shapes.get("patch_embedding.weight", (1, 1))
-        if dim % _HEAD_DIM or f"{block}self_attn.q.weight" not in shapes:
+        embedding = shapes.get("patch_embedding.weight", ())
+        if len(embedding) != 5 or embedding[0] % _HEAD_DIM:
             return None
+        if f"{block}self_attn.q.weight" not in shapes:
+            return None
+        dim, channels, *patch = embedding
         kind = "flf2v" if "img_emb.emb_pos" in shapes else "i2v"
         return self.read_fields(
             {
@@ -141,7 +145,7 @@ class WanFamily(TransformerFamily):
                 "text_dim": shapes["text_embedding.0.weight"][1],
                 "text_len": _TEXT_LENGTH,
                 "num_heads": dim // _HEAD_DIM,
-                "num_layers": sum(key.endswith(".self_attn.q.weight") for key in shapes),
+                "num_layers": len([key for key in shapes if _QUERY.fullmatch(key)]),
                 "qk_norm": f"{block}self_attn.norm_q.weight" in shapes,
                 "cross_attn_norm": f"{block}norm3.weight" in shapes,
                 "eps": _EPS,
