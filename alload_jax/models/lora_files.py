@@ -283,6 +283,8 @@ def _add(
             _check_shape(f"{module}.{what}", found[what].shape, tensor.shape)
             lora.differences[target] = partial(tensor.to_ours, found[what].astype(np.float32))
     factors = {what: value for what, value in found.items() if what in _LOKR}
+    if factors and "magnitude" in found:
+        raise InputError(f"{module} has LoKr with magnitudes (DoRA), which is not supported")
     if factors and (place := require("weight", lora.differences)):
         tensor, target = place
         lora.differences[target] = _kronecker(module, factors, found.get("alpha"), tensor)
@@ -344,12 +346,16 @@ def _check_shape(name: str, shape: tuple[int, ...], wanted: tuple[int, ...]) -> 
 
 def _scale(module: str, alpha: np.ndarray | None, rank: int, settings: dict[str, Any]) -> float:
     """alpha / rank, where alpha is from the file, or from PEFT's settings, or the rank."""
+    if rank == 0:
+        raise InputError(f"{module} has a rank of 0")
     if alpha is None:
         patterns = settings.get("alpha_pattern") or {}
         named = (value for key, value in patterns.items() if re.search(rf"(^|\.){key}$", module))
         alpha = next(named, settings.get("lora_alpha", rank))
         if settings.get("use_rslora"):
             return float(alpha) / math.sqrt(rank)
+    if np.size(alpha) != 1:
+        raise InputError(f"{module} has {np.size(alpha)} values of alpha")
     scale = float(np.asarray(alpha, np.float32).reshape(())) / rank
     if not math.isfinite(scale):
         raise InputError(f"{module} has an alpha of {alpha}")

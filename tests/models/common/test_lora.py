@@ -426,6 +426,15 @@ def float8_file():
         ({"transformer.blocks.0.attn1.to_q.dora_scale": ZEROS.T.copy()}, "only one of the two"),
         ({"lora_unet_blocks_0_self_attn_q.lokr_w1": ZEROS}, "lokr_w2 must be a matrix, or lokr_w2"),
         (
+            {f"lora_unet_blocks_0_self_attn_q.{part}": ZEROS for part in ("lokr_w1", "dora_scale")},
+            r"has LoKr with magnitudes \(DoRA\), which is not supported",
+        ),
+        (
+            dict(zip(PAIR, (np.zeros((0, 16), "f4"), np.zeros((16, 0), "f4")), strict=True)),
+            "has a rank of 0",
+        ),
+        (PAIR | {"transformer.blocks.0.attn1.to_q.alpha": np.ones(2, "f4")}, "has 2 values of al"),
+        (
             {f"lora_unet_blocks_0_self_attn_q.lokr_w{n}": ZEROS for n in (1, 2)},
             r"lokr_w1 ⊗ lokr_w2 has shape \(4, 256\), not \(16, 16\)",
         ),
