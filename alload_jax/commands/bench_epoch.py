@@ -91,6 +91,8 @@ def _cases(file: Path, only: list[str] | None) -> dict[str, Json]:
     for name, given in cases.items():
         if not isinstance(given, dict) or Path(name).name != name:
             raise InputError(f"{file}: {name}: give sections of a config under a plain name")
+        for section in given.keys() & {"run", "data", "sampling", "validation", "callbacks"}:
+            raise InputError(f"{file}: {name}: {section} is alike in all cases; leave it out")
     return {name: cases[name] for name in only or cases}
 
 

@@ -200,9 +200,13 @@ def _process_info(config: ClusterConfig) -> ProcessInfo | None:
         assert config.processes is not None
         assert config.process is not None
         return ProcessInfo(config.coordinator, config.processes, config.process)
-    # What torchrun starts in a step of Slurm is more than the step's tasks.
-    if config.detect and _task_count("WORLD_SIZE") > 1 and "RANK" in os.environ:
-        return _process_of_torchrun()
+    # What torchrun starts in a step of Slurm is more than the step's tasks. Scripts that set only
+    # ranks leave it to Slurm which GPUs a task has.
+    count = _task_count("WORLD_SIZE") if config.detect else 1
+    if count > 1 and "RANK" in os.environ:
+        is_task = count == _task_count("SLURM_STEP_NUM_TASKS")
+        if "LOCAL_RANK" in os.environ or not is_task:
+            return _process_of_torchrun()
     # Not SLURM_NTASKS: it is also set in the shell of an allocation, where a single process may
     # be started by hand.
     if config.detect and _task_count("SLURM_STEP_NUM_TASKS") > 1:
@@ -211,9 +215,9 @@ def _process_info(config: ClusterConfig) -> ProcessInfo | None:
         launcher = "Open MPI"
     elif config.detect and os.environ.keys() >= {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"}:
         launcher = "Kubernetes"
-    elif config.detect and _task_count("WORLD_SIZE") > 1:
+    elif count > 1:
         raise InputError(
-            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but RANK is not set, which says which of "
+            f"WORLD_SIZE is {count}, but RANK is not set, which says which of "
             f"the processes this is; start it by torchrun, or {_REMEDY}"
         )
     else:

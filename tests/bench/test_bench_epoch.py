@@ -103,7 +103,11 @@ def test_invalid_flags_are_named(words, reason, flags, tmp_path):
 
 @pytest.mark.parametrize(
     ("case", "reason"),
-    [({"planning": {"polcy": "x"}}, "polcy"), ("sorted", "give sections of a config")],
+    [
+        ({"planning": {"polcy": "x"}}, "polcy"),
+        ("sorted", "give sections of a config"),
+        ({"data": {"folder": "x"}}, "data is alike in all cases"),
+    ],
 )
 def test_cases_are_checked_before_anything_is_written(case, reason, flags, tmp_path):
     (tmp_path / "cases.yaml").write_text(yaml.safe_dump({"first": case}))

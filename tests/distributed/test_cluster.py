@@ -99,6 +99,11 @@ def test_slurm_s_environment_identifies_the_process(monkeypatch):
     process = process_info_from_launcher()
     assert process.coordinator_address.startswith("n1:")
     assert process[1:] == (4, 2, [0])
+    # Scripts often set ranks for PyTorch, and not which GPUs a task has.
+    ranks = {"STEP_NUM_TASKS": "4"} | {"WORLD_SIZE": "4", "RANK": "2"} | {"MASTER_ADDR": "n1"}
+    for name, value in ranks.items():
+        monkeypatch.setenv(f"SLURM_{name}" if name.startswith("STEP") else name, value)
+    assert initialize_module._process_info(ClusterConfig()) == process
 
 
 @pytest.mark.parametrize(
