@@ -267,7 +267,8 @@ def test_media_become_a_run_and_the_run_a_clip(hunyuan, media, of_hunyuan, tmp_p
     rows = train(
         tmp_path,
         of_hunyuan,
-        sampling={"steps": 2, "prompts": [prompt], "encoders": encoders},
+        # Of UniPC the last bits differ between the two programs, which moved a pixel by one level.
+        sampling={"sampler": "euler", "steps": 2, "prompts": [prompt], "encoders": encoders},
         validation={"share": 0.3, "every": 2, "noise_levels": [0.5]},
     )
     assert any("validation/loss" in row for row in rows)
