@@ -16,7 +16,7 @@ from alload_jax.config_parser import read_yaml
 from alload_jax.errors import InputError
 from alload_jax.files import Json
 from alload_jax.planning.samples import Samples
-from alload_jax.planning.workloads import ASPECT_RATIOS, make_workload, names
+from alload_jax.planning.workloads import names
 
 if TYPE_CHECKING:
     from alload_jax.models.common.config import ModelConfig
@@ -106,10 +106,10 @@ def _require_data(options: argparse.Namespace, model: "ModelConfig") -> None:
         return
     if options.workload is None:
         raise InputError(f"{_COMMAND}: --data {options.data}: no such folder; give --workload")
-    from alload_jax.run.epoch import write_random_store  # imports JAX
+    from alload_jax.bench.workload_step import draw_samples  # imports JAX
+    from alload_jax.run.epoch import write_random_store
 
-    ratios = {(16, 9): 1.0} if options.one_aspect else ASPECT_RATIOS
-    samples = make_workload(options.workload, options.samples, aspect_ratios=ratios)
+    samples = draw_samples(options.workload, None, options.samples, options.one_aspect)
     if options.longest:
         kept = samples.seq_len <= options.longest
         samples = Samples(samples.shape[kept], samples.seq_len[kept])
