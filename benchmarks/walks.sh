@@ -52,7 +52,7 @@ $python train.py --config configs/walks.yaml --data.folder "$data/store" --run.f
     --run.steps "$steps" --checkpoint.every $((steps / 2)) --checkpoint.keep_every $((steps / 2)) \
     --data.loader.processes $((cores / 4)) "$@"
 drawn drawn "--clips 500" ""
-drawn half "--clips 144" "--step $((steps / 2))"
+drawn half "--clips 500" "--step $((steps / 2))"
 drawn continued "--clips 96 --first-of $data/held_out" ""
 test -z "$reader" || wait "$reader"
 $python benchmarks/walks.py score --reader "$data/reader.safetensors" --real "$data/held_out" \

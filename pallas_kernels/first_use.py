@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from pallas_kernels import devices
@@ -122,18 +121,24 @@ def seconds_of(
       arguments: floats.
     """
 
-    def both(function: Callable[..., PyTree], *arguments: jax.Array) -> PyTree:
+    def both(
+        function: Callable[..., PyTree], gradients: PyTree, *arguments: jax.Array
+    ) -> PyTree:
         out, pull = jax.vjp(function, *arguments)
-        return out, pull(jax.tree.map(jnp.ones_like, out))
+        return out, pull(gradients)
 
+    # An argument: of a constant, XLA computes parts of the backward while it compiles.
+    out = jax.eval_shape(functions[0], *arguments)
+    gradients = jax.tree.map(lambda x: jax.random.normal(jax.random.key(1), x.shape, x.dtype), out)
     programs = [
-        jax.jit(both, static_argnums=0).lower(each, *arguments).compile() for each in functions
+        jax.jit(both, static_argnums=0).lower(each, gradients, *arguments).compile()
+        for each in functions
     ]
     rounds: list[list[float]] = [[] for _ in programs]
     for program, seconds in (*zip(programs, rounds, strict=True),) * (_ROUNDS + 1):
         begin = time.perf_counter()
         for _ in range(_CALLS):
-            result = program(*arguments)
+            result = program(gradients, *arguments)
         jax.block_until_ready(result)
         seconds.append((time.perf_counter() - begin) / _CALLS)
     return [statistics.median(seconds[1:]) for seconds in rounds]

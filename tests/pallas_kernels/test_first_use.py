@@ -7,6 +7,7 @@ from importlib import import_module
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from pallas_kernels import bias_gelu, devices, first_use, rms_norm_rotary
@@ -69,6 +70,24 @@ def test_both_passes_of_both_functions_are_timed():
 
     reference, kernel = seconds_of([slow, jnp.sin], (jnp.ones(20_000),))
     assert reference > 3 * kernel > 0
+
+
+def test_gradients_of_the_timed_functions_are_no_constants():
+    """Of constant gradients, XLA computes parts of the backward while it compiles, for minutes."""
+    seen = []
+
+    @jax.custom_vjp
+    def watched(x):
+        return x
+
+    def backward(_, gradient):
+        jax.debug.callback(lambda each: seen.append(np.asarray(each)), gradient)
+        return (gradient,)
+
+    watched.defvjp(lambda x: (x, None), backward)
+    seconds_of([watched], (jnp.ones(64, jnp.bfloat16),))
+    jax.effects_barrier()
+    assert all(np.std(each.astype(np.float32)) > 0.5 for each in seen) and seen
 
 
 class LoweringError(Exception):
