@@ -12,6 +12,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
@@ -23,10 +24,12 @@ from alload_jax.data.loader import PlacedStep
 from alload_jax.data.store import StoreWriter
 from alload_jax.distributed.cluster import Cluster
 from alload_jax.errors import InputError
+from alload_jax.models.wan.transformer import WanConfig
+from alload_jax.planning.metrics import StepMetrics
 from alload_jax.run.prepare import make_collator, plan_run, read_data
 from alload_jax.sharding.mesh import make_mesh
 from alload_jax.training import progress
-from alload_jax.training.callbacks.telemetry import Telemetry
+from alload_jax.training.callbacks.telemetry import LayerLog, Telemetry
 from alload_jax.training.progress import ProgressBar
 from alload_jax.training.run_files import LOCK_NAME, BadRecords, MetricsLog, locked
 from alload_jax.training.trackers import TensorBoard
@@ -270,7 +273,8 @@ def test_file_systems_without_locks_are_noted(tmp_path, monkeypatch, capsys):
 
 def refusal(folder, max_bad_records, *problems):
     """What telemetry says of a step with damaged records."""
-    records, run = BadRecords(folder / "bad_records.txt", Cluster()), SimpleNamespace(refusal="")
+    records = BadRecords(folder / "bad_records.txt", Cluster())
+    run = SimpleNamespace(refusal="", done=3, total=4)
     run.refuse = partial(setattr, run, "refusal")
     log, tracker = MetricsLog(folder, resumed_at=0), TensorBoard(folder / "events", resumed_at=0)
     bar = ProgressBar("training", 4)
@@ -294,6 +298,37 @@ def test_a_refusal_counts_the_records_of_earlier_starts_and_says_where_they_are(
 
 
 # ---------------------------------------------------------------- progress
+
+
+def test_between_steps_nothing_is_computed_on_the_devices(tmp_path):
+    """What is computed behind a step waits for it, and the devices then wait for the next one."""
+    started, run = [], SimpleNamespace(done=2, total=5)
+
+    def schedule(step):
+        assert not started
+        return 0.5 * step
+
+    plan = SimpleNamespace(
+        metrics=lambda number: StepMetrics(1, 8, 1.0, 0.0, 0.0, (1.0,)),
+        drift=lambda *_: None,
+        observe=lambda *_: None,
+    )
+    log, bar = MetricsLog(tmp_path, resumed_at=0), ProgressBar("training", 5)
+    tracker = TensorBoard(tmp_path / "events", resumed_at=0)
+    told = Telemetry(plan, schedule, log, tracker, BadRecords(tmp_path / "bad", Cluster()), 0, bar)
+    told.on_start(run)
+    started.append(True)
+    for number in range(2, 5):
+        told.on_step_end(run, PlacedStep(number, 0, (), (), 0, 0.0), {"loss": jnp.float32(1)})
+    told.on_stop(run)
+    told.close()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    rates = [json.loads(line)["learning_rate"] for line in lines]
+    assert rates == [1.0, 1.5, 2.0]
+    # A pause waits for the step in flight: only models that record something of layers take one.
+    layers = LayerLog(tmp_path, WanConfig(), 0)
+    layers.on_start(SimpleNamespace(state=SimpleNamespace(variables={})))
+    assert not layers.due(SimpleNamespace(done=10))
 
 
 @pytest.mark.parametrize("terminal", [False, True])

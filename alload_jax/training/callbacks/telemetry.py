@@ -3,6 +3,7 @@
 import json
 import math
 import time
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -59,7 +60,8 @@ class Telemetry(Callback):
           guard: is told the metrics of each step, and ends a run that diverges; None for none.
         """
         self._plan = plan
-        self._learning_rate = learning_rate
+        self._schedule = learning_rate
+        self._first, self._rates = 0, np.empty(0, np.float32)
         self._log, self._tracker, self._bar = log, tracker, bar
         self._bad_records, self._max_bad_records = bad_records, max_bad_records
         self._guard = guard
@@ -70,6 +72,9 @@ class Telemetry(Callback):
 
     @override
     def on_start(self, run: Loop) -> None:
+        # All at once: each by itself, they would be computed behind the step in flight.
+        self._first = run.done
+        self._rates = np.asarray(jax.vmap(self._schedule)(np.arange(run.done, run.total)))
         self._bar.start()
         self._restart_clock()
 
@@ -151,7 +156,7 @@ class Telemetry(Callback):
                 "step_seconds": seconds,
                 **({} if drift is None else {"cost_drift": drift}),
                 "input_wait_seconds": waited,
-                "learning_rate": float(self._learning_rate(step.number)),
+                "learning_rate": float(self._rates[step.number - self._first]),
                 "skipped": len(step.problems),
             }
         )
@@ -188,19 +193,23 @@ class LayerLog(Callback):
         Raises:
           InputError: a line of the file is not a JSON object.
         """
-        self._path, self._model = folder / LAYER_LOG, model
+        self._path, self._model, self._records = folder / LAYER_LOG, model, False
         drop_later(self._path, resumed_at)
 
     @override
+    def on_start(self, run: Loop) -> None:
+        found = partial(family_of(self._model).layer_records, self._model)
+        self._records = bool(jax.eval_shape(found, run.state.variables))
+
+    @override
     def due(self, run: Loop) -> bool:
-        return run.done % _EVERY == 0
+        return self._records and run.done % _EVERY == 0  # it waits for the step in flight
 
     @override
     def act(self, run: Loop) -> None:
-        variables = run.state.variables
-        found = family_of(self._model).layer_records(self._model, variables)
-        if not found:
+        if not self._records:
             return
+        found = family_of(self._model).layer_records(self._model, run.state.variables)
         values = {name: np.asarray(value).tolist() for name, value in found.items()}
         with open_own(self._path) as file:
             file.write(json.dumps({"step": run.done} | values) + "\n")
