@@ -1,5 +1,6 @@
 """The training state: everything that training changes, and the frozen parameters."""
 
+import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from alload_jax.models.common.config import ModelConfig
@@ -17,7 +18,13 @@ from alload_jax.models.common.stored import readable
 from alload_jax.models.families import build_model, family_of, split_model
 from alload_jax.objectives import DEFAULT_OBJECTIVE, OBJECTIVES, Objective
 from alload_jax.processes import waits
-from alload_jax.sharding.mesh import Rules, replicated, tree_shardings, zero_shardings
+from alload_jax.sharding.mesh import (
+    Rules,
+    path_name,
+    replicated,
+    tree_shardings,
+    zero_shardings,
+)
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.parameters import (
     ALL_TRAINED,
@@ -26,6 +33,7 @@ from alload_jax.training.parameters import (
     merge_parameters,
     split_parameters,
 )
+from alload_jax.training.update_rules import MUON
 
 
 class TrainingSpec(NamedTuple):
@@ -206,9 +214,27 @@ def state_shardings(state: TrainState, mesh: Mesh, rules: Rules) -> TrainState:
         step=replicated(mesh),
         key=replicated(mesh),
         ema=zero_shardings(state.ema, mesh, rules),
-        opt_state=zero_shardings(state.opt_state, mesh, rules),
+        opt_state=optimizer_shardings(state.opt_state, mesh, rules),
         **weights_shardings(state.weights, mesh, rules)._asdict(),
     )
+
+
+def optimizer_shardings(opt_state: PyTree, mesh: Mesh, rules: Rules) -> PyTree:
+    """Returns `zero_shardings`; Muon's stacked matrices are split between layers where that goes.
+
+    Muon multiplies each matrix with itself several times, which would sum over the parts of a
+    matrix. A replica that has whole matrices communicates nothing meanwhile.
+    """
+
+    def sharding(path: tuple[object, ...], leaf: jax.Array, part: NamedSharding) -> NamedSharding:
+        parts = tuple(jax.tree.leaves(tuple(part.spec)))
+        size = math.prod(mesh.shape[axis] for axis in parts)
+        if MUON not in path_name(path).split("/") or leaf.ndim < 3 or leaf.shape[0] % size:
+            return part
+        return NamedSharding(mesh, PartitionSpec(parts))
+
+    shardings = zero_shardings(opt_state, mesh, rules)
+    return jax.tree_util.tree_map_with_path(sharding, opt_state, shardings)
 
 
 def weights_shardings(weights: Weights, mesh: Mesh, rules: Rules) -> Weights:

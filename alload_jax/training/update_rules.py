@@ -187,6 +187,8 @@ _FACTORED_FROM = 128
 """Length of both axes from which Adafactor keeps means in place of second moments, as in Optax."""
 _SLOW = 5.0
 """Weight of AdEMAMix's slow average, as in the paper and `optax.contrib.ademamix`."""
+MUON = "muon"
+"""Names Muon's part of an optimizer's state."""
 _ADAMW_RMS = 0.2
 """Root mean square of Muon's updates, about that of AdamW's (arXiv 2502.16982)."""
 
@@ -233,7 +235,7 @@ def update_rule(
             consistent_rms=_ADAMW_RMS,
         )
         # The first and the last matrices of a model, which are not stacked, train with AdamW.
-        return _of_matrices("muon", of_layers, "adamw", adamw, lambda leaf: leaf.ndim >= 3)
+        return _of_matrices(MUON, of_layers, "adamw", adamw, lambda leaf: leaf.ndim >= 3)
     if name == "prodigy":
         return _prodigy(learning_rate, beta1, beta2, eps, weight_decay)
     if name == "adamw8bit":

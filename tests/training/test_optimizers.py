@@ -1,6 +1,7 @@
 """Each optimizer and schedule against a reference: by hand in float64, optax, or AdamW."""
 
 import math
+import re
 from functools import cache, partial
 from typing import get_args
 
@@ -11,10 +12,12 @@ import optax
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from jax.sharding import PartitionSpec
 
 from alload_jax.config import read_config
 from alload_jax.errors import InputError
 from alload_jax.models.wan.transformer import WanConfig
+from alload_jax.sharding.mesh import MeshConfig, make_mesh, tree_shardings, zero_shardings
 from alload_jax.training.optimizer import (
     OptimizerConfig,
     OptimizerGroup,
@@ -24,6 +27,7 @@ from alload_jax.training.optimizer import (
     skipped_updates,
     update_ema,
 )
+from alload_jax.training.state import optimizer_shardings
 from alload_jax.training.update_rules import (
     BLOCK,
     OptimizerName,
@@ -92,6 +96,35 @@ def test_muon_is_optax_muon_on_each_matrix_and_adamw_elsewhere():
         expected = follow(reference, {"kernel": first}, [{"kernel": grad} for grad in grads])
         ours = found["blocks"]["kernel"][number]
         np.testing.assert_allclose(ours, expected["kernel"], rtol=1e-4, atol=1e-5)
+
+
+def test_muon_multiplies_whole_matrices_on_each_replica():
+    """Split matrices would be gathered or summed in each of its products."""
+    mesh = make_mesh(MeshConfig(data=2, fsdp=1), jax.devices()[:2])
+    rules = ((r"kernel$", PartitionSpec(None, "fsdp", "tensor")), (".", PartitionSpec()))
+    rng = np.random.default_rng(0)
+    kernels = {"kernel": jnp.asarray(rng.normal(size=(4, 32, 48)), jnp.float32)}
+    rule = make_optimizer(constant("muon"), 10)
+    split = zero_shardings(kernels, mesh, rules)
+    state = rule.init(kernels)
+    shardings = optimizer_shardings(state, mesh, rules)
+
+    def update(grads, state, params):
+        updates, state = rule.update(grads, state, params)
+        return updates, jax.lax.with_sharding_constraint(state, shardings)
+
+    arguments = (
+        jax.device_put(kernels, split),
+        jax.device_put(state, shardings),
+        jax.device_put(kernels, tree_shardings(kernels, mesh, rules)),
+    )
+    program = jax.jit(update).lower(*arguments).compile()
+    found, _ = program(*arguments)
+    np.testing.assert_allclose(
+        found["kernel"], rule.update(kernels, state, kernels)[0]["kernel"], rtol=1e-5, atol=1e-8
+    )
+    summed = re.findall(r"f32\[([\d,]+)\][^=]*(?:all-reduce|all-gather)\(", program.as_text())
+    assert all(math.prod(map(int, shape.split(","))) < 32 * 32 for shape in summed)
 
 
 def adafactor_by_hand(matrix, grads):
