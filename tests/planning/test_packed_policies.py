@@ -383,8 +383,17 @@ def test_the_window_takes_the_fastest_of_its_ways_to_fill_rows(name, m_mem, spre
 def test_rows_are_as_long_and_have_as_many_slots_as_saves_padding(lengths, ranks, m_mem, padding):
     shuffled = np.random.default_rng(0).permutation(lengths).tolist()
     plan = planned(shuffled, ranks, m_mem, sample_spread=None)
-    assert m_mem == 75_600 or plan.policy.row_tokens == 32_760
+    assert m_mem == 75_600 or plan.policy.row_tokens == 32_768  # room for one, in whole units
     assert plan_metrics(plan.epoch(0), plan.samples.seq_len, WAN, m_mem).padding < padding
+
+
+@given(st.lists(st.integers(16, 9000), min_size=1, max_size=40), st.integers(9000, 50_000))
+def test_rows_divide_into_windows_where_the_longest_leaves_room(lengths, m_mem):
+    """Odd rows cost matrix products a copy of their operands, and attention long windows."""
+    tokens = planned(lengths, 2, m_mem).policy.row_tokens
+    assert max(lengths) <= tokens <= m_mem
+    unit = 2 ** int(np.log2(max(1, tokens / 256)))
+    assert tokens % unit == 0 or -(-max(lengths) // unit) * unit > m_mem
 
 
 def test_splitting_brings_a_step_with_one_long_video_near_the_mean():

@@ -319,6 +319,8 @@ _SLOT_FACTORS_TRIED = (1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)
 """Slots that are tried, over the mean number of samples of a row."""
 _AMPLE = 4.0
 """Slots while tokens are chosen, over that mean."""
+_FEWEST_UNITS = 256
+"""T that is chosen is a multiple of a power of two, at least so many times."""
 _WORTH_OF_SLOTS = 0.003
 """Share of the time that more slots must save."""
 
@@ -419,7 +421,12 @@ class RowTrials:
         return tried[enough[0]]
 
     def _candidates(self, footprint: np.ndarray, least: int, most: int) -> np.ndarray:
-        """[K] int64, ascending: T evenly on a logarithmic scale, and sums of common lengths."""
+        """[K] int64, ascending: T evenly on a logarithmic scale, and sums of common lengths.
+
+        Matrix products of an odd number of tokens, and attention within rows that do not divide
+        into windows, take up to half as long again. So T is a multiple of a power of two, of less
+        than a hundredth of it.
+        """
         align, count = self.policy.align, int(np.ceil(np.log(most / least) / np.log(_STEP))) + 1
         even = np.geomspace(least, most, count)
         lengths, counts = np.unique(footprint, return_counts=True)
@@ -429,10 +436,13 @@ class RowTrials:
             sums |= {int(first + (most - first) // other * other) for other in common}
         total = int(footprint.sum())
         rows = self.topology.ranks * np.arange(1, 5)
-        found = -(-np.r_[even, total / rows, list(sums)].astype(np.int64) // align)
-        found = np.unique(found * align)
+        found = np.ceil(np.r_[least, even, total / rows, list(sums), most]).astype(np.int64)
+        units = np.log2(np.maximum(found / _FEWEST_UNITS, 1)).astype(np.int64)
+        units = np.lcm(align, 2**units)
+        found = -(-found // units) * units
+        found = np.r_[found, most // units[-1] * units[-1]]
         found = found[(found >= least) & (found <= most)]
-        return np.unique(np.r_[least, found, most // align * align or most])
+        return np.unique(found) if len(found) else np.r_[most // align * align or most]
 
     def _lower_bounds(self, values: np.ndarray, footprint: np.ndarray) -> np.ndarray:
         """[K]: what `time` is at least with rows of these tokens ([K])."""
