@@ -121,9 +121,7 @@ def seconds_of(
       arguments: floats.
     """
 
-    def both(
-        function: Callable[..., PyTree], gradients: PyTree, *arguments: jax.Array
-    ) -> PyTree:
+    def both(function: Callable[..., PyTree], gradients: PyTree, *arguments: jax.Array) -> PyTree:
         out, pull = jax.vjp(function, *arguments)
         return out, pull(gradients)
 

@@ -39,7 +39,13 @@ from alload_jax.sharding.mesh import (
 )
 from alload_jax.training.optimizer import skipped_updates, update_ema
 from alload_jax.training.parameters import merge_parameters
-from alload_jax.training.state import TrainingSpec, TrainState, Weights, state_shardings
+from alload_jax.training.state import (
+    TrainingSpec,
+    TrainState,
+    Weights,
+    optimizer_shardings,
+    state_shardings,
+)
 
 
 class GradientAccumulator(NamedTuple):
@@ -220,6 +226,8 @@ def apply_gradients(
     divided = mean if spec.step_weight is None else 1 / spec.step_weight
     grads = jax.tree.map(lambda g: g * divided, accumulator.grads)
     updates, opt_state = spec.optimizer.update(grads, state.opt_state, state.params)
+    shardings = optimizer_shardings(opt_state, mesh, spec.rules)
+    opt_state = jax.lax.with_sharding_constraint(opt_state, shardings)
     params = optax.apply_updates(state.params, updates)
     ema = update_ema(state.ema, params, state.step, spec.ema_decay, opt_state)
     auxiliary = jax.tree.map(lambda value: value * mean, accumulator.auxiliary)
