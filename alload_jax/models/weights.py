@@ -32,7 +32,7 @@ from alload_jax.models.common.safetensor_files import (
 )
 from alload_jax.models.common.stored import DtypeOf, StoredDtype, stored_as
 from alload_jax.models.families import abstract_model, family_of, read_model_config
-from alload_jax.sharding.mesh import replicated, tree_shardings
+from alload_jax.sharding.mesh import HOST_MEMORY, path_name, replicated, tree_shardings
 
 
 def load_weights(
@@ -41,6 +41,7 @@ def load_weights(
     mesh: Mesh,
     dtype_of: DtypeOf = lambda _: "float32",
     only: Callable[[str], bool] = lambda _: True,
+    to_host: Callable[[str, jax.Array], bool] = lambda *_: False,
 ) -> PyTree:
     """Reads parameters onto the mesh; host memory holds at most one tensor at a time.
 
@@ -51,6 +52,7 @@ def load_weights(
       mesh: mesh on which the parameters are placed.
       dtype_of: dtype in which a parameter is stored, by its name.
       only: whether a parameter is wanted, by its name.
+      to_host: whether an array goes on to the host's memory, by its name, as stored.
 
     Returns:
       Nested dict of arrays as `stored_tree` returns it.
@@ -62,12 +64,14 @@ def load_weights(
     family, shapes = family_of(config), abstract_model(config).params
     with Checkpoint(place) as checkpoint:
         wanted = family.tensors(config, family.naming_of(set(checkpoint.keys)))
+        # The device holds one stack of layers at a time of those that go to the host.
+        wanted = sorted(wanted, key=lambda tensor: tensor.path)
         _check_keys(checkpoint, wanted, family.ignored_tensors)
         checkpoint.check_sums()
         shardings = flatten_dict(tree_shardings(shapes, mesh, family.partition_rules), sep="/")
         shapes = flatten_dict(shapes, sep="/")
         params: dict[str, PyTree] = {}
-        for tensor in wanted:
+        for tensor, following in zip(wanted, (*wanted[1:], None), strict=True):
             name = tensor.path
             if not only(name):
                 continue
@@ -80,7 +84,19 @@ def load_weights(
                 params[name] = _zeros(name, shapes[name].shape, dtype, sharding)
             layer = _float32(value, NamedSharding(mesh, PartitionSpec(*sharding.spec[1:])))
             params[name] = _with_layer(params[name], layer, tensor.layer, name, dtype)
+            if following is None or following.path != name:
+                params[name] = _moved(params[name], name, to_host)
         return unflatten_dict(params, sep="/")
+
+
+def _moved(stack: PyTree, name: str, to_host: Callable[[str, jax.Array], bool]) -> PyTree:
+    def moved(path: tuple[object, ...], part: jax.Array) -> jax.Array:
+        full = "/".join(filter(None, (name, path_name(path))))
+        if not to_host(full, part):
+            return part
+        return jax.device_put(part, part.sharding.with_memory_kind(HOST_MEMORY))
+
+    return jax.tree_util.tree_map_with_path(moved, stack)
 
 
 def _float32(value: np.ndarray, sharding: NamedSharding) -> jax.Array:

@@ -126,12 +126,14 @@ class Trained:
       bytes_each: bytes of each trained parameter: weights, optimizer state, EMA and accumulated
         gradients.
       accumulates: whether the gradient of a micro-batch is held beside the sum of several.
+      on_host: number of frozen parameters that are in the host's memory and not on the device.
     """
 
     parameters: int | None = None
     frozen_dtype: str = "float32"
     bytes_each: float = STATE_BYTES
     accumulates: bool = True
+    on_host: int = 0
 
     def __post_init__(self) -> None:
         if self.frozen_dtype not in FROZEN_BYTES:
@@ -302,7 +304,7 @@ def state_bytes(parameters: int, trained: Trained = ALL_TRAINED, replicas: int =
       replicas: as in `step_memory`.
     """
     count = trained.of(parameters)
-    frozen = (parameters - count) * FROZEN_BYTES[trained.frozen_dtype]
+    frozen = (parameters - count - trained.on_host) * FROZEN_BYTES[trained.frozen_dtype]
     gradient = GRADIENT_BYTES if trained.accumulates else 0
     split = trained.bytes_each + gradient - WEIGHT_BYTES
     return round(count * (WEIGHT_BYTES + split / replicas)) + frozen

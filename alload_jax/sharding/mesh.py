@@ -213,6 +213,22 @@ def _size(mesh: AnyMesh, axes: str | tuple[str, ...] | None) -> int:
     return math.prod(mesh.shape[axis] for axis in _names(axes))
 
 
+HOST_MEMORY = "pinned_host"
+"""JAX's name of the host's memory from which devices copy by themselves."""
+
+
+def in_host_memory(array: jax.Array | np.ndarray) -> bool:
+    """Whether an array on a mesh is in the host's memory."""
+    return isinstance(array, jax.Array) and array.sharding.memory_kind == HOST_MEMORY
+
+
+def on_device(array: jax.Array) -> jax.Array:
+    """The array, copied to its devices where it is in the host's memory."""
+    if not in_host_memory(array):
+        return array
+    return jax.device_put(array, array.sharding.with_memory_kind("device"))
+
+
 # ---------------------------------------------------------------- shape groups
 
 GROUP_AXIS = "data"

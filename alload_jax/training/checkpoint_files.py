@@ -20,6 +20,7 @@ from orbax.checkpoint import multihost
 from alload_jax.errors import InputError, LostConnectionError, first_line, print_stderr
 from alload_jax.files import Json, read_json, replacing
 from alload_jax.planning.plan import current_identity
+from alload_jax.sharding.mesh import on_device
 
 BASE = "base"
 """The checkpoint's part that says which frozen parameters it leaves out."""
@@ -53,8 +54,8 @@ class Base(NamedTuple):
 
 def checksum(tree: PyTree) -> int:
     """Returns a sum of 32 bits over the bits and places of all values, whatever their sharding."""
-    return int(sum(int(_sum(leaf)) * (2 * n + 1) for n, leaf in enumerate(jax.tree.leaves(tree)))
-               % (1 << 32))  # fmt: skip
+    leaves = map(on_device, jax.tree.leaves(tree))
+    return int(sum(int(_sum(leaf)) * (2 * n + 1) for n, leaf in enumerate(leaves)) % (1 << 32))
 
 
 @jax.jit
@@ -204,6 +205,10 @@ def _remedy(theirs: object, ours: object) -> str:
     if any(each.get("context", 1) != 1 for each in plans):
         return "restore the config, with mesh and number of devices, or choose another run.folder"
     if ranks[0] is None or ranks[0] == ranks[1]:
+        rows = plans[0].get("row_tokens")
+        chosen = all(plans[0].get(n) == plans[1].get(n) for n in ("policy", "m_mem", "samples"))
+        if rows is not None and rows != plans[1].get("row_tokens") and chosen:
+            return f"another version chose those rows: give --planning.row_tokens {rows}"
         return "restore the config or choose another run.folder"
     return (
         f"on another number of devices give --planning.ranks {ranks[0]}; else restore the config "

@@ -10,6 +10,7 @@ from jaxtyping import PyTree
 
 from alload_jax.errors import InputError
 from alload_jax.sharding.host_memory import POOL, pool_bytes
+from alload_jax.sharding.mesh import in_host_memory
 from alload_jax.training.state import TrainState
 
 REMEDY = "lower planning.m_mem, set model.remat to full or offload, or raise mesh.fsdp"
@@ -26,7 +27,7 @@ class RunMemory(NamedTuple):
       state: weights, optimizer state and moving average.
       step: at most beside the state in a micro-batch: gradients, activations, the batch.
       limit: what JAX may use; None if it does not say.
-      host: of the host's memory, at most in a micro-batch.
+      host: of the host's memory, at most in a micro-batch; frozen weights there included.
       host_limit: of that, what XLA may use for the device; None if it has no limit.
     """
 
@@ -101,8 +102,8 @@ def run_memory(state: TrainState, programs: Iterable[Compiled]) -> RunMemory | N
       state: the state that they train.
       programs: as `Trainer.programs` holds them, at least one.
     """
-    weights = _bytes_of(state.weights)
-    steps, on_host = [], []
+    weights, on_host = _bytes_of(state.weights), _bytes_of(state.frozen, in_host=True)
+    steps, kept = [], []
     for program in programs:
         found = program.memory_analysis()
         if found is None:
@@ -110,16 +111,17 @@ def run_memory(state: TrainState, programs: Iterable[Compiled]) -> RunMemory | N
         inputs = found.argument_size_in_bytes - weights
         outputs = found.output_size_in_bytes - found.alias_size_in_bytes
         steps.append(inputs + outputs + found.temp_size_in_bytes)
-        on_host.append(found.host_temp_size_in_bytes)
+        kept.append(found.host_temp_size_in_bytes)
     if not steps:
         return None
     device = jax.local_devices()[0]
     limit = (device.memory_stats() or {}).get("bytes_limit")
     host_limit = pool_bytes() / jax.local_device_count() if device.platform == "gpu" else None
-    return RunMemory(_bytes_of(state), max(0, *steps), limit, max(on_host), host_limit)
+    return RunMemory(_bytes_of(state), max(0, *steps), limit, max(kept) + on_host, host_limit)
 
 
-def _bytes_of(tree: PyTree) -> int:
-    """Bytes of the shards of a tree's arrays on one device of this process."""
+def _bytes_of(tree: PyTree, *, in_host: bool = False) -> int:
+    """Bytes of the shards of a tree's arrays on one device, or in the host's memory for it."""
     leaves = [leaf for leaf in jax.tree.leaves(tree) if leaf.addressable_shards]
+    leaves = [leaf for leaf in leaves if in_host_memory(leaf) == in_host]
     return sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)

@@ -11,7 +11,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from alload_jax.errors import InputError
 from alload_jax.models.common.lora import ADAPTER, LORA_PATTERN
-from alload_jax.models.common.stored import SCALE, StoredDtype, stored_tree
+from alload_jax.models.common.stored import SCALE, VALUES, StoredDtype, is_stacked, stored_tree
 
 
 def check_patterns(place: str, patterns: Sequence[str]) -> None:
@@ -40,11 +40,14 @@ class ParametersConfig:
         else float32. With `float8`, the kernels of the blocks have 8 bits per number and a scale
         for each output, and each layer reads them when it is computed; other frozen parameters are
         bfloat16.
+      frozen_memory: where the frozen kernels of the blocks are; `host` keeps them in the host's
+        memory, and copies those of a block to the device while the block before it computes.
     """
 
     trained: tuple[str, ...] = (".",)
     frozen: tuple[str, ...] = ()
     frozen_dtype: Literal["auto", "float32", "bfloat16", "float8"] = "auto"
+    frozen_memory: Literal["device", "host"] = "device"
 
     def __post_init__(self) -> None:
         for key in ("trained", "frozen"):
@@ -72,6 +75,12 @@ class ParametersConfig:
     def dtype_of(self, name: str) -> StoredDtype:
         """Returns the dtype in which the parameter of a name is stored."""
         return "float32" if self.trains(name) else self.stored_dtype
+
+    def to_host(self, name: str, stored: jax.Array) -> bool:
+        """Returns whether an array of a parameter, as it is stored, is in the host's memory."""
+        parameter = name.removesuffix(f"/{VALUES}").removesuffix(f"/{SCALE}")
+        on_host = self.frozen_memory == "host" and not self.trains(parameter)
+        return on_host and is_stacked(name, stored)
 
     def with_lora(self, others: tuple[str, ...] = ()) -> "ParametersConfig":
         """Completes the settings of a model with adapters.

@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict
 from jaxtyping import PyTree
 
 from alload_jax.data.batch import AnyBatch, PackedBatch
@@ -49,6 +50,9 @@ from alload_jax.training.run_files import write_json
 from alload_jax.training.update_rules import OptimizerName
 
 _WEIGHT_BYTES = 4
+_LAYERS_ON_DEVICE = 3
+"""Of weights in the host's memory: those of the layer that computes, that arrive, and as it reads
+them."""
 
 
 def trained_of(
@@ -69,7 +73,7 @@ def trained_of(
       narrow: dtypes of gradients, by names of parameters, that are not the optimizer's
         `accumulate_dtype`.
     """
-    trained, _ = split_parameters(params, parameters)
+    trained, frozen = split_parameters(params, parameters)
     count = sum(leaf.size for leaf in jax.tree.leaves(trained))
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, "float32"), trained)
     state = jax.eval_shape(make_optimizer(optimizer, 1).init, shapes)
@@ -84,7 +88,10 @@ def trained_of(
     )
     each = _WEIGHT_BYTES + average + (gradients + moments) / count
     if parameters.identity():
-        return Trained(count, parameters.stored_dtype, each, accumulates)
+        named = flatten_dict(frozen, sep="/").items()
+        stacks = [leaf.shape for name, leaf in named if parameters.to_host(name, leaf)]
+        on_host = sum(math.prod(s[1:]) * max(0, s[0] - _LAYERS_ON_DEVICE) for s in stacks)
+        return Trained(count, parameters.stored_dtype, each, accumulates, on_host)
     if each == STATE_BYTES and accumulates:
         return ALL_TRAINED
     return Trained(bytes_each=each, accumulates=accumulates)

@@ -231,7 +231,7 @@ def given_parameters(
         require_same_architecture(config, read_model_config(described), place)
     elif place.is_file() and (model := described_model(place)) is not None:
         require_same_architecture(config, model, place)  # heads, which no shape tells
-    return load_weights(place, config, mesh, parameters.dtype_of, wanted)
+    return load_weights(place, config, mesh, parameters.dtype_of, wanted, parameters.to_host)
 
 
 def described_model(place: Path) -> ModelConfig | None:

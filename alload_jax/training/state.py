@@ -19,7 +19,9 @@ from alload_jax.models.families import build_model, family_of, split_model
 from alload_jax.objectives import DEFAULT_OBJECTIVE, OBJECTIVES, Objective
 from alload_jax.processes import waits
 from alload_jax.sharding.mesh import (
+    HOST_MEMORY,
     Rules,
+    in_host_memory,
     path_name,
     replicated,
     tree_shardings,
@@ -154,8 +156,8 @@ def init_state(spec: TrainingSpec, mesh: Mesh, seed: int, params: PyTree = None)
       InputError: a parameter is not divisible by the mesh, or a pattern matches no parameter.
     """
     make = _make_state(spec, seed)
-    shardings = state_shardings(jax.eval_shape(make), mesh, spec.rules)
-    return jax.jit(make, out_shardings=shardings, donate_argnums=0)(params)
+    shardings = state_shardings(jax.eval_shape(make), mesh, spec.rules, spec.parameters)
+    return _made(make, shardings, params)
 
 
 def state_to_draw(
@@ -185,14 +187,57 @@ def initial_frozen(
     def make(given: PyTree = None) -> PyTree:
         return _initial_weights(model, parameters, seed, given).frozen
 
-    shardings = tree_shardings(jax.eval_shape(make), mesh, family_of(model).partition_rules)
-    return jax.jit(make, out_shardings=shardings, donate_argnums=0)(params)
+    shapes, rules = jax.eval_shape(make), family_of(model).partition_rules
+    shardings = frozen_shardings(shapes, mesh, rules, parameters)
+    return _made(make, shardings, params)
+
+
+def _made(make: Callable[..., PyTree], shardings: PyTree, params: PyTree) -> PyTree:
+    """What a function of given parameters makes; those in the host's memory pass its program by."""
+    flat = flatten_dict(params or {}, sep="/")
+    passing = {name: value for name, value in flat.items() if in_host_memory(value)}
+
+    def without(made: PyTree) -> PyTree:
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: None if _of_frozen(path) in passing else leaf, made
+        )
+
+    def program(given: PyTree) -> PyTree:
+        unused = {name: jnp.zeros(value.shape, value.dtype) for name, value in passing.items()}
+        return without(make(unflatten_dict(flatten_dict(given or {}, sep="/") | unused, sep="/")))
+
+    given = {name: value for name, value in flat.items() if name not in passing}
+    run = jax.jit(program, out_shardings=without(shardings), donate_argnums=0)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: passing.get(_of_frozen(path), leaf),
+        run(unflatten_dict(given, sep="/")),
+        is_leaf=lambda leaf: leaf is None,
+    )
+
+
+def _of_frozen(path: tuple[object, ...]) -> str:
+    """The name of a parameter in the state or among the frozen ones."""
+    return path_name(path).removeprefix("frozen/")
 
 
 def abstract_state(spec: TrainingSpec, mesh: Mesh, seed: int) -> TrainState:
     """Returns shapes, dtypes and shardings of the state, for restoring checkpoints."""
     shapes = jax.eval_shape(_make_state(spec, seed))
-    return with_shardings(shapes, state_shardings(shapes, mesh, spec.rules))
+    shardings = state_shardings(shapes, mesh, spec.rules, spec.parameters)
+    return with_shardings(shapes, shardings)
+
+
+def frozen_shardings(
+    frozen: PyTree, mesh: Mesh, rules: Rules, parameters: ParametersConfig
+) -> PyTree:
+    """Returns the sharding of each frozen parameter; arguments as `state_shardings`."""
+
+    def placed(path: tuple[object, ...], leaf: jax.Array, sharding: NamedSharding) -> NamedSharding:
+        to_host = parameters.to_host(path_name(path), leaf)
+        return sharding.with_memory_kind(HOST_MEMORY) if to_host else sharding
+
+    shardings = tree_shardings(frozen, mesh, rules)
+    return jax.tree_util.tree_map_with_path(placed, frozen, shardings)
 
 
 def with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:
@@ -204,8 +249,16 @@ def with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:
     )
 
 
-def state_shardings(state: TrainState, mesh: Mesh, rules: Rules) -> TrainState:
+def state_shardings(
+    state: TrainState, mesh: Mesh, rules: Rules, parameters: ParametersConfig = ALL_TRAINED
+) -> TrainState:
     """Returns the sharding of each array of the state, or of its shapes.
+
+    Args:
+      state: the state.
+      mesh: the devices.
+      rules: of the family's parameters.
+      parameters: says where frozen ones are.
 
     Raises:
       InputError: a parameter is not divisible by the mesh.
@@ -215,7 +268,7 @@ def state_shardings(state: TrainState, mesh: Mesh, rules: Rules) -> TrainState:
         key=replicated(mesh),
         ema=zero_shardings(state.ema, mesh, rules),
         opt_state=optimizer_shardings(state.opt_state, mesh, rules),
-        **weights_shardings(state.weights, mesh, rules)._asdict(),
+        **weights_shardings(state.weights, mesh, rules, parameters)._asdict(),
     )
 
 
@@ -237,11 +290,13 @@ def optimizer_shardings(opt_state: PyTree, mesh: Mesh, rules: Rules) -> PyTree:
     return jax.tree_util.tree_map_with_path(sharding, opt_state, shardings)
 
 
-def weights_shardings(weights: Weights, mesh: Mesh, rules: Rules) -> Weights:
-    """Returns the sharding of each value of a model."""
+def weights_shardings(
+    weights: Weights, mesh: Mesh, rules: Rules, parameters: ParametersConfig = ALL_TRAINED
+) -> Weights:
+    """Returns the sharding of each value of a model; arguments as `state_shardings`."""
     return Weights(
         tree_shardings(weights.params, mesh, rules),
-        tree_shardings(weights.frozen, mesh, rules),
+        frozen_shardings(weights.frozen, mesh, rules, parameters),
         jax.tree.map(lambda _: replicated(mesh), weights.variables),
     )
 

@@ -97,7 +97,9 @@ def make_accumulate(
         add if grouped else accumulate,
         donate_argnums=1,
         keep_unused=single,
-        compiler_options=compiler_options(spec.model),
+        compiler_options=compiler_options(
+            spec.model, weights_on_host=spec.parameters.frozen_memory == "host"
+        ),
     )
 
 
@@ -255,7 +257,7 @@ def apply_gradients(
     before, now = skipped_updates(state.opt_state), skipped_updates(opt_state)
     if before is not None and now is not None:
         metrics["update_skipped"] = now - before
-    shardings = state_shardings(after, mesh, spec.rules)
+    shardings = state_shardings(after, mesh, spec.rules, spec.parameters)
     return jax.lax.with_sharding_constraint(after, shardings), metrics
 
 

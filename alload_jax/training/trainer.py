@@ -107,7 +107,9 @@ class Trainer:
         for mesh in filter(is_local, dict.fromkeys(self._groups)):
             sums = accumulator_shardings(accumulator, spec, mesh, grouped=True)
             self._local[mesh] = (
-                part_of_group(weights, weights_shardings(weights, mesh, spec.rules)),
+                part_of_group(
+                    weights, weights_shardings(weights, mesh, spec.rules, spec.parameters)
+                ),
                 part_of_group(accumulator, sums),
                 part_of_group(key, replicated(mesh)),
             )
@@ -168,7 +170,8 @@ class Trainer:
 
     def _compile_update(self) -> None:
         assert isinstance(self._update, Wrapped)
-        self._update = self._update.lower(self.state, self._accumulator).compile()
+        changing = self.state._replace(frozen={})
+        self._update = self._update.lower(changing, self._accumulator).compile()
 
     def step(self, step: PlacedStep) -> Metrics:
         """Dispatches a step and returns its metrics before they are computed.
@@ -178,7 +181,10 @@ class Trainer:
           not finite, this step and those after it have not changed the state; see `is_finite`.
         """
         self._accumulate_all(step)
-        self.state, self._accumulator, metrics = self._update(self.state, self._accumulator)
+        frozen, changing = self.state.frozen, self.state._replace(frozen={})
+        after, accumulator, metrics = self._update(changing, self._accumulator)
+        self.state = after._replace(frozen=frozen)
+        self._accumulator = accumulator
         return metrics
 
     def is_finite(self, step: PlacedStep) -> bool:

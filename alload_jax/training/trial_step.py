@@ -152,7 +152,8 @@ class Step:
         begin = time.perf_counter()
         state = self.state
         self.accumulator = gradient(state.weights, self.accumulator, batch, state.key)
-        self.state, self.accumulator, metrics = self.update(state, self.accumulator)
+        after, self.accumulator, metrics = self.update(state._replace(frozen={}), self.accumulator)
+        self.state = after._replace(frozen=state.frozen)
         loss = float(metrics["loss"])
         if not np.isfinite(loss):
             raise FloatingPointError(f"the loss is {loss}")

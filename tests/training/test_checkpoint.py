@@ -3,6 +3,7 @@
 import argparse
 import json
 import shutil
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -23,7 +24,12 @@ from alload_jax.training.checkpoint import (
     Measured,
     best_step,
 )
-from alload_jax.training.checkpoint_files import CHECKSUMS_NAME, as_input_error, damage
+from alload_jax.training.checkpoint_files import (
+    CHECKSUMS_NAME,
+    as_input_error,
+    check_identity,
+    damage,
+)
 from alload_jax.training.parameters import ALL_TRAINED
 from alload_jax.training.restore import find_step, one_device_mesh, restore_weights
 from alload_jax.training.state import abstract_state
@@ -150,6 +156,14 @@ def test_another_models_plans_or_datas_checkpoint_is_refused(saved, made, change
             with pytest.raises(InputError, match=words):
                 refused()
     assert saved.exists()
+
+
+def test_rows_that_another_version_chose_can_be_given():
+    plans = [{"policy": "balanced", "m_mem": 40, "ranks": 2, "row_tokens": n} for n in (33, 36)]
+    found, identity = ({"plan": plan} for plan in plans)
+    words = "row_tokens was 33 and is now 36; another version chose .* --planning.row_tokens 33"
+    with pytest.raises(InputError, match=words):
+        check_identity(Path("run"), found, identity, {})
 
 
 def change_identity(folder, change):

@@ -236,6 +236,24 @@ def test_a_run_without_a_moving_average_samples_from_its_weights(lora):
     lora.train(folder="next", run={"initial_weights": str(folder), "steps": 1}, **average)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8"])
+def test_frozen_weights_in_the_hosts_memory_train_the_same_adapters(lora, dtype):
+    """A continued run, too; XLA rounds elsewhere where weights arrive by copies."""
+    fields = {
+        "parameters": {"frozen_dtype": dtype},
+        "model": {"lora": {"rank": 4}, "remat": "offload"},
+        "optimizer": {"learning_rate": 0.01, "warmup_steps": 0, "schedule": "constant"},
+    }
+    folder = lora.train(folder="device", **fields)
+    fields["parameters"]["frozen_memory"] = "host"
+    lora.train("--run.steps", "2", folder="host", **fields)
+    swapped = lora.train(folder="host", **fields)
+    names = ("loss", "grad_norm")
+    np.testing.assert_allclose(computed(swapped, names), computed(folder, names), rtol=1e-6)
+    adapters = {name: value for name, value in values_of(folder).items() if "lora" in name}
+    assert_same_values(values_of(swapped), adapters, atol=1e-5)
+
+
 @pytest.mark.slow
 def test_a_model_of_classes_moves_to_other_data_and_classes(runs):
     def train(name, mix, m_mem, run=None, **changes):

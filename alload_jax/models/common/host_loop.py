@@ -1,8 +1,8 @@
-"""A loop over layers that keeps what the backward pass needs in the host's memory.
+"""A loop over layers that keeps arrays in the host's memory: what the backward pass needs, weights.
 
 Arrays go there and come back while layers compute. `jax.checkpoint` can offload them, too: a loop
 that JAX derives asks for the arrays of a layer when that layer begins, and waits for them. This one
-asks for them a layer ahead.
+asks for them a layer ahead, and for weights in the host's memory, too.
 """
 
 import math
@@ -156,7 +156,7 @@ def host_scan(
     Args:
       steps: taken in turn in each iteration.
       x: input of the first step; outputs of all steps are like it.
-      layers: parameters, stacked over iterations.
+      layers: parameters, stacked over iterations; those in the host's memory have no gradient.
       last_output: name, by `checkpoint_name`, of what steps compute when they are almost done. It
         moves to the host while the next iteration computes, and all else at once.
 
@@ -176,14 +176,18 @@ def _scan(
 ) -> PyTree:
     del last_output
 
-    def iteration(x: PyTree, layer: PyTree) -> tuple[PyTree, PyTree]:
-        auxiliary = []
+    def iteration(carry: PyTree, number: PyTree) -> tuple[PyTree, PyTree]:
+        x, arrived = carry
+        on_way = _weights(layers, number + 1)
+        layer, auxiliary = _layer(layers, number, arrived), []
         for step, arrays in zip(steps, shared, strict=True):
             x, values = step.apply(x, layer, arrays)
             auxiliary.append(values)
-        return x, tuple(auxiliary)
+        return (x, on_way), tuple(auxiliary)
 
-    return jax.lax.scan(iteration, x, layers)
+    numbers = jnp.arange(_length(layers))
+    (x, _), auxiliary = jax.lax.scan(iteration, (x, _weights(layers, 0)), numbers)
+    return x, auxiliary
 
 
 def _forward(
@@ -221,14 +225,16 @@ def _forward(
     nothing = [jnp.zeros(each.shape, each.dtype) for each in recipe.parted(moved)[1]]
 
     def delayed(carry: PyTree, number: PyTree) -> tuple[PyTree, PyTree]:
-        x, before = carry
-        layer = _entry(layers, _not_by_counter(number))
+        x, before, arrived = carry
+        on_way = _weights(layers, number + 1)
+        layer = _layer(layers, number, arrived)
         moved, (x, auxiliary, left) = traced.call(x, layer, traced.jaxpr.consts)
         soon, late = recipe.parted(moved)
-        return (x, late), (auxiliary, left, jax.device_put((soon, before), jax.memory.Space.Host))
+        kept = jax.device_put((soon, before), jax.memory.Space.Host)
+        return (x, late, on_way), (auxiliary, left, kept)
 
-    numbers = jnp.arange(_length(layers))
-    (x, last), (auxiliary, left, on_host) = jax.lax.scan(delayed, (x, nothing), numbers)
+    numbers, begin = jnp.arange(_length(layers)), (x, nothing, _weights(layers, 0))
+    (x, last, _), (auxiliary, left, on_host) = jax.lax.scan(delayed, begin, numbers)
     return (x, auxiliary), (layers, shared, last, on_host, left, recipe)
 
 
@@ -248,11 +254,13 @@ def _backward(
     zeros = jax.tree.map(jnp.zeros_like, chosen)
 
     def iteration(carry: PyTree) -> PyTree:
-        turn, cotangent, (of_layers, of_shared), arrived = carry
+        turn, cotangent, (of_layers, of_shared), arrived, weights = carry
         number = length - 1 - turn
         # Late arrays stand one entry behind. −1 is read as 0, by the last turn, in vain.
         on_way = recipe.united(_fetched(soon, number - 1), _fetched(late, number))
-        layer, here, of_values = _entry((layers, left, of_auxiliary), _not_by_counter(number))
+        weights_on_way = _weights(layers, number - 1)
+        layer = _layer(layers, number, weights)
+        here, of_values = _entry((left, of_auxiliary), _not_by_counter(number))
         derivatives = recipe.derivatives(
             given=jax.tree.leaves((layer, shared)), moved=arrived, left=here
         )
@@ -264,13 +272,13 @@ def _backward(
         of_shared = jax.tree.map(jnp.add, of_shared, in_shared)
         put = partial(jax.lax.dynamic_update_index_in_dim, index=number, axis=0)
         of_layers = jax.tree.map(put, of_layers, of_layer)
-        return turn + 1, cotangent, (of_layers, of_shared), on_way
+        return turn + 1, cotangent, (of_layers, of_shared), on_way, weights_on_way
 
-    arrived = recipe.united(_fetched(soon, length - 1), last)
+    arrived = recipe.united(_fetched(soon, length - 1), last), _weights(layers, length - 1)
     # XLA makes a copy of what is found by the counter of a loop, and else a kernel. `scan` hides
     # its counter.
-    _, cotangent, (of_layers, of_shared), _ = jax.lax.while_loop(
-        lambda carry: carry[0] < length, iteration, (0, end, tuple(zeros), arrived)
+    _, cotangent, (of_layers, of_shared), *_ = jax.lax.while_loop(
+        lambda carry: carry[0] < length, iteration, (0, end, tuple(zeros), *arrived)
     )
     return cotangent, of_layers, of_shared
 
@@ -304,6 +312,29 @@ def _entry(stacks: PyTree, number: PyTree) -> PyTree:
 def _fetched(stacks: list[jax.Array], number: PyTree) -> list[jax.Array]:
     """An entry of stacks in the host's memory, on the device."""
     return jax.device_put(_entry(stacks, number), jax.memory.Space.Device)
+
+
+def is_on_host(array: jax.Array) -> bool:
+    """Whether an array, or one that is traced, is in the host's memory."""
+    return jax.typeof(array).memory_space == jax.memory.Space.Host
+
+
+def _weights(layers: PyTree, number: PyTree) -> list[jax.Array]:
+    """What an iteration needs of the parameters in the host's memory, on the device.
+
+    Past the last iteration, and before the first, it is that of the nearest, in vain.
+    """
+    number = jnp.clip(number, 0, _length(layers) - 1)
+    return _fetched([leaf for leaf in jax.tree.leaves(layers) if is_on_host(leaf)], number)
+
+
+def _layer(layers: PyTree, number: PyTree, weights: list[jax.Array]) -> PyTree:
+    """The parameters of an iteration, with those that `_weights` has fetched."""
+    fetched = iter(weights)
+    leaves, tree = jax.tree.flatten(layers)
+    number = _not_by_counter(number)
+    found = [next(fetched) if is_on_host(leaf) else _entry(leaf, number) for leaf in leaves]
+    return jax.tree.unflatten(tree, found)
 
 
 def _first(layers: PyTree) -> PyTree:

@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Float, PyTree
 
 from alload_jax.models.common.config import TransformerConfig
-from alload_jax.models.common.host_loop import Step, host_scan
+from alload_jax.models.common.host_loop import Step, host_scan, is_on_host
 from alload_jax.models.common.parts import (
     ATTENTION_OUTPUT,
     BLOCK_LISTS,
@@ -92,6 +92,7 @@ def apply_layers(
     """
     policies = config.policies
     offloaded = any(each in OFFLOADED for each in policies)
+    offloaded = offloaded or any(map(is_on_host, jax.tree.leaves(nnx.state(blocks))))
     as_loop = config.scan_layers or offloaded
     graph, layers = nnx.split(blocks if as_loop else with_cast_kernels(blocks))
 

@@ -20,6 +20,8 @@ DtypeOf = Callable[[str], StoredDtype]
 VALUES, SCALE = "values", "scale"
 """The two arrays that stand for a float8 kernel in a nested dict of parameters."""
 
+_STACKED = 3
+"""Dimensions of a kernel that is stacked over layers."""
 _FLOAT8 = jnp.float8_e4m3fn
 _LARGEST = 448.0
 """Largest number of float8_e4m3fn."""
@@ -48,6 +50,13 @@ class Float8Kernel:
         return (self.values.astype(jnp.float32) * self.scale)[index]
 
 
+def is_stacked(name: str, value: jax.Array) -> bool:
+    """Whether a parameter is the kernels of stacked layers, or one of the two arrays of float8."""
+    return value.ndim == _STACKED and name.endswith(
+        ("kernel", f"kernel/{VALUES}", f"kernel/{SCALE}")
+    )
+
+
 def quantise(kernel: jax.Array) -> dict[str, jax.Array]:
     """Rounds a kernel [..., in, out] to float8, the largest number of each output to ±448."""
     kernel = kernel.astype(jnp.float32)
@@ -66,7 +75,7 @@ def stored_as(name: str, value: jax.Array, dtype: StoredDtype) -> PyTree:
     """
     if dtype != "float8":
         return value.astype(jnp.dtype(dtype))
-    if name.endswith("kernel") and value.ndim == 3:
+    if is_stacked(name, value):
         return quantise(value)
     return value.astype(jnp.bfloat16)
 
@@ -88,8 +97,6 @@ def readable(params: PyTree) -> PyTree:
     return {name: readable(part) for name, part in params.items()}
 
 
-_STACKED = 3
-"""Dimensions of a kernel that is stacked over layers."""
 _NARROW = 2
 """Bytes of a number."""
 

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import jaxprs_in_params
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from alload_jax.models.common.host_loop import Step, host_scan
 from alload_jax.models.common.stored import (
@@ -21,7 +21,7 @@ from alload_jax.models.common.stored import (
     with_slots,
 )
 from alload_jax.models.families import abstract_model, config_from_fields, gradient_dtypes
-from alload_jax.sharding.mesh import MeshConfig, make_mesh
+from alload_jax.sharding.mesh import HOST_MEMORY, MeshConfig, make_mesh
 from alload_jax.training.state import abstract_state
 from alload_jax.training.step import make_accumulate, zero_accumulator
 from alload_jax.training.trial_step import random_batch, training_spec
@@ -227,19 +227,22 @@ def loop_and_scan(wraps, counts, to_host=True):
 def test_values_and_gradients_are_those_of_a_scan(groups, wraps, frozen):
     (x, floats, scale), counts = arguments_of(groups * len(wraps))
     held = {name: floats.pop(name) for name in frozen}
+    on_host = jax.device_put(held, SingleDeviceSharding(jax.devices()[0], memory_kind=HOST_MEMORY))
+    loop, scan = loop_and_scan(wraps, counts)
     graded, plain = [], []
-    for loss in loop_and_scan(wraps, counts):
+    for loss, others in ((scan, held), (loop, held), (loop, on_host))[: 3 if held else 2]:
 
-        def of_trained(x, trained, scale, loss=loss):
-            return loss(x, trained | held, scale)
+        def of_trained(x, trained, scale, others, loss=loss):
+            return loss(x, trained | others, scale)
 
         gradient = jax.value_and_grad(of_trained, argnums=(0, 1, 2), has_aux=True)
-        graded.append(jax.jit(gradient)(x, floats, scale))
-        if groups == 1:  # without a gradient
-            plain.append(jax.jit(of_trained)(x, floats, scale))
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), *graded)
-    if plain:
-        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), *plain)
+        graded.append(jax.jit(gradient)(x, floats, scale, others))
+        if groups < 3:  # without a gradient
+            plain.append(jax.jit(of_trained)(x, floats, scale, others))
+    for each in graded[1:]:
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), each, graded[0])
+    for each in plain[1:]:
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), each, plain[0])
 
 
 @pytest.mark.parametrize(
