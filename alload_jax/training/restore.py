@@ -5,6 +5,7 @@ float32, as in training, so a model of N parameters needs 4·N bytes on the devi
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -149,6 +150,7 @@ def restore_weights(
     if what:
         raise InputError(f"{place}: this checkpoint cannot be read ({what}); {_REMEDY}")
 
+    parameters = replace(parameters, frozen_memory="device")  # merged with others, and converted
     abstract = abstract_model(config)
     trained, frozen = split_parameters(abstract.params, parameters)
     frozen = jax.eval_shape(partial(cast_frozen, config=parameters), frozen)

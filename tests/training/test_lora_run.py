@@ -252,6 +252,7 @@ def test_frozen_weights_in_the_hosts_memory_train_the_same_adapters(lora, dtype)
     np.testing.assert_allclose(computed(swapped, names), computed(folder, names), rtol=1e-6)
     adapters = {name: value for name, value in values_of(folder).items() if "lora" in name}
     assert_same_values(values_of(swapped), adapters, atol=1e-5)
+    assert alload(["export", "--checkpoint", str(swapped), "--out", "merged"]) == 0
 
 
 @pytest.mark.slow
