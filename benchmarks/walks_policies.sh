@@ -1,11 +1,12 @@
 #!/bin/bash
 # Trains the walks under three policies and two seeds for as many minutes each, and scores what they draw:
-#   benchmarks/walks_policies.sh data/walks 2
-# FOLDER is that of walks.sh, whose data and reader are taken. Further arguments go to train.py.
+#   benchmarks/walks_policies.sh data/walks 2 144
+# FOLDER is that of walks.sh, whose data and reader are taken. CLIPS are drawn of each. Further
+# arguments go to train.py.
 set -euo pipefail
-usage="usage: benchmarks/walks_policies.sh FOLDER MINUTES [flags of train.py]"
-data=${1:?$usage} minutes=${2:?$usage}
-shift 2
+usage="usage: benchmarks/walks_policies.sh FOLDER MINUTES CLIPS [flags of train.py]"
+data=${1:?$usage} minutes=${2:?$usage} clips=${3:?$usage}
+shift 3
 python=${PYTHON:-python} gpus=$(nvidia-smi -L | wc -l)
 mkdir -p "$data/policies"
 runs=() drawn=()
@@ -21,7 +22,7 @@ for seed in 0 1; do
     done
 done
 for number in "${!runs[@]}"; do
-    $python benchmarks/walks.py list --out "${drawn[$number]}" --clips 144
+    $python benchmarks/walks.py list --out "${drawn[$number]}" --clips "$clips"
     CUDA_VISIBLE_DEVICES=$((number % gpus)) $python -m alload_jax.cli sample --checkpoint "${runs[$number]}" \
         --list "${drawn[$number]}/list.jsonl" --steps 30 --guidance 2.5 --batch 8 &
     test $(((number + 1) % gpus)) != 0 || wait
