@@ -33,6 +33,7 @@ ROOT = Path(__file__).parents[1]
 SHARE = 0.95
 """Of a GPU's memory, what JAX may use."""
 FLOAT8 = ("--parameters.frozen_dtype", "float8", "--model.remat", "offload")
+HOST = (*FLOAT8, "--parameters.frozen_memory", "host")
 TEXT_TOKENS, SAMPLES, FILE_BYTES = 512, 2, 2_000_000_000
 
 
@@ -43,9 +44,10 @@ class Case:
     Attributes:
       config: a file of configs/, without its suffix.
       flags: what it changes of the config.
-      frames: pixels' frames of a clip of 480×832.
+      frames: pixels' frames of a clip.
       memory_gb: memory of the GPU in 10⁹ bytes.
-      steps: optimizer steps.
+      steps: optimizer steps; the first two are not timed.
+      size: pixels' height and width.
     """
 
     config: str
@@ -53,11 +55,18 @@ class Case:
     frames: int
     memory_gb: int
     steps: int = 3
+    size: tuple[int, int] = (480, 832)
 
     @property
     def latents(self) -> tuple[int, int, int]:
         """Frames, height and width of the latents."""
-        return (self.frames - 1) // 4 + 1, 60, 104
+        height, width = self.size
+        return (self.frames - 1) // 4 + 1, height // 8, width // 8
+
+    @property
+    def clips(self) -> str:
+        """Name of the folder of its data."""
+        return "clips_{}_{}_{}".format(*self.latents)
 
     @property
     def tokens(self) -> int:
@@ -74,6 +83,9 @@ CASES = (
     Case("wan2_1_t2v_14b_lora", FLOAT8, 41, 24),
     Case("wan2_1_t2v_1_3b_lora", (), 217, 24, steps=2),
     Case("wan2_1_t2v_14b_lora", (), 157, 80, steps=2),
+    Case("wan2_1_t2v_14b_lora", FLOAT8, 81, 140, steps=8),
+    Case("wan2_1_t2v_14b_lora", HOST, 81, 24, steps=8),
+    Case("wan2_1_t2v_14b_lora", HOST, 121, 80, size=(720, 1280)),
 )
 
 
@@ -81,17 +93,19 @@ def main() -> int:
     """Writes weights and data, runs the cases and writes the results after each."""
     parser = benchmark_parser(__doc__, "memory_measured.json")
     parser.add_argument("--scratch", help="where weights are written, such as /dev/shm")
+    parser.add_argument("--cases", type=int, nargs="+", help="numbers of cases, from 0")
     options = parser.parse_args()
+    cases = CASES if options.cases is None else [CASES[number] for number in options.cases]
     jax.config.update("jax_platforms", "cpu")  # the GPU's memory is for the runs
     record = Record(options.out, ["jax", "jaxlib", "flax", "optax"], share_for_jax=SHARE)
     with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
         folder = Path(scratch)
-        for name in {case.config for case in CASES}:
+        for name in {case.config for case in cases}:
             write_weights(folder / name, _model(name))
-        for case in CASES:
-            write_clips(folder / f"clips_{case.frames}", case.latents)
+        for case in cases:
+            write_clips(folder / case.clips, case.latents)
         total = _memory_of_gpu()
-        for number, case in enumerate(CASES):
+        for number, case in enumerate(cases):
             record.add(run(case, folder, folder / f"run_{number}", total))
             print(json.dumps(record.content["cases"][-1]), flush=True)
     return 0
@@ -154,7 +168,7 @@ def run(case: Case, folder: Path, place: Path, total: float) -> Json:
         "run.steps": case.steps,
         "run.initial_weights": folder / case.config,
         "run.compilation_cache": "null",
-        "data.folder": folder / f"clips_{case.frames}",
+        "data.folder": folder / case.clips,
         "planning.m_mem": case.tokens,
         # As `auto` chooses: packed rows on an H100, one clip a row on GPUs of 24 GB.
         "planning.policy": "auto" if case.memory_gb >= 80 else "equal_tokens",
@@ -177,6 +191,7 @@ def run(case: Case, folder: Path, place: Path, total: float) -> Json:
     shutil.rmtree(place)
     return content | {
         "peak_bytes": summary.get("peak_memory_bytes"),
+        "step_seconds": [row["step_seconds"] for row in rows[2:] if "loss" in row],
         "losses": [row["loss"] for row in rows if "loss" in row],
     }
 
