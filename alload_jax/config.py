@@ -42,10 +42,13 @@ from alload_jax.sampling.config import SamplingConfig
 from alload_jax.sampling.evaluators import EVALUATORS, Evaluator
 from alload_jax.sharding.mesh import MeshConfig
 from alload_jax.training import (
+    EXPERTS,
     CheckpointConfig,
     DivergenceConfig,
+    ExpertsConfig,
     RunConfig,
     WatchdogConfig,
+    expert_file,
 )
 from alload_jax.training.callbacks import CALLBACKS, CallbackConfig
 from alload_jax.training.optimizer import (
@@ -115,6 +118,7 @@ class Config:
       watchdog: how long a run may make no progress.
       divergence: how far the loss may rise.
       trackers: where figures and pictures are shown; `name` selects each.
+      experts: two models for high and low noise, trained one after the other; null for one model.
     """
 
     run: RunConfig
@@ -134,9 +138,11 @@ class Config:
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     divergence: DivergenceConfig = field(default_factory=DivergenceConfig)
     trackers: tuple[TrackerConfig, ...] = (TensorBoardConfig(),)
+    experts: ExpertsConfig | None = None
 
     def __post_init__(self) -> None:
         self._complete()
+        experts_of(self)  # checks them
         if self.checkpoint.keep_best and not self.validation.enabled:
             raise InputError(
                 f"checkpoint.keep_best is {self.checkpoint.keep_best}, but nothing is validated; "
@@ -215,6 +221,60 @@ _RENAMED = {
 """Keys of earlier versions and their replacements."""
 
 
+def experts_of(config: Config) -> tuple[Config, ...]:
+    """The configs of two experts in the order of training; the config itself where there are none.
+
+    Each is an ordinary run, in a folder of its own, on its part of the noise levels. Default levels
+    of validation are spread over this part; of others those in it count.
+
+    Raises:
+      InputError: another part of the config takes the place of `experts`.
+    """
+    if (experts := config.experts) is None:
+        return (config,)
+    timesteps, sampling, folder = config.objective.timesteps, config.sampling, config.run.folder
+    for key, given, remedy in (
+        ("run.initial_weights", config.run.initial_weights, "experts.high_noise and low_noise"),
+        ("objective.timesteps.lowest", timesteps.lowest, "experts.boundary"),
+        ("objective.timesteps.highest", timesteps.highest < 1, "experts.boundary"),
+        ("sampling.high_noise", sampling.high_noise, "the first expert's run"),
+        ("sampling.grids", sampling.grids, "`alload sample`, which draws with both"),
+        ("evaluators", config.evaluators, "`alload sample`, which draws with both"),
+    ):
+        if given:
+            raise InputError(f"{key} is given beside experts; leave it out for {remedy}")
+    found, levels = [], config.validation.noise_levels
+    bounds = ((experts.boundary, 1.0), (0.0, experts.boundary))
+    for name, weights, (low, high) in zip(
+        EXPERTS, (experts.high_noise, experts.low_noise), bounds, strict=True
+    ):
+        within = tuple(level for level in levels if low <= level <= high)
+        if levels == ValidationConfig.noise_levels:
+            within = tuple(round(low + (high - low) * level, 6) for level in levels)
+        if not within:
+            raise InputError(
+                f"validation.noise_levels is {list(levels)}, none of which is of the expert "
+                f"{name}; add one from {low:g} to {high:g}"
+            )
+        of_range = dataclasses.replace(timesteps, lowest=low, highest=high)
+        own = dataclasses.replace(config.run, folder=f"{folder}/{name}", initial_weights=weights)
+        if own.initial_lora and not Path(own.initial_lora).exists():
+            of_expert = str(expert_file(own.initial_lora, name))
+            own = dataclasses.replace(own, initial_lora=of_expert)
+        before = None if low else f"{folder}/{EXPERTS[0]}"
+        found.append(
+            dataclasses.replace(
+                config,
+                experts=None,
+                run=own,
+                objective=dataclasses.replace(config.objective, timesteps=of_range),  # type: ignore[type-var]
+                validation=dataclasses.replace(config.validation, noise_levels=within),
+                sampling=dataclasses.replace(sampling, high_noise=before),
+            )
+        )
+    return tuple(found)
+
+
 def run_steps(run: RunConfig, plan: Plan) -> int:
     """Returns the number of optimizer steps of a run; its epochs are those of the plan."""
     if run.epochs is not None:
@@ -247,7 +307,9 @@ def _model_of_weights(argv: Sequence[str]) -> Json:
     Raises:
       InputError: nothing describes it, nor does `model`.
     """
-    place = given_value(argv, "run.initial_weights")
+    place, key = given_value(argv, "run.initial_weights"), "run.initial_weights"
+    if place is None:
+        place, key = given_value(argv, "experts.high_noise"), "experts.high_noise"
     if not isinstance(place, str) or place in ("", "null"):
         return {}
     given = {key for file in config_files(with_examples(argv)) for key in _section(file, "model")}
@@ -267,7 +329,7 @@ def _model_of_weights(argv: Sequence[str]) -> Json:
     # Neither does a length of texts tell which model it is.
     if model is None and given <= besides | {"text", *ModelConfig.arithmetic_fields}:
         raise InputError(
-            f"run.initial_weights is {place}, "
+            f"{key} is {place}, "
             + ("which is not there" if gone else "and no config.json there describes the model")
             + "; name a transformer folder, or give the architecture as in "
             "configs/wan2_1_t2v_1_3b.yaml"

@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 import sys
 
-from alload_jax.commands.flags import add_run_flags
+from alload_jax.commands.flags import add_run_flags, of_each_expert
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,7 +17,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Writes the folder and prints how to load it."""
+    """Writes the folder, or that of each expert, and prints how to load it."""
+    return max(_run(each) for each in of_each_expert(options, "checkpoint"))
+
+
+def _run(options: argparse.Namespace) -> int:
     # Imported here because JAX takes a second to import.
     from alload_jax.commands.model_source import find_run, save_transformer
     from alload_jax.models.families import parameter_count

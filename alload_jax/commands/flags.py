@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import inspect
+import math
 import re
 import typing
 from collections.abc import Callable, Mapping
@@ -19,6 +20,7 @@ from alload_jax.data.sources import SOURCES, SourceConfig
 from alload_jax.errors import InputError, require_positive_value
 from alload_jax.files import require_regular
 from alload_jax.planning.samples import PIXEL_PATCH, Geometry, Triple
+from alload_jax.training import EXPERTS, TRANSFORMERS, expert_file, expert_places
 
 _MOST_DIGITS = 18
 
@@ -57,6 +59,65 @@ def add_skip_unknown(add: AddFlag) -> None:
     """Declares the flag that leaves out what a model lacks of LoRA files."""
     add("--skip-unknown", action="store_true", help="leave out, with a note, what LoRA files have "
         "for layers that the model lacks")  # fmt: skip
+
+
+def lora_name(name: str) -> tuple[str, float]:
+    """Splits `FILE:SCALE`; the scale is 1 where it is left out."""
+    place, _, scale = name.rpartition(":")
+    try:
+        factor = float(scale)
+    except ValueError:
+        return name, 1.0
+    return (place, factor) if place and math.isfinite(factor) else (name, 1.0)
+
+
+def loras_of_experts(names: typing.Iterable[str]) -> tuple[list[str], list[str]]:
+    """LoRA files of two experts; of a name that is not that of files for both, the first's."""
+    found: tuple[list[str], list[str]] = [], []
+    for name in names:
+        place, scale = lora_name(name)
+        of_both = expert_places(place)
+        if len(of_both) == 1:
+            found[0].append(name)
+            continue
+        for files, own in zip(found, of_both, strict=True):
+            files.append(f"{own}:{scale:g}")
+    return found
+
+
+def of_each_expert(
+    options: argparse.Namespace, name: str, as_files: bool = False
+) -> list[argparse.Namespace]:
+    """The flags for each of two experts, with places of their own; for one model as they are.
+
+    Args:
+      options: the flags, with `out`, and perhaps `base` and `lora`.
+      name: of the flag that says where the experts are.
+      as_files: whether outputs are files, not folders.
+
+    Raises:
+      InputError: a LoRA file is not that of one of both.
+    """
+    places = expert_places(getattr(options, name))
+    if len(places) == 1:
+        return [options]
+    found = []
+    for number, place in enumerate(places):
+        own = argparse.Namespace(**{**vars(options), name: str(place)})
+        out = Path(options.out)
+        own.out = str(expert_file(out, EXPERTS[number]) if as_files else out / TRANSFORMERS[number])
+        if getattr(options, "base", None):
+            own.base = str((expert_places(options.base) * 2)[number])
+        if loras := getattr(options, "lora", None):
+            own.lora = loras_of_experts(loras)[number]
+            if len(own.lora) < len(loras):
+                file = expert_file(lora_name(loras[0])[0], EXPERTS[number])
+                raise InputError(
+                    f"--lora {' '.join(loras)}: {options.model} holds two experts; give files of "
+                    f"both by one name, as {file.name} is of {loras[0]}, or one expert's folder"
+                )
+        found.append(own)
+    return found
 
 
 def _step(text: str) -> int | Literal["best"]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from alload_jax.commands import add_command
-from alload_jax.commands.flags import AddFlag, add_run_flags, add_skip_unknown
+from alload_jax.commands.flags import AddFlag, add_run_flags, add_skip_unknown, of_each_expert
 
 if TYPE_CHECKING:  # these modules import JAX, which takes a second
     from alload_jax.models.common.config import ModelConfig
@@ -51,6 +51,18 @@ def _add_output(add: AddFlag) -> None:
 
 
 def _export(options: argparse.Namespace) -> int:
+    return max(_export_one(each) for each in of_each_expert(options, "checkpoint", as_files=True))
+
+
+def _convert(options: argparse.Namespace) -> int:
+    return max(_convert_one(each) for each in of_each_expert(options, "file", as_files=True))
+
+
+def _merge(options: argparse.Namespace) -> int:
+    return max(_merge_one(each) for each in of_each_expert(options, "model"))
+
+
+def _export_one(options: argparse.Namespace) -> int:
     # Imported here because JAX takes a second to import.
     from flax.traverse_util import flatten_dict
 
@@ -90,13 +102,13 @@ def _export(options: argparse.Namespace) -> int:
     return status
 
 
-def _convert(options: argparse.Namespace) -> int:
-    from alload_jax.commands.model_source import note_skipped
+def _convert_one(options: argparse.Namespace) -> int:
+    from alload_jax.commands.model_source import described_by, note_skipped
     from alload_jax.errors import InputError
-    from alload_jax.models.families import read_model_config
     from alload_jax.models.lora_files import read_lora
+    from alload_jax.training import expert_places
 
-    config = read_model_config(Path(options.model) / "config.json")
+    config = described_by(expert_places(options.model)[0])  # both experts are alike
     lora = read_lora(options.file, config, options.skip_unknown)
     note_skipped(lora)
     if lora.differences:
@@ -136,7 +148,7 @@ def _write(
     return 0
 
 
-def _merge(options: argparse.Namespace) -> int:
+def _merge_one(options: argparse.Namespace) -> int:
     from alload_jax.commands.model_source import (
         completed,
         find_source,

@@ -1,6 +1,5 @@
 """Sources of a model for `--checkpoint`: a run folder or weights, perhaps with adapters."""
 
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ import pyarrow.parquet
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
+from alload_jax.commands.flags import lora_name
 from alload_jax.config import Config, read_config
 from alload_jax.data.manifest import MANIFEST_NAME, fps_of, manifest_metadata
 from alload_jax.diffusion.schedules import Sampler
@@ -19,15 +19,22 @@ from alload_jax.diffusion.timesteps import shift_of
 from alload_jax.errors import InputError
 from alload_jax.files import read_json, require_regular
 from alload_jax.models.common.config import ModelConfig
-from alload_jax.models.families import SamplingDefaults, family_of, initial_variables
+from alload_jax.models.families import (
+    SamplingDefaults,
+    family_of,
+    initial_variables,
+    read_model_config,
+)
 from alload_jax.models.lora_files import LoraFile, merge_adapters, merge_file, read_lora
 from alload_jax.models.weights import load_weights, read_transformer, require_free, save_weights
 from alload_jax.planning.samples import Triple
 from alload_jax.sampling.conditions import family_fps
+from alload_jax.training import EXPERTS
 from alload_jax.training.restore import (
     CHECKPOINTS,
     StepChoice,
     WeightsKind,
+    described_model,
     find_step,
     one_device_mesh,
     read_base,
@@ -63,16 +70,6 @@ def note_skipped(lora: LoraFile) -> None:
         print(f"note: {lora.place}: left out: {line}", file=sys.stderr)
 
 
-def lora_name(name: str) -> tuple[str, float]:
-    """Splits `FILE:SCALE`; the scale is 1 where it is left out."""
-    place, _, scale = name.rpartition(":")
-    try:
-        factor = float(scale)
-    except ValueError:
-        return name, 1.0
-    return (place, factor) if place and math.isfinite(factor) else (name, 1.0)
-
-
 DATA_NAME = "data.json"
 """File in a run folder in which train.py records facts about the data."""
 
@@ -83,7 +80,7 @@ class Source:
 
     Attributes:
       folder: the run folder; or a `transformer/` folder of diffusers, or of the model's own
-        repository.
+        repository; or one file of weights.
       config: the model's config.
       run: config of the run; None for released weights.
       step: step of the run's checkpoint.
@@ -259,7 +256,8 @@ def find_source(
     """Finds the source at a path, without reading its parameters.
 
     Args:
-      place: a run folder of train.py, or a folder of config.json and safetensors.
+      place: a run folder of train.py, a folder of config.json and safetensors, or a file that
+        `load_weights` reads.
       weights: weights of a run to use; None for its EMA.
       step: step of a run's checkpoint, or `best`; None for the newest.
 
@@ -270,12 +268,12 @@ def find_source(
     place = Path(place)
     if (place / "config.yaml").is_file():
         return find_run(place, weights, step)
-    if not (place / "config.json").is_file():
+    if not place.is_file() and not (place / "config.json").is_file():
         inner = place / "transformer"
         near = f"; did you mean {inner}?" if (inner / "config.json").is_file() else ""
         raise InputError(
             f"{place}: is neither a run folder of train.py (config.yaml) nor a transformer folder "
-            f"of diffusers (config.json){near or '; name one of them'}"
+            f"of diffusers (config.json), nor a file of weights{near or '; name one of them'}"
         )
     for flag, value in (("--weights", weights), ("--step", step)):
         if value is not None:
@@ -283,7 +281,27 @@ def find_source(
                 f"{place}: is not a run folder of train.py, so {flag} {value} does not apply; "
                 "leave it out"
             )
-    return Source(place, read_transformer(place))
+    return Source(place, described_by(place))
+
+
+def described_by(place: Path) -> ModelConfig:
+    """The model of a transformer folder, of which config.json is enough, or of a file of weights.
+
+    Raises:
+      InputError: nothing describes the model.
+    """
+    if not place.is_file():
+        return (
+            read_transformer(place)
+            if any(place.glob("*.safetensors"))
+            else read_model_config(place / "config.json")
+        )
+    if (config := described_model(place)) is None:
+        raise InputError(
+            f"{place}: holds no weights of a known model; name a transformer folder of diffusers, "
+            "or a file of all of a model's weights"
+        )
+    return config
 
 
 def find_run(
@@ -299,6 +317,11 @@ def find_run(
     if not file.is_file():
         raise InputError(f"{place}: is not a run folder of train.py (no config.yaml); name one")
     config = read_config(["--config", str(file)], prog="alload")
+    if config.experts is not None:
+        raise InputError(
+            f"{place}: its expert low_noise is not trained yet; go on training, or name "
+            f"{place / EXPERTS[0]}"
+        )
     averaged = config.optimizer.ema_decay is not None
     if weights == "ema" and not averaged:
         raise InputError(

@@ -9,6 +9,7 @@ from alload_jax.commands.flags import add_run_flags, add_skip_unknown
 from alload_jax.diffusion.schedules import Sampler
 from alload_jax.encoders.loading import share_memory
 from alload_jax.errors import InputError
+from alload_jax.training import expert_places
 
 _LARGEST = 1000
 """Maximum of --steps, --batch, --zoom and the parts of --vae-stride."""
@@ -24,7 +25,8 @@ flags; paths are relative to the list's folder"""
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's flags."""
     add = parser.add_argument
-    add("--checkpoint", required=True, help="run folder, or transformer folder of diffusers")
+    add("--checkpoint", required=True, help="run folder, transformer folder of diffusers, or file "
+        "of weights; of two experts: their run folder, or a pipeline of diffusers")  # fmt: skip
     add_run_flags(add)
     add("--lora", metavar="FILE[:SCALE]", nargs="+", default=[], help="LoRA files to add, with "
         "factors; default 1")  # fmt: skip
@@ -56,7 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--low-noise-checkpoint", metavar="DIR", help="second of two experts, as in Wan 2.2's A14B "
         "models: it takes the lower noise levels")  # fmt: skip
     add("--boundary", type=float, help="noise level below which it does, from 0 to 1; Wan 2.2 uses "
-        "0.875 for text-to-video, 0.9 for image-to-video")  # fmt: skip
+        "0.875 for text-to-video, 0.9 for image-to-video; default: as trained, or that of the "
+        "pipeline")  # fmt: skip
     add("--low-noise-lora", metavar="FILE[:SCALE]", nargs="+", default=[], help="LoRA files to add "
         "to it")  # fmt: skip
     add("--low-noise-guidance", type=float, help="its guidance; default: that of the first")
@@ -121,11 +124,17 @@ def _check_flags(options: argparse.Namespace) -> None:
         if (value := getattr(options, name)) is not None and not holds(value):
             flag = name.replace("_", "-")
             raise InputError(f"alload sample: --{flag} is {value}; it must be {wanted}")
-    if (options.boundary is None) != (options.low_noise_checkpoint is None):
+    both = len(expert_places(options.checkpoint)) > 1
+    if both and options.low_noise_checkpoint:
+        raise InputError(
+            f"alload sample: --checkpoint {options.checkpoint} holds two experts; leave out "
+            "--low-noise-checkpoint, or name one expert's folder"
+        )
+    if not both and (options.boundary is None) != (options.low_noise_checkpoint is None):
         raise InputError(
             "alload sample: --boundary and --low-noise-checkpoint go together; give both or neither"
         )
-    if options.low_noise_lora and options.low_noise_checkpoint is None:
+    if options.low_noise_lora and not both and options.low_noise_checkpoint is None:
         raise InputError(
             "alload sample: --low-noise-lora goes with --low-noise-checkpoint; leave it out"
         )

@@ -13,9 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from alload_jax.commands.flags import loras_of_experts
 from alload_jax.commands.model_source import Source, completed, find_source, read_loras
 from alload_jax.diffusion.schedules import noise_levels, rounded_timesteps
 from alload_jax.errors import InputError
+from alload_jax.files import read_json
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.families import family_of
 from alload_jax.planning.samples import Triple
@@ -31,6 +33,7 @@ from alload_jax.sampling.requests import (
     check_request,
     read_list,
 )
+from alload_jax.training import expert_places
 from alload_jax.training.device_memory import memory_named
 from alload_jax.training.restore import one_device_mesh
 
@@ -51,7 +54,15 @@ def sample(options: argparse.Namespace) -> None:
       InputError: a request or a file is not valid; or a sample is not finite, does not fit the
         memory or cannot be written.
     """
+    _name_both(options)
     source = find_source(options.checkpoint, options.weights, options.step)
+    if options.low_noise_checkpoint and options.boundary is None:
+        options.boundary = source.noise_levels()[0] or None
+    if options.low_noise_checkpoint and options.boundary is None:
+        raise InputError(
+            f"alload sample: {options.checkpoint} does not say from which noise level its expert "
+            "is used; give --boundary, such as 0.875"
+        )
     source = completed(
         source,
         options.base,
@@ -93,6 +104,21 @@ def sample(options: argparse.Namespace) -> None:
     _draw(options, groups, source, low_noise, encoders)
 
 
+def _name_both(options: argparse.Namespace) -> None:
+    """Names the second of two experts, and what belongs to it, where --checkpoint holds both."""
+    first, *second = expert_places(place := options.checkpoint)
+    bases = expert_places(options.base) if options.base else (None,)
+    options.base, options.low_noise_base = bases[0], bases[-1]
+    if not second and not options.low_noise_checkpoint:
+        return
+    if second:
+        options.checkpoint, options.low_noise_checkpoint = first, second[0]
+        index = read_json(Path(place) / "model_index.json") or {}
+        options.boundary = options.boundary or index.get("boundary_ratio")
+    options.lora, of_second = loras_of_experts(options.lora)
+    options.low_noise_lora = [*of_second, *options.low_noise_lora]
+
+
 def _note(words: str) -> None:
     print(f"note: {words}", file=sys.stderr)
 
@@ -101,11 +127,11 @@ def _low_noise_source(options: argparse.Namespace, source: Source) -> Source | N
     """The second of two experts, which has the first one's architecture."""
     if not options.low_noise_checkpoint:
         return None
-    found = find_source(options.low_noise_checkpoint, options.weights)
+    found = find_source(options.low_noise_checkpoint, options.weights, options.step)
     added = read_loras(
         "--low-noise-lora", options.low_noise_lora, found.config, options.skip_unknown
     )
-    found = completed(found, options.base, added)
+    found = completed(found, options.low_noise_base, added)
     if source.config.architecture() != found.config.architecture():
         raise InputError(
             f"--low-noise-checkpoint {options.low_noise_checkpoint}: holds another model than "

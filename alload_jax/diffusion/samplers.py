@@ -180,10 +180,11 @@ def guided(model: Velocity, null_condition: PyTree, guidance: float) -> Velocity
 def sample(
     sampler: Sampler,
     velocity: Velocity,
-    noise: jax.Array,
+    noise: PyTree,
     condition: PyTree,
     sigmas: np.ndarray | jax.Array,
-) -> jax.Array:
+    steps: slice = slice(None),
+) -> PyTree:
     """Integrates the flow from noise to data.
 
     May be called inside `jax.jit`. The model is compiled once for any number of steps.
@@ -192,13 +193,14 @@ def sample(
       sampler: euler, of first order; or unipc (arXiv 2302.04867), of second order, which needs
         fewer steps for the same error.
       velocity: of the flow; evaluated once per step.
-      noise: [B, ...] float32, the start.
+      noise: [B, ...] float32, the start; or what a call that took the steps before returned.
       condition: a pytree of arrays [B, ...], handed to `velocity`.
       sigmas: [steps + 1], decreasing to 0: `noise_levels(sampler, steps, shift)`. For euler they
         may be traced.
+      steps: which steps to take; all others are those of other calls.
 
     Returns:
-      [B, ...] float32, the generated data.
+      [B, ...] float32, the generated data; where `steps` has a stop, what the next call takes.
 
     Raises:
       InputError: the sampler is unknown, or sigmas do not decrease from at most 1 to 0 (unipc).
@@ -219,8 +221,12 @@ def sample(
 
     check_sampler(sampler)
     if sampler == "unipc":
-        zero = jnp.zeros_like(noise)
-        begin = State(noise, noise, zero, zero)
-        return jax.lax.scan(unipc_step, begin, steps_of(sigmas))[0].latents
-    levels = jnp.asarray(sigmas[:-1]), jnp.asarray(sigmas[1:])
+        begin = noise
+        if not isinstance(noise, State):
+            zero = jnp.zeros_like(noise)
+            begin = State(noise, noise, zero, zero)
+        taken = jax.tree.map(lambda each: each[steps], steps_of(sigmas))
+        end = jax.lax.scan(unipc_step, begin, taken)[0]
+        return end.latents if steps.stop is None else end
+    levels = jnp.asarray(sigmas[:-1])[steps], jnp.asarray(sigmas[1:])[steps]
     return jax.lax.scan(euler_step, noise, levels)[0]

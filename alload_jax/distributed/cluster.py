@@ -46,6 +46,7 @@ class Cluster:
       process_id: number of this one.
       store: what they share; None for a single process.
       heartbeat: finds lost processes and tells the others of this one; None for a single process.
+      calls: number of collective operations so far.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Cluster:
             from alload_jax.distributed import heartbeat  # one process needs none
 
             self.heartbeat = heartbeat.Heartbeat(self.store, process, lost_after)
-        self._calls = 0
+        self.calls = 0
         self._status: int | None = None
 
     def __enter__(self) -> Self:
@@ -101,8 +102,8 @@ class Cluster:
         """
         if self.store is None:
             return compute()
-        self._calls += 1
-        key = f"broadcast/{self._calls}"
+        self.calls += 1
+        key = f"broadcast/{self.calls}"
         if self.process_id == 0:
             self.store.put(key, json.dumps(compute()))
         return json.loads(self.store.wait_for(key))
@@ -114,8 +115,8 @@ class Cluster:
         """
         if self.store is None:
             return [value]
-        self._calls += 1
-        prefix = f"all_gather/{self._calls}"
+        self.calls += 1
+        prefix = f"all_gather/{self.calls}"
         self.store.put(f"{prefix}/{self.process_id}", json.dumps(value))
         keys = [f"{prefix}/{process}" for process in range(self.num_processes)]
         return [json.loads(self.store.wait_for(key)) for key in keys]
@@ -194,6 +195,7 @@ class Consensus:
           wants_save: returns whether this process wants a checkpoint.
         """
         self._cluster, self._signal, self._wants_save = cluster, signal, wants_save
+        self._prefix = f"problems/{cluster.calls}"  # a second run has steps of these numbers too
         self._row_sharding = NamedSharding(mesh, PartitionSpec(AXES))
         self._num_rows = sum(
             device.process_index == jax.process_index() for device in mesh.devices.flat
@@ -210,7 +212,7 @@ class Consensus:
         if store is None or heartbeat is None:
             return lambda: Decision(problems, self._signal(), save)
         if problems:
-            store.put(f"problems/{step}/{self._cluster.process_id}", json.dumps(problems))
+            store.put(f"{self._prefix}/{step}/{self._cluster.process_id}", json.dumps(problems))
         row = np.array([[len(problems), self._signal(), save]], np.int32)
         rows = jax.make_array_from_process_local_data(
             self._row_sharding, row.repeat(self._num_rows, axis=0)
@@ -221,7 +223,7 @@ class Consensus:
         def decision() -> Decision:
             heartbeat.step = step + 1
             damaged, signal, wanted = np.asarray(maximum).tolist()
-            found = store.get_prefix(f"problems/{step}") if damaged else {}
+            found = store.get_prefix(f"{self._prefix}/{step}") if damaged else {}
             texts = [text for n in sorted(found, key=int) for text in json.loads(found[n])]
             return Decision(tuple(dict.fromkeys(texts)), signal, bool(wanted))
 

@@ -1,6 +1,7 @@
 """The training program, read from top to bottom: data, plan, model, state, loop, summary."""
 
 import dataclasses
+import gc
 import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -13,6 +14,7 @@ from jax.sharding import Mesh
 
 from alload_jax.config import (
     Config,
+    experts_of,
     run_steps,
     use_compilation_cache,
     values_in,
@@ -63,7 +65,12 @@ from alload_jax.training.remat_choice import (
     require_fit,
     resolved_model,
 )
-from alload_jax.training.restore import CHECKPOINTS, new_state, state_of_checkpoint
+from alload_jax.training.restore import (
+    CHECKPOINTS,
+    averaged_values,
+    new_state,
+    state_of_checkpoint,
+)
 from alload_jax.training.run_files import (
     BadRecords,
     MetricsLog,
@@ -105,23 +112,40 @@ def run(config: Config, argv: Sequence[str]) -> int:
         initialize(config.cluster, config.run.folder) as cluster,
         termination_as_interrupt(status, leave),
     ):
-        stop, folder = StopRequest(), Path(config.run.folder)
-        remedy = partial(continue_with, folder, config.cluster)
-        with Watchdog(config.watchdog, folder, cluster, stop, remedy) as watchdog:
-            return train(with_context(config), argv, cluster, stop, watchdog)
+        stop, whole = StopRequest(), Path(config.run.folder)
+        if config.experts is not None:
+            write_config(config, whole / "config.yaml")
+        remedy = partial(continue_with, whole, config.cluster)
+        for each in experts_of(config):
+            if config.experts is not None and first_process():
+                print(f"expert {Path(each.run.folder).name}:", flush=True)
+            with Watchdog(
+                config.watchdog, Path(each.run.folder), cluster, stop, remedy
+            ) as watchdog:
+                status = train(with_context(each), argv, cluster, stop, watchdog, whole)
+            gc.collect()  # the next expert needs the memory
+            if status or any(cluster.all_gather(stop.number)):
+                break
+        return status
 
 
 def train(
-    config: Config, argv: Sequence[str], cluster: Cluster, stop: StopRequest, watchdog: Watchdog
+    config: Config,
+    argv: Sequence[str],
+    cluster: Cluster,
+    stop: StopRequest,
+    watchdog: Watchdog,
+    whole: Path,
 ) -> int:
     """Trains, from the start or from where the run folder stands; returns the exit status.
 
-    The config is known here alone: what is called takes the parts that it uses.
+    The config is known here alone: what is called takes the parts that it uses. What continues the
+    run is the config in the folder `whole`, that of two experts or its own.
     """
     began, folder = time.monotonic(), Path(config.run.folder)
     use_compilation_cache(config.run)
     if cluster.heartbeat:
-        cluster.heartbeat.remedy = partial(after_loss, folder, config.cluster)
+        cluster.heartbeat.remedy = partial(after_loss, folder, whole, config.cluster)
     cluster.require_same(values_of(config), "start all processes with the same config")
 
     # ---------------------------------------------------------------- data
@@ -225,6 +249,9 @@ def train(
             if summary and start >= total:
                 print_summary(summary, folder)
                 return 0
+            writer.begin(
+                partial(averaged_values, model=model, parameters=config.parameters, mesh=mesh)
+            )
             state, state_to_train, source = _begin(spec, mesh, config.run, checkpoints, start)
             trainer = Trainer(spec, mesh, state, groups, single=planning.single_gradient)
 
@@ -333,7 +360,7 @@ def train(
                 progress=watchdog.progress,
             )
             loop = Loop(trainer, start, total, callbacks, repair)
-            ready = process_seconds()
+            ready = process_seconds() if whole == folder else time.monotonic() - began
             stop_at = start if consensus.signal() else total
             with closing(run_plan.steps(start, stop_at, collator, config.data.loader)) as steps:
                 loop.run(place(steps))
@@ -344,7 +371,7 @@ def train(
             raise InputError(f"{loop.refusal} (saved at step {loop.done})")
         if stopped_by:
             done = f"saved step {loop.done} of {total}"
-            print(f"{stop_name(stopped_by)}: {done}; {continue_with(folder, config.cluster)}")
+            print(f"{stop_name(stopped_by)}: {done}; {continue_with(whole, config.cluster)}")
             return config.run.status_when_stopped
         figures: dict[str, float] = {}
         if first_process() and (steps_done := log.rows[start:]):

@@ -97,6 +97,8 @@ class SamplingConfig:
       grids: pictures of classes.
       prompts: samples of models of text.
       encoders: folders of encoders for the prompts.
+      high_noise: run folder of the expert that draws prompts at noise levels from
+        objective.timesteps.highest on; null for none.
       clip_format: file format of clips; `mp4` needs the extra `media`.
     """
 
@@ -109,6 +111,7 @@ class SamplingConfig:
     grids: tuple[GridConfig, ...] = ()
     prompts: tuple[PromptConfig, ...] = ()
     encoders: EncoderFolders = field(default_factory=EncoderFolders)
+    high_noise: str | None = None
     clip_format: ClipFormat = "gif"
 
     def __post_init__(self) -> None:

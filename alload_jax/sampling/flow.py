@@ -37,9 +37,9 @@ class Condition(NamedTuple):
     first_frame: Array | None = None
 
 
-Flow = Callable[[PyTree, jax.Array, Condition, Condition], jax.Array]
+Flow = Callable[[PyTree, PyTree, Condition, Condition], PyTree]
 """(values of a model, noise [B, frames, height, width, channels], condition, null condition) →
-data of the noise's shape."""
+data of the noise's shape. Of a part of the steps it takes and returns the state between steps."""
 
 
 class LowNoise(NamedTuple):
@@ -61,6 +61,7 @@ def make_flow(
     guidance: float,
     low_noise: LowNoise | None = None,
     timesteps: np.ndarray | None = None,
+    steps: slice = slice(None),
 ) -> Flow:
     """Builds a function that integrates the flow from noise to data; it works inside `jax.jit`.
 
@@ -73,6 +74,7 @@ def make_flow(
         pair, those for high noise levels first.
       timesteps: [steps], what the model and the choice between two experts take for 1000·σ at each
         noise level but the last; None for that itself.
+      steps: the steps that it takes, as `alload_jax.diffusion.samplers.sample` does.
     """
     graph = abstract_model(config).graph
 
@@ -95,7 +97,7 @@ def make_flow(
         present = {name: value for name, value in options.items() if value is not None}
         return model.forward(latents, timestep, given.tokens, **present).velocity
 
-    def draw(values: PyTree, noise: jax.Array, condition: Condition, null: Condition) -> jax.Array:
+    def draw(values: PyTree, noise: PyTree, condition: Condition, null: Condition) -> PyTree:
         def expert(values: PyTree, guidance: float) -> Velocity:
             return guided(partial(predict, values), null, guidance)
 
@@ -109,8 +111,9 @@ def make_flow(
                 level = sigma if timesteps is None else timestep_of(sigma) / TIMESTEP_SCALE
                 return jax.lax.cond(level[0] < below, low, high, latents, sigma, condition)
 
-        drawn = sample(sampler, velocity, noise, condition, sigmas)
-        return drawn if condition.first_frame is None else _with_first(drawn, condition)
+        drawn = sample(sampler, velocity, noise, condition, sigmas, steps)
+        is_data = steps.stop is None and condition.first_frame is not None
+        return _with_first(drawn, condition) if is_data else drawn
 
     return draw
 

@@ -3,11 +3,11 @@
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -70,13 +70,23 @@ def make_draw(
 
 
 def _flow(
-    model: ModelConfig, timesteps: TimestepConfig, config: SamplingConfig, grid: Triple
+    model: ModelConfig,
+    timesteps: TimestepConfig,
+    config: SamplingConfig,
+    grid: Triple,
+    part: Literal["first", "rest"] | None = None,
 ) -> Flow:
-    """The flow of samples whose latents have this grid."""
+    """The flow of samples whose latents have this grid, or a part of it: above `highest`, or below.
+
+    From `lowest` on, where it was not trained, a model goes to the data that it predicts there.
+    """
     seq_len = math.prod(grid) // math.prod(model.patch_size)
     shift = config.shift or shift_of(timesteps, seq_len)
     sigmas = noise_levels(config.sampler, config.steps, shift)
-    return make_flow(model, config.sampler, sigmas, config.guidance)
+    sigmas = np.append(sigmas[:-1][sigmas[:-1] >= timesteps.lowest], np.float32(0))
+    above = int((sigmas[:-1] >= timesteps.highest).sum())
+    steps = {"first": slice(above), "rest": slice(above, None), None: slice(None)}[part]
+    return make_flow(model, config.sampler, sigmas, config.guidance, steps=steps)
 
 
 def grid_labels(grid: GridConfig, num_classes: int, text_length: int) -> np.ndarray:
@@ -148,9 +158,13 @@ class SampleWriter:
         )
         for number, prompt in enumerate(config.prompts):
             request = _request(number, prompt, target, f".{config.clip_format}")
-            flow = jax.jit(_flow(model, timesteps, config, request.grid))
+            given = (model, timesteps, config, request.grid)
+            flow = _flow(*given, part="rest" if config.high_noise else None)
+            before = jax.jit(_flow(*given, part="first")) if config.high_noise else None
             arrays = arrays_of(request, model, encoders)
-            self._prompts.append(_Prompt(prompt.prompt, request, arrays, flow))
+            self._prompts.append(
+                _Prompt(prompt.prompt, request, arrays, jax.jit(flow), self._noise(request), before)
+            )
         self._vae = encoders.vae
         encoders.unload()
 
@@ -167,7 +181,7 @@ class SampleWriter:
         if rows:
             grids.append(ProgressGrid("progress_prompts", rows))
         config = self._config
-        drawn = [config.seed, *map(asdict, config.grids), *map(asdict, config.prompts)]
+        drawn = asdict(config) | dict.fromkeys(("every", "encoders", "clip_format"))
         digest = hashlib.sha256(json.dumps(drawn).encode()).hexdigest()[:16]
         return Progress(self._folder, grids, digest, resumed_at)
 
@@ -181,6 +195,21 @@ class SampleWriter:
             box = cell_box(0, column, classes, grid.height, grid.width)
             rows.append(Row(" ".join(map(str, labels)), f"{grid.name}{suffix}", box))
         return ProgressGrid(f"progress_{grid.name}", tuple(rows))
+
+    def begin(self, read: Callable[[str], PyTree]) -> None:
+        """Draws the higher noise levels of all prompts with the expert that another run trained.
+
+        Args:
+          read: gives the values of the model that a run folder holds; called only where needed.
+        """
+        if self._config.high_noise is None or not self._prompts:
+            return
+        values = read(self._config.high_noise)
+        self._prompts = [each.begun(values) for each in self._prompts]
+
+    def _noise(self, request: Request) -> jax.Array:
+        shape = (1, *request.grid, self._model.latent_channels)
+        return jax.random.normal(jax.random.key(request.seed), shape)
 
     def pictures(self, step: int, values: PyTree) -> Iterator[Picture]:
         """Generates every grid and prompt, usually with the EMA's values of the model.
@@ -201,13 +230,11 @@ class SampleWriter:
             headers = [str(label) for label in range(classes)]
             path = folder / f"{grid.name}{clip_suffix(grid.frames, self._config.clip_format)}"
             yield Picture(path, partial(write_grid, path, clips, headers))
-        for _, request, arrays, flow in self._prompts:
-            shape = (1, *request.grid, self._model.latent_channels)
-            noise = jax.random.normal(jax.random.key(request.seed), shape)
-            batch = flow(values, noise, *jax.tree.map(jnp.asarray, stacked([arrays])))
+        for prompt in self._prompts:
+            batch = prompt.flow(values, prompt.noise, *prompt.conditions)
             (clip,) = np.asarray(process_allgather(batch, tiled=True))
-            path = folder / request.out
-            yield Picture(path, partial(self._write_prompt, path, clip, request))
+            path = folder / prompt.request.out
+            yield Picture(path, partial(self._write_prompt, path, clip, prompt.request))
 
     def _write_prompt(self, path: Path, clip: np.ndarray, request: Request) -> None:
         if path.suffix != LATENTS:
@@ -218,12 +245,22 @@ class SampleWriter:
 
 
 class _Prompt(NamedTuple):
-    """A prompt, ready to be drawn."""
+    """A prompt, ready to be drawn: `flow` takes `noise`, or what `before` makes of it."""
 
     words: str
     request: Request
     arrays: RequestArrays
     flow: Flow
+    noise: PyTree
+    before: Flow | None
+
+    @property
+    def conditions(self) -> tuple[Condition, Condition]:
+        return jax.tree.map(jnp.asarray, stacked([self.arrays]))
+
+    def begun(self, values: PyTree) -> "_Prompt":
+        assert self.before is not None
+        return self._replace(noise=self.before(values, self.noise, *self.conditions))
 
 
 def _request(number: int, prompt: PromptConfig, target: Target, suffix: str) -> Request:

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 
 from alload_jax.errors import InputError, require_fields, require_positive
 
@@ -49,6 +50,51 @@ class RunConfig:
         if self.steps is None and self.epochs is None:
             object.__setattr__(self, "steps", _DEFAULT_STEPS)
         require_fields("run.", self, "seed", lambda value: value >= 0, "0 or more")
+
+
+EXPERTS = ("high_noise", "low_noise")
+"""Names of two experts, and of their run folders in that of both, in the order of training."""
+
+
+TRANSFORMERS = ("transformer", "transformer_2")
+"""Their folders in a pipeline of diffusers."""
+
+
+def expert_places(place: str | Path) -> tuple[Path, ...]:
+    """Where two experts are: in a run folder or a pipeline, or files of `expert_file`.
+
+    Returns:
+      Both places, that for high noise first; the place itself if it is that of one model.
+    """
+    place = Path(place)
+    pairs = [tuple(place / name for name in names) for names in (EXPERTS, TRANSFORMERS)]
+    if place.name and not place.exists():
+        pairs = [tuple(expert_file(place, name) for name in EXPERTS)]
+    return next((pair for pair in pairs if all(each.exists() for each in pair)), (place,))
+
+
+def expert_file(file: str | Path, name: str) -> Path:
+    """The file of one of two experts: `x.safetensors` → `x_high_noise.safetensors`."""
+    path = Path(file)
+    return path.with_stem(f"{path.stem}_{name}")
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """Two experts, such as those of Wan 2.2's A14B models, which are trained one after the other.
+
+    Attributes:
+      boundary: noise level from which the first is used; Wan 2.2: 0.875 for text-to-video, 0.9 for
+        image-to-video.
+      high_noise, low_noise: weights that they start from, as `run.initial_weights`.
+    """
+
+    boundary: float
+    high_noise: str | None = None
+    low_noise: str | None = None
+
+    def __post_init__(self) -> None:
+        require_fields("experts.", self, "boundary", lambda v: 0 < v < 1, "between 0 and 1")
 
 
 @dataclass(frozen=True)

@@ -58,13 +58,19 @@ def continue_with(folder: Path, cluster: ClusterConfig) -> str:
     return f"continue with: {resume_command(folder, cluster)}"
 
 
-def after_loss(folder: Path, cluster: ClusterConfig) -> str:
-    """Returns what to do after a process is lost, and the step that the run resumes from."""
-    if not (folder / "config.yaml").exists():
+def after_loss(folder: Path, whole: Path, cluster: ClusterConfig) -> str:
+    """Returns what to do after a process is lost, and the step that the run resumes from.
+
+    Args:
+      folder: of the run.
+      whole: of the config that it is continued by.
+      cluster: the processes.
+    """
+    if not (whole / "config.yaml").exists():
         return "start all processes again"
     names = [path.name for path in (folder / "checkpoints").glob("*")]
     saved = max((int(name) for name in names if name.isdigit()), default=0)
-    command = resume_command(folder, cluster)
+    command = resume_command(whole, cluster)
     return f"start all processes again with: {command} (continues from step {saved})"
 
 

@@ -1,6 +1,7 @@
 """Runs of train.py that train adapters beside frozen weights in a folder."""
 
 import shutil
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -8,7 +9,15 @@ import pytest
 import yaml
 from flax.traverse_util import flatten_dict
 from safetensors.numpy import load_file, save_file
-from training_runs import TEXT_MODEL, WEIGHTS, Sections, computed, forget_last
+from training_runs import (
+    TEXT_MODEL,
+    WEIGHTS,
+    Sections,
+    computed,
+    forget_last,
+    metrics_of,
+    run_here,
+)
 
 from alload_jax.cli import main as alload
 from alload_jax.commands.model_source import find_run
@@ -28,7 +37,8 @@ STILL = {"learning_rate": 1e-12}
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lora") / "data"
     rng = np.random.default_rng(0)
-    with StoreWriter(folder, vae_stride=(1, 1, 1)) as writer:
+    origin = {"text": {"name": "bytes", "width": 10, "length": 7}}
+    with StoreWriter(folder, vae_stride=(1, 1, 1), origin=origin) as writer:
         for n in range(12):
             text = rng.normal(size=(n % 7 + 1, 10)).astype(np.float32)
             writer.add(rng.normal(size=(1, 4, 4, 4)).astype(np.float32), text, (1, 4, 4))
@@ -278,3 +288,81 @@ def test_a_model_of_classes_moves_to_other_data_and_classes(runs):
     anew = {name for name, value in second.items() if value.shape != first[name].shape}
     assert len(anew) == 1
     assert_same_values(second, {name: first[name] for name in first.keys() - anew}, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_two_experts_are_two_runs_that_are_drawn_merged_and_continued_as_one(lora, capsys):
+    shutil.copytree(WEIGHTS, "WAN/transformer")
+    other = {key: value + 0.1 for key, value in load_file(next(WEIGHTS.glob("*.safe*"))).items()}
+    shutil.copytree(WEIGHTS, "WAN/transformer_2")
+    save_file(other, "WAN/transformer_2/diffusion_pytorch_model.safetensors")
+    Path("WAN/model_index.json").write_text('{"boundary_ratio": 0.6}')
+    alone = {"run": {"initial_weights": None}, "optimizer": {"ema_decay": None}}
+    prompt = {"prompt": "a cat", "frames": 1, "height": 4, "width": 4}
+    alone |= {"validation": {"share": 0.4, "noise_levels": [0.3, 0.8]}}
+    alone |= {"sampling": {"steps": 6, "guidance": 1.0, "prompts": [prompt]}}
+    weights = {"high_noise": "WAN/transformer", "low_noise": "WAN/transformer_2"}
+    both = alone | {"experts": {"boundary": 0.6} | weights}
+    folder = lora.train(**both)
+    for name, key in zip(weights, ("lowest", "highest"), strict=True):
+        own = {"run": {"initial_weights": weights[name]}, "sampling": {"prompts": []}}
+        own |= {"objective": {"timesteps": {key: 0.6}}}
+        single = lora.train(folder=f"alone/{name}", **(alone | own))
+        assert computed(folder / name) == computed(single)
+        levels = {key for row in metrics_of(folder / name) for key in row if "sigma" in key}
+        assert levels == {f"validation/loss/sigma_{0.8 if name == 'high_noise' else 0.3}"}
+    before = computed(folder / "low_noise")
+    forget_last(folder / "low_noise", 4)
+    assert run_here("--config", "run/config.yaml").returncode == 0
+    assert computed(folder / "low_noise") == before
+
+    assert alload(["lora", "export", "--checkpoint", "run", "--out", "x.safetensors"]) == 0
+    convert = ["lora", "convert", "x.safetensors", "--model", "WAN", "--keys", "original"]
+    assert alload([*convert, "--out", "y.safetensors"]) == 0
+    merge = ["lora", "merge", "--model", "WAN", "--lora", "y.safetensors", "--out", "merged"]
+    assert alload([*merge, "--dtype", "float32"]) == 0
+    assert alload(["export", "--checkpoint", "run", "--out", "full"]) == 0
+    flags = ["--frames", "1", "--height", "4", "--width", "4", "--vae-stride", "1", "1", "1"]
+    flags += ["--guidance", "1", "--steps", "6", "--shift", "1", "--dtype", "float32"]
+    flags += ["--prompt-embeds", "text.safetensors", "--force", "--out", "a.safetensors"]
+    text = np.random.default_rng(0).normal(size=(7, 10)).astype(np.float32)
+    save_file({"text": text}, "text.safetensors")
+
+    def drawn(*source):
+        assert alload(["sample", "--checkpoint", *source, *flags]) == 0
+        return load_file("a.safetensors")["latents"]
+
+    run, added = drawn("run"), drawn("WAN", "--lora", "y.safetensors")
+    np.testing.assert_allclose(drawn("full", "--boundary", "0.6"), run, rtol=1e-3, atol=1e-4)
+    merged = drawn("merged", "--boundary", "0.6")
+    np.testing.assert_allclose(merged, added, rtol=1e-4, atol=1e-5)
+    of_two = ["full/transformer", "--low-noise-checkpoint", "full/transformer_2"]
+    np.testing.assert_array_equal(
+        drawn(*of_two, "--boundary", "0.6"), drawn("full", "--boundary", "0.6")
+    )
+    assert np.abs(run - drawn("run/high_noise")).max() > 1e-2
+    place = flags.index("--prompt-embeds")
+    flags[place : place + 2] = ["--prompt", "a cat"]
+    preview = load_file("run/low_noise/samples/step_0000004/prompt_0.safetensors")["latents"]
+    np.testing.assert_allclose(preview, drawn("run"), rtol=1e-4, atol=1e-5)
+    first = load_file("run/high_noise/samples/step_0000004/prompt_0.safetensors")["latents"]
+    assert np.isfinite(first).all()
+    assert np.abs(first - preview).max() > 1e-2
+
+
+def test_experts_that_cannot_be_meant_are_refused(lora):
+    none = {"run": {"initial_weights": None}}
+    for changes, words in (
+        ({}, "run.initial_weights is given beside experts; leave it out for experts.high_noise"),
+        (
+            none | {"experts": {"boundary": 1.0}},
+            "experts.boundary is 1.0; it must be between 0 and 1",
+        ),
+        (none | {"objective": {"timesteps": {"highest": 0.5}}}, "highest is given beside experts"),
+        (
+            none | {"validation": {"noise_levels": [0.5]}},
+            "none of which is of the expert high_noise",
+        ),
+        (none | {"experts": {"boundary": 0.5, "high_noise": "x"}, "model": {}}, "x: no such file"),
+    ):
+        assert words in lora.refused(**{"experts": {"boundary": 0.9}} | changes)
