@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import importlib.util
 import inspect
 import math
 import re
@@ -228,6 +229,12 @@ def holds_samples(place: str) -> bool:
     except (pa.ArrowException, OSError):
         return False
     return any(name.endswith("_bytes") for name in names)
+
+
+def require_package(package: str, extra: str, what: str) -> None:
+    """Raises InputError unless a package is installed."""
+    if importlib.util.find_spec(package) is None:
+        raise InputError(f"{what} needs the package {package}; install alload-jax[{extra}]")
 
 
 def require_place(command: str, flag: str, path: Path) -> None:

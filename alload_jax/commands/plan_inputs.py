@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from alload_jax.commands.flags import holds_samples, source_config, usual_model
+from alload_jax.commands.flags import (
+    holds_samples,
+    require_package,
+    source_config,
+    usual_model,
+)
 from alload_jax.data.selection import SourceShare, SourceWeight, source_shares, with_weights
 from alload_jax.errors import InputError
 from alload_jax.planning.analytic import (
@@ -26,7 +31,13 @@ from alload_jax.planning.factory import ONE_EPOCH, RunLength
 from alload_jax.planning.metrics import SimulationSettings
 from alload_jax.planning.policies import AUTO, PORTFOLIO, candidates, find_policy, policy_names
 from alload_jax.planning.remat import AUTO_REMAT, UNRESOLVED, choose_remat, in_words
-from alload_jax.planning.samples import Geometry, Samples, read_sample_paths, read_samples
+from alload_jax.planning.samples import (
+    Geometry,
+    Samples,
+    read_sample_paths,
+    read_samples,
+    samples_from_columns,
+)
 from alload_jax.planning.settings import PlanningConfig, config_type
 from alload_jax.planning.study import Study
 from alload_jax.planning.workloads import make_workload
@@ -419,12 +430,36 @@ def _samples(request: PlanRequest, packed: bool) -> tuple[Samples, str, np.ndarr
 
         stride = stride or manifest_metadata(Path(options.manifest)).get("vae_stride")
     geometry = Geometry(tuple(stride or Geometry().vae_stride), request.patch_size)
+    if options.manifest and options.manifest.endswith((".yaml", ".yml")):
+        return _media_samples(options.manifest, geometry)
     if options.manifest:
         samples = read_samples(options.manifest, geometry)
         paths = read_sample_paths(options.manifest)
         return samples, f"{options.manifest}, {len(samples):,} samples", paths
     samples = make_workload(options.workload, options.size, options.workload_seed, geometry)
     return samples, f"{options.workload}, {len(samples):,} samples", None
+
+
+def _media_samples(place: str, geometry: Geometry) -> tuple[Samples, str, np.ndarray | None]:
+    """The samples that `alload prepare media` would make of a set of folders; see `_samples`."""
+    require_package("av", "prepare", "alload plan --manifest of a set of folders")
+    from alload_jax.data.prepare.folders import set_items
+    from alload_jax.data.prepare.settings import MediaSettings
+    from alload_jax.data.prepare.unit import clip_sizes
+
+    settings = MediaSettings()
+    token = np.multiply(geometry.vae_stride, geometry.patch_size).tolist()
+    found, unused = clip_sizes(set_items(Path(place), settings), settings, token)
+    if not found:
+        raise InputError(f"{place}: no file can be used; `alload prepare media` says why")
+    names = ("frames", "height", "width")
+    columns = dict(zip(names, np.array([size for _, size in found]).T, strict=True))
+    weight = np.array([item.weight for item, _ in found])
+    samples = samples_from_columns(columns, geometry, place)
+    samples = dataclasses.replace(samples, weight=None if (weight == 1).all() else weight)
+    source = f"{place}, {len(samples):,} samples to be prepared, by the times in its videos"
+    source += f", of {unused:,} files none" if unused else ""
+    return samples, source, np.array([item.name for item, _ in found], object)
 
 
 def _source_samples(request: PlanRequest, packed: bool) -> tuple[Samples, str, np.ndarray | None]:

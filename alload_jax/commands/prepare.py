@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import importlib.util
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from alload_jax.commands import add_command
-from alload_jax.commands.flags import add_settings, require_place
+from alload_jax.commands.flags import add_settings, require_package, require_place
 from alload_jax.data.datasets import DATASETS
 from alload_jax.data.manifest import MANIFEST_NAME
 from alload_jax.errors import InputError, one_line
@@ -94,7 +93,7 @@ def _add_media_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_media(options: argparse.Namespace) -> int:
     """Prepares the folder and prints a summary."""
-    _require("av", "prepare", "alload prepare media")
+    require_package("av", "prepare", "alload prepare media")
     from alload_jax.data.prepare.folders import SETS, set_items
     from alload_jax.data.prepare.inputs import count_ignored, find_items
     from alload_jax.data.prepare.pipeline import prepare_media
@@ -150,11 +149,6 @@ def _interruptible() -> Iterator[None]:
         ) from error
 
 
-def _require(package: str, extra: str, what: str) -> None:
-    if importlib.util.find_spec(package) is None:
-        raise InputError(f"{what} needs the package {package}; install alload-jax[{extra}]")
-
-
 def _check_places(options: argparse.Namespace) -> None:
     from alload_jax.data.prepare.folders import SETS, set_places
     from alload_jax.data.prepare.pipeline import is_skipped_list
@@ -183,7 +177,7 @@ def _engine(options: argparse.Namespace) -> "Engine | None":
         if options.ray_address is not None:
             raise InputError("--ray-address does not apply to --engine local; add --engine ray")
         return None
-    _require("ray", "ray", "--engine ray")
+    require_package("ray", "ray", "--engine ray")
     from alload_jax.data.prepare.ray_engine import RayEngine
 
     return RayEngine(options.ray_address, options.workers)

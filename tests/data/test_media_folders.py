@@ -1,9 +1,11 @@
 """Sets of several folders in one YAML file: clips and captions of each, weights, dropout."""
 
+import json
+
 import numpy as np
 import pytest
 import yaml
-from media_helpers import SMALL, grey_frames, write_video
+from media_helpers import SMALL, grey_frames, moving_frames, write_video
 from PIL import Image
 from pyarrow.parquet import read_table
 
@@ -190,3 +192,32 @@ def test_a_path_that_stands_twice_keeps_both_samples_and_weights_in_an_update(fo
 def test_a_wrong_folder_is_refused_by_its_place(folders, given, words):
     with pytest.raises(InputError, match=words):
         folders(given)
+
+
+def test_a_set_is_planned_as_what_is_prepared_of_it(folders, tmp_path, capsys):
+    for name, codec, options in (
+        ("b.mp4", "libx264", {"bf": "2"}),
+        ("c.avi", "mpeg4", {}),
+        ("d.ts", "mpeg2video", {}),
+    ):
+        frames = moving_frames(41, 32, 48)
+        write_video(tmp_path / "clips" / name, frames, 25, codec, "yuv420p", **options)
+    whole = (tmp_path / "clips" / "d.ts").read_bytes()
+    (tmp_path / "clips" / "cut.ts").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "clips" / "none.mp4").write_bytes(b"none")
+    clips = {"fps": 24, "frames": 9, "stride_seconds": 0.2, "area": ["16x16", "32x32"]}
+    given = (
+        {"path": "portraits", "area": "32x32", "frames": 9, "weight": 3},
+        {"path": "clips"} | clips,
+    )
+    found = []
+    for place in (folders(*given), tmp_path / "set.yaml"):
+        stride = ["--vae-stride", "1,1,1"] if place.suffix else []
+        flags = ["--manifest", str(place), *stride, "--patch-size", "1,8,8", "--m-mem", "900"]
+        assert main(["plan", *flags, "--ranks", "2", "--seed", "0", "--json"]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+        found[-1]["plan"] = {
+            k: v for k, v in found[-1]["plan"].items() if k not in ("data", "manifest")
+        }
+    assert found[0]["plan"]["sample_count"] > 20
+    assert found[0] == found[1]

@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.context import SpawnContext
@@ -223,15 +223,20 @@ class Job:
         """The provenance that the manifest stores, as JSON values."""
         return json.loads(json.dumps(self.settings.origin() | self.encoder_origins()))
 
-    def areas(self, settings: MediaSettings) -> list[tuple[Bucket, ...]]:
-        """The buckets of each area class of some settings.
+    @property
+    def token(self) -> tuple[int, ...]:
+        """Pixels along (frames, height, width) of a token."""
+        pairs = zip(self.vae.stride, self.vae.patch_size, strict=True)
+        return tuple(stride * patch for stride, patch in pairs)
 
-        Raises:
-          InputError: an area class is unknown or does not fit the encoder.
-        """
-        # Whole tokens cover the sides.
-        sides = [self.vae.stride[axis] * self.vae.patch_size[axis] for axis in (1, 2)]
-        return [buckets_of(area, max(16, *sides)) for area in settings.area]
+
+def areas_of(settings: MediaSettings, token: Sequence[int]) -> list[tuple[Bucket, ...]]:
+    """The buckets of each area class of some settings, whose sides whole tokens cover.
+
+    Raises:
+      InputError: an area class is unknown or does not fit the encoder.
+    """
+    return [buckets_of(area, max(16, *token[1:])) for area in settings.area]
 
 
 def prepare_unit(
@@ -348,16 +353,47 @@ def _stored(item: Item) -> list[_Clip]:
 
 
 def _encoded(job: Job, item: Item, note: Note) -> Iterator[_Clip]:
-    for clip in _clips(job, item, note):
+    for clip in _clips(job.settings, job.token, item, note):
         size = (len(clip), clip.shape[1], clip.shape[2])
         yield job.encode_frames(clip), job.encode_given(clip), size, clip
 
 
-def _clips(job: Job, item: Item, note: Note) -> Iterator[np.ndarray]:
-    settings = replace(job.settings, **dict(item.own)) if item.own else job.settings
+def clip_sizes(
+    items: Sequence[Item], settings: MediaSettings, token: Sequence[int]
+) -> tuple[list[tuple[Item, Triple]], int]:
+    """Sizes of the clips that `prepare_unit` would make, from the times in videos alone.
+
+    Args:
+      items: input files.
+      settings: what is made of them, whatever encodes it.
+      token: pixels along (frames, height, width) of a token.
+
+    Returns:
+      Each clip's file and (frames, height, width) in pixels; and how many files give none.
+    """
+    found: list[tuple[Item, Triple]] = []
+    unused = 0
+    for item in items:
+        before = len(found)
+        with suppress(UnusableError):
+            for clip in _clips(settings, token, item, lambda change: None, times_only=True):
+                found.append((item, (len(clip), clip.shape[1], clip.shape[2])))
+        unused += len(found) == before
+    return found, unused
+
+
+def _clips(
+    settings: MediaSettings,
+    token: Sequence[int],
+    item: Item,
+    note: Note,
+    times_only: bool = False,
+) -> Iterator[np.ndarray]:
+    settings = replace(settings, **dict(item.own)) if item.own else settings
     if item.source is None:
         raise UnusableError(item.reason)
-    choose = partial(fit, areas=job.areas(settings), max_enlarge=settings.max_enlarge)
+    areas = areas_of(settings, token)
+    choose = partial(fit, areas=areas, max_enlarge=settings.max_enlarge)
     is_image = suffix_of(item.name) in IMAGES
     if is_image and not is_animated(item.source):
         yield decode_image(item.source, choose, note)
@@ -372,5 +408,6 @@ def _clips(job: Job, item: Item, note: Note) -> Iterator[np.ndarray]:
         max_clips=settings.max_clips,
         scene_threshold=settings.cut_threshold,
         animated_image=is_image,
+        times_only=times_only,
         note=note,
     )

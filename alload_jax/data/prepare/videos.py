@@ -179,6 +179,29 @@ def video_frames(container: InputContainer, note: Note = lambda change: None) ->
         yield Decoded(frame, begin, after)
 
 
+def first_frame_at_times(container: InputContainer) -> Iterator[Decoded]:
+    """The first frame at the times of all frames, of which no other is decoded.
+
+    Raises:
+      UnusableError: the container is damaged, or the first frame cannot be decoded.
+    """
+    stream = container.streams.video[0]
+    each, after = 1 / Fraction(stream.average_rate or stream.guessed_rate or 25), Fraction(0)
+    first: av.VideoFrame | None = None
+    times = set()
+    with damage_named("damaged video"):
+        for packet in container.demux(stream):
+            if first is None:
+                first = next(iter(stream.codec_context.decode(packet)), None)
+            if packet.size and not packet.is_discard:
+                base = packet.time_base
+                begin = after if packet.pts is None or not base else packet.pts * base
+                after = begin + ((packet.duration or 0) * (base or 0) or each)
+                times.add((begin, after))
+    if first is not None:
+        yield from (Decoded(first, *time) for time in sorted(times))
+
+
 def _decoded(container: InputContainer, stream: av.VideoStream) -> Iterator[av.VideoFrame]:
     decoder = stream.codec_context
     # Of HDR: what the container says, where the frames do not, else the matrix of BT.2020.
@@ -436,6 +459,7 @@ def video_clips(
     max_clips: int | None = None,
     scene_threshold: float | None = None,
     animated_image: bool = False,
+    times_only: bool = False,
     note: Note = lambda change: None,
 ) -> Iterator[np.ndarray]:
     """Decodes a video or an animated image and cuts it into clips.
@@ -453,6 +477,7 @@ def video_clips(
       max_clips: most clips of a video; None for all.
       scene_threshold: cuts the video into scenes, see `numbered_scenes`; None does not.
       animated_image: whether Pillow decodes it.
+      times_only: whether to show the first frame of a video always, without decoding others.
       note: called with what is changed in its pictures.
 
     Yields:
@@ -466,6 +491,8 @@ def video_clips(
         if not animated_image:
             container = stack.enter_context(opened_video(source))
             stream, decoded = container.streams.video[0], video_frames(container, note)
+            if times_only and scene_threshold is None:
+                decoded = first_frame_at_times(container)
             aspect = stream.sample_aspect_ratio
             expected = float((stream.duration or 0) * (stream.time_base or 0))
         if scene_threshold is not None:
