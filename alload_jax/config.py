@@ -8,7 +8,6 @@ The fields depend on the name, so `read_config` reads the names first.
 import dataclasses
 import json
 import os
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -18,11 +17,9 @@ import yaml
 
 from alload_jax.config_parser import (
     Part,
-    config_files,
+    given_keys,
     given_value,
     parse_config,
-    read_yaml,
-    with_examples,
 )
 from alload_jax.data.datasets import DATASETS, Dataset
 from alload_jax.data.loader import LoaderConfig
@@ -312,9 +309,7 @@ def _model_of_weights(argv: Sequence[str]) -> Json:
         place, key = given_value(argv, "experts.high_noise"), "experts.high_noise"
     if not isinstance(place, str) or place in ("", "null"):
         return {}
-    given = {key for file in config_files(with_examples(argv)) for key in _section(file, "model")}
-    flags = [flag for flag in argv if flag.startswith("--model")]  # of a key, or of the section
-    given |= {(*re.split("[.=]", flag), "")[1] for flag in flags}
+    given = given_keys(argv, "model")
     name = given_value(argv, "model.family")
     if name is not None and name not in FAMILIES.names():
         return {}
@@ -339,11 +334,6 @@ def _model_of_weights(argv: Sequence[str]) -> Json:
     return {key: value for key, value in model.architecture().items() if key not in besides} | {
         "family": model.family
     }
-
-
-def _section(file: str, name: str) -> Json:
-    found = read_yaml(file).get(name)
-    return found if isinstance(found, dict) else {}
 
 
 def with_context(config: Config) -> Config:

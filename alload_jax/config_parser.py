@@ -53,12 +53,34 @@ def given_value(argv: Sequence[str], key: str) -> Any:
         text = text if equals else after
         if flag == f"--{key}":
             value = text
-        elif flag == "--config":
-            found: Any = read_yaml(text)
-            for part in key.split("."):
+        elif flag == "--config" or f"--{key}".startswith(f"{flag}."):
+            rest = key if flag == "--config" else f"--{key}".removeprefix(f"{flag}.")
+            found: Any = read_yaml(text) if flag == "--config" else _section_of_flag(text)
+            for part in rest.split("."):
                 found = found.get(part) if isinstance(found, dict) else None
             value = value if found is None else found
     return value
+
+
+def given_keys(argv: Sequence[str], section: str) -> set[str]:
+    """The keys of a section that a command line and its files give."""
+    found = [read_yaml(file).get(section) for file in config_files(with_examples(argv))]
+    keys = set()
+    for before, after in pairwise((*argv, "")):
+        flag, equals, text = before.partition("=")
+        if flag == f"--{section}":
+            found.append(_section_of_flag(text if equals else after))
+        elif flag.startswith(f"--{section}."):
+            keys.add(flag.split(".")[1])
+    return keys.union(*(each for each in found if isinstance(each, dict)))
+
+
+def _section_of_flag(text: str) -> object:
+    """What a whole section is given as; parsing says where it is no YAML."""
+    try:
+        return parse_yaml(text, "", "")
+    except InputError:
+        return None
 
 
 def read_yaml(file: str) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """A config is what its files and flags say; what is wrong with it is one line with a remedy."""
 
 import dataclasses
+import json
 import random
 from contextlib import suppress
 from pathlib import Path
@@ -174,6 +175,10 @@ def test_the_architecture_is_that_of_the_weights_where_the_model_gives_none(fold
     file, released = tmp_path / "mine.yaml", read_transformer(folder)
     file.write_text("model: {lora: {rank: 2}, dtype: bfloat16, text: {length: 9}}")
     argv = [*BASE, "--config", str(file), "--run.initial_weights", str(folder)]
+    section = json.dumps({"folder": "x", "initial_weights": str(folder)})  # in one flag
+    assert read_config([*BASE, "--run", section]).model == released
+    one = read_config([*BASE, "--run", section, "--model", '{"num_layers": 7}']).model
+    assert one == dataclasses.replace(released, num_layers=7)
     config = read_config([*argv, "--model.num_layers", "7"])
     changed = {"num_layers": 7, "dtype": "bfloat16", "lora": LoraConfig(2)}
     text = dataclasses.replace(released.text, length=9)

@@ -153,7 +153,7 @@ def read_lora(place: str | Path, config: ModelConfig, skip_unknown: bool = False
         problems = lora.skipped + problems
     if problems:
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
-        skip = ", or leave out what the model lacks by `alload lora convert --skip-unknown`"
+        skip = "; --skip-unknown leaves out what the model lacks (for training: in lora convert)"
         raise InputError(
             f"{file}: does not fit the model: {'; '.join(problems[:3])}{more}; name a LoRA file of "
             f"this model of family {config.family}{skip if lora.skipped else ''}"

@@ -247,6 +247,7 @@ class RunPlan:
             columns = self._manifest.sample_numbers, self._manifest.checksum, done
             names = ("numbers", "checksums", "done")
             found["data"] = {"epoch": epoch} | dict(zip(names, map(_packed, columns), strict=True))
+            found["data"]["weights"] = self._weights()
             if self._manifest.joined is not None:
                 found["data"]["contents"] = _packed(self._manifest.contents)
             if self.plan.beginning.step:
@@ -288,7 +289,9 @@ class RunPlan:
             return ""
         numbers, sums, done = (_unpacked(data[name]) for name in ("numbers", "checksums", "done"))
         now, sums_now = self._manifest.sample_numbers, self._manifest.checksum
-        if np.array_equal(numbers, now) and np.array_equal(sums, sums_now):
+        # Old versions noted no weights.
+        weighted = "weights" in data and data["weights"] != self._weights()
+        if np.array_equal(numbers, now) and np.array_equal(sums, sums_now) and not weighted:
             if begun := data.get("beginning"):
                 values = None if begun[2] is None else _unpacked(begun[2])
                 self.plan = self.plan.beginning_at(Beginning(begun[0], begun[1], values))
@@ -306,7 +309,13 @@ class RunPlan:
         self.plan = self.plan.beginning_at(Beginning(data["epoch"], step, whole))
         counts = [(len(now) - len(here), "joined"), (len(numbers) - len(here), "left")]
         counts += [(other, "changed"), (len(here) - other, "are the same")]
-        return ", ".join(f"{count:,} {what}" for count, what in counts if count)
+        told = ["with other weights"] if weighted else []
+        return ", ".join([f"{count:,} {what}" for count, what in counts if count] + told)
+
+    def _weights(self) -> str | None:
+        """How often samples stand in an epoch, in millionths, for JSON; None for once each."""
+        weight = self.plan.samples.weight
+        return None if weight is None else _packed(np.rint(weight * 1e6))
 
     def _cost_model(self, epoch: int) -> CostModel:
         return self.plan.cost_model(epoch) or self._predictor

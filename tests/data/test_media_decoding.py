@@ -397,13 +397,13 @@ def test_a_hostile_folder_harms_nothing_and_each_file_has_its_reason(media, tmp_
     expected = {name: reason for name, (_, reason) in UNUSABLE.items()}
     expected |= {"link.png": "link out", "up": "not followed", "pipe.mp4": "not a regular file"}
     expected |= {"sound.mp4": "audio only", "large.mp4": "80×64 pixels"}
-    expected |= {"video.png": "not an image", "good 0.png": "caption"}
+    expected |= {"video.png": "not an image", "good 0.png": "caption", "good 2.png": "an object"}
     assert found.keys() == expected.keys()
     assert [name for name in expected if expected[name] not in found[name]] == []
     assert all("\n" not in reason for reason in found.values())
     captions = [row["caption"] for row in rows(tmp_path / "out/manifest.parquet")]
-    assert sorted(captions) == ["", "", "", "[31m red"]
-    assert report.used == 4
+    assert sorted(captions) == ["", "", "[31m red"]
+    assert report.used == 3
 
 
 @pytest.mark.parametrize("faststart", [False, True])

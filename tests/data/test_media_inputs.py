@@ -57,26 +57,32 @@ def test_captions_lie_beside_their_files(media):
 
 def test_each_line_and_each_entry_of_a_list_is_a_caption(media):
     for name, suffix, content in (
-        ("a", "txt", "a cat\n\n  a small   cat \na cat\r\na pet"),
+        ("a", "txt", "a cat\n\n  a small   cat \na cat\r\na\u2028pet\f"),
         ("b", "json", '{"captions": ["a dog", null, "a hound"], "width": 3}'),
         ("c", "json", '["one", "two"]'),
         ("d", "txt", " \n"),
         ("e", "json", '{"caption_2": "second", "caption_10": "tenth", "caption": "x"}'),
         ("f", "caption", ""),
+        ("h", "json", '{"caption": {"en": "x"}, "text": "a word"}'),
+        ("i", "json", '{"caption": {"en": "x"}}'),
         ("g", "other", ""),
     ):
         picture(media / f"{name}.png")
         (media / f"{name}.{suffix}").write_text(content)
     (media / "g.other").unlink()
     assert all_captions(media) == {
-        "a.png": ["a cat", "  a small   cat ", "a pet"],
+        "a.png": ["a cat", "  a small   cat ", "a\u2028pet\f"],
         "b.png": ["a dog", "a hound"],
         "c.png": ["one", "two"],
         "d.png": [" "],
         "e.png": ["x", "second", "tenth"],
         "f.png": [""],
         "g.png": [None],
+        "h.png": ["a word"],
+        "i.png": [None],
     }
+    (wrong,) = (item.reason for item in find_items(media) if item.source is None)
+    assert "caption is no text but an object" in wrong
     assert not any(item.alternatives for item in find_items(media))
 
 
@@ -354,6 +360,7 @@ def test_paths_of_a_table_may_be_absolute_within_a_folder_that_is_named(media, t
     refused = "absolute path out of the table's folder; name --media-root"
     found = [each.reason for each in find_items(elsewhere, media_root=media)]
     assert found == ["", "", refused, "path with '..', which could leave the folder"]
+    assert [each.name for each in find_items(elsewhere, media_root=media)][:2] == ["a.png"] * 2
     found = [each.reason for each in find_items(elsewhere)]
     assert [found[0][:12], *found[1:3]] == ["no such file", refused, refused]
     with pytest.raises(InputError, match="needs a table"):

@@ -331,12 +331,14 @@ def test_the_samples_of_a_step_are_named_as_in_the_data_folder(policy):
 def test_a_folder_whose_captions_have_all_changed_is_that_of_the_checkpoint():
     planning = PlanningConfig(policy="equal_tokens", m_mem=90_000)
 
-    def run_of(checksum, joined=None):
+    def run_of(checksum, joined=None, weight=None):
         count, sums = len(checksum), np.asarray(checksum, np.uint32)
         manifest = SimpleNamespace(is_store=True, number=int, sample_numbers=np.arange(count))
         manifest.checksum, manifest.joined = sums, joined
         manifest.contents = sums if joined is None else np.asarray(joined, np.uint32)
-        plan = make_plan(planning, make_workload("mixed-resolution", count), 2, 0)
+        samples = make_workload("mixed-resolution", count)
+        samples = samples if weight is None else dataclasses.replace(samples, weight=weight)
+        plan = make_plan(planning, samples, 2, 0)
         return RunPlan(plan, planning, Cluster(), manifest=manifest)
 
     first, second, third = (np.arange(60) + base for base in (0, 100, 200))
@@ -352,3 +354,14 @@ def test_a_folder_whose_captions_have_all_changed_is_that_of_the_checkpoint():
     state = json.loads(json.dumps(run_of(second, first).state(2)))
     assert run_of(third, first).restore(state, 2) == "60 changed"
     assert run_of(third).restore(state, 2) == ""  # another folder
+    # A weight is what its samples have in the rest of the epoch.
+    state = json.loads(json.dumps(run_of(first).state(2)))
+    twice = run_of(first, weight=np.where(first < 9, 2.0, 1.0))
+    assert twice.restore(state, 2) == "60 are the same, with other weights"
+    epoch = next(n for n in range(2, 200) if twice.plan.step(n).epoch)
+    left = [s for step in samples_of(twice.plan, 2, epoch) for part in step for s in part]
+    assert sorted([*taken, *left]) == sorted([*range(60), *range(9)])
+    again = json.loads(json.dumps(twice.state(3)))
+    assert run_of(first, weight=np.where(first < 9, 2.0, 1.0)).restore(again, 3) == ""
+    del state["data"]["weights"]  # of an old version
+    assert run_of(first, weight=np.full(60, 2.0)).restore(state, 2) == ""

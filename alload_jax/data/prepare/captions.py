@@ -90,7 +90,7 @@ class CaptionRule:
         """
         text = _decoded(data)
         if suffix != ".json":
-            return _distinct(text.splitlines()) if self.every else [text]
+            return _distinct(re.split(r"\r?\n", text)) if self.every else [text]
         try:
             found = parse_json(text, "its caption", "fix it", finite=False)
         except InputError as error:
@@ -98,6 +98,12 @@ class CaptionRule:
         if not isinstance(found, dict):
             return self.of_values([found])
         by_name = {str(key): value for key, value in found.items()}
+        objects = [name for name in self.columns(by_name) if isinstance(by_name[name], dict)]
+        by_name = {key: value for key, value in by_name.items() if not isinstance(value, dict)}
+        if objects and not self.columns(by_name):
+            raise UnusableError(
+                f"{objects[0]} is no text but an object; name another by --caption-column"
+            )
         return self.of_values([by_name[name] for name in self.columns(by_name)])
 
 

@@ -92,7 +92,15 @@ def _item(name: str, find: Callable[[], tuple[Source, list[str]]]) -> Item:
     return Item(name, source, first, alternatives=tuple(captions[1:]))
 
 
+_PACKED, _UNPACK = (
+    (".tar.gz", ".tgz"),
+    "is compressed; unpack it by gunzip, a .tar is read as it is",
+)
+
+
 def _require_media(name: str) -> None:
+    if name.lower().endswith(_PACKED):
+        raise UnusableError(_UNPACK)
     if (suffix := suffix_of(name)) not in MEDIA:
         raise UnusableError(f"suffix {suffix or 'missing'}: not an image or video")
 
@@ -147,7 +155,15 @@ def table_items(
             return checked_source(place / "videos", name), words  # as FastVideo keeps them
         return checked_source(place, name), words
 
-    paths = [readable_name(as_caption(row.get(path)) or "") for row in rows]
+    def within(name: str) -> str:
+        real = Path(os.path.realpath(Path(name).parent)) / Path(name).name
+        return (
+            str(real.relative_to(place))
+            if os.path.isabs(name) and real.is_relative_to(place)
+            else name
+        )
+
+    paths = [within(readable_name(as_caption(row.get(path)) or "")) for row in rows]
     return [_item(name, partial(find, name, row)) for name, row in zip(paths, rows, strict=True)]
 
 
@@ -335,8 +351,8 @@ def find_items(
         items = table_items(tables[0] if tables else place, path_column, rule, media_root)
     elif media_root:
         raise InputError(f"--media-root {media_root} needs a table, and {place} is none")
-    elif place.name.lower().endswith((".tar.gz", ".tgz")):
-        raise InputError(f"{place}: is compressed; unpack it by gunzip, a .tar is read as it is")
+    elif place.name.lower().endswith(_PACKED):
+        raise InputError(f"{place}: {_UNPACK}")
     elif place.is_dir():
         tars = sorted(place.glob("*.tar"))
         items = tar_items(tars, rule) if tars else folder_items(place, rule)

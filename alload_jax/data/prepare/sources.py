@@ -33,9 +33,7 @@ class UnusableError(ValueError):
 
 def short(error: BaseException) -> str:
     """The first line of an error, for a reason; without the path, which the report gives."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return first_line(error)[:200]
+    return getattr(error, "strerror", None) or first_line(error)[:200]  # OSError's, FFmpeg's
 
 
 IMAGES = frozenset(
