@@ -15,12 +15,7 @@ from pathlib import Path
 import jax
 import yaml
 
-from alload_jax.config_parser import (
-    Part,
-    given_keys,
-    given_value,
-    parse_config,
-)
+from alload_jax.config_parser import Part, as_section, given_value, given_values, parse_config
 from alload_jax.data.datasets import DATASETS, Dataset
 from alload_jax.data.loader import LoaderConfig
 from alload_jax.data.selection import SourceWeight
@@ -45,7 +40,7 @@ from alload_jax.training import (
     ExpertsConfig,
     RunConfig,
     WatchdogConfig,
-    expert_file,
+    expert_places,
 )
 from alload_jax.training.callbacks import CALLBACKS, CallbackConfig
 from alload_jax.training.optimizer import (
@@ -221,8 +216,8 @@ _RENAMED = {
 def experts_of(config: Config) -> tuple[Config, ...]:
     """The configs of two experts in the order of training; the config itself where there are none.
 
-    Each is an ordinary run, in a folder of its own, on its part of the noise levels. Default levels
-    of validation are spread over this part; of others those in it count.
+    Each is an ordinary run, in a folder of its own, on its part of the noise levels. Validation has
+    the levels in this part, if they are given, else some that are spread over it.
 
     Raises:
       InputError: another part of the config takes the place of `experts`.
@@ -232,8 +227,7 @@ def experts_of(config: Config) -> tuple[Config, ...]:
     timesteps, sampling, folder = config.objective.timesteps, config.sampling, config.run.folder
     for key, given, remedy in (
         ("run.initial_weights", config.run.initial_weights, "experts.high_noise and low_noise"),
-        ("objective.timesteps.lowest", timesteps.lowest, "experts.boundary"),
-        ("objective.timesteps.highest", timesteps.highest < 1, "experts.boundary"),
+        ("a range of objective.timesteps", timesteps.lowest or timesteps.highest < 1, "boundary"),
         ("sampling.high_noise", sampling.high_noise, "the first expert's run"),
         ("sampling.grids", sampling.grids, "`alload sample`, which draws with both"),
         ("evaluators", config.evaluators, "`alload sample`, which draws with both"),
@@ -241,24 +235,17 @@ def experts_of(config: Config) -> tuple[Config, ...]:
         if given:
             raise InputError(f"{key} is given beside experts; leave it out for {remedy}")
     found, levels = [], config.validation.noise_levels
-    bounds = ((experts.boundary, 1.0), (0.0, experts.boundary))
-    for name, weights, (low, high) in zip(
-        EXPERTS, (experts.high_noise, experts.low_noise), bounds, strict=True
-    ):
+    parts = (experts.high_noise, experts.boundary, 1.0), (experts.low_noise, 0.0, experts.boundary)
+    for number, (weights, low, high) in enumerate(parts):
         within = tuple(level for level in levels if low <= level <= high)
-        if levels == ValidationConfig.noise_levels:
+        if not within or levels == ValidationConfig.noise_levels:
             within = tuple(round(low + (high - low) * level, 6) for level in levels)
-        if not within:
-            raise InputError(
-                f"validation.noise_levels is {list(levels)}, none of which is of the expert "
-                f"{name}; add one from {low:g} to {high:g}"
-            )
         of_range = dataclasses.replace(timesteps, lowest=low, highest=high)
-        own = dataclasses.replace(config.run, folder=f"{folder}/{name}", initial_weights=weights)
-        if own.initial_lora and not Path(own.initial_lora).exists():
-            of_expert = str(expert_file(own.initial_lora, name))
-            own = dataclasses.replace(own, initial_lora=of_expert)
-        before = None if low else f"{folder}/{EXPERTS[0]}"
+        before, place = f"{folder}/{EXPERTS[0]}", f"{folder}/{EXPERTS[number]}"
+        own = dataclasses.replace(config.run, folder=place, initial_weights=weights)
+        if own.initial_lora:
+            lora = str(expert_places(own.initial_lora)[-number])
+            own = dataclasses.replace(own, initial_lora=lora)
         found.append(
             dataclasses.replace(
                 config,
@@ -266,7 +253,7 @@ def experts_of(config: Config) -> tuple[Config, ...]:
                 run=own,
                 objective=dataclasses.replace(config.objective, timesteps=of_range),  # type: ignore[type-var]
                 validation=dataclasses.replace(config.validation, noise_levels=within),
-                sampling=dataclasses.replace(sampling, high_noise=before),
+                sampling=dataclasses.replace(sampling, high_noise=before if number else None),
             )
         )
     return tuple(found)
@@ -309,7 +296,9 @@ def _model_of_weights(argv: Sequence[str]) -> Json:
         place, key = given_value(argv, "experts.high_noise"), "experts.high_noise"
     if not isinstance(place, str) or place in ("", "null"):
         return {}
-    given = given_keys(argv, "model")
+    given = {flag.split(".")[1].split("=")[0] for flag in argv if flag.startswith("--model.")}
+    for section in map(as_section, given_values(argv, "model")):
+        given |= set(section if isinstance(section, dict) else ())
     name = given_value(argv, "model.family")
     if name is not None and name not in FAMILIES.names():
         return {}

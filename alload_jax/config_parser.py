@@ -8,6 +8,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from importlib.resources import files as files_of
 from itertools import pairwise
@@ -47,40 +48,29 @@ def with_examples(argv: Sequence[str]) -> list[str]:
 
 def given_value(argv: Sequence[str], key: str) -> Any:
     """The last value of a key on a command line and in its files; None if there is none."""
-    value: Any = None
+    return next(reversed(list(given_values(argv, key))), None)
+
+
+def given_values(argv: Sequence[str], key: str) -> Iterator[Any]:
+    """The values of a key, or of a section, on a command line and in its files, in order."""
     for before, after in pairwise((*with_examples(argv), "")):
         flag, equals, text = before.partition("=")
         text = text if equals else after
         if flag == f"--{key}":
-            value = text
+            yield text
         elif flag == "--config" or f"--{key}".startswith(f"{flag}."):
-            rest = key if flag == "--config" else f"--{key}".removeprefix(f"{flag}.")
-            found: Any = read_yaml(text) if flag == "--config" else _section_of_flag(text)
-            for part in rest.split("."):
+            found: Any = read_yaml(text) if flag == "--config" else as_section(text)
+            for part in f"--{key}".removeprefix(f"{flag}.").removeprefix("--").split("."):
                 found = found.get(part) if isinstance(found, dict) else None
-            value = value if found is None else found
-    return value
+            if found is not None:
+                yield found
 
 
-def given_keys(argv: Sequence[str], section: str) -> set[str]:
-    """The keys of a section that a command line and its files give."""
-    found = [read_yaml(file).get(section) for file in config_files(with_examples(argv))]
-    keys = set()
-    for before, after in pairwise((*argv, "")):
-        flag, equals, text = before.partition("=")
-        if flag == f"--{section}":
-            found.append(_section_of_flag(text if equals else after))
-        elif flag.startswith(f"--{section}."):
-            keys.add(flag.split(".")[1])
-    return keys.union(*(each for each in found if isinstance(each, dict)))
-
-
-def _section_of_flag(text: str) -> object:
-    """What a whole section is given as; parsing says where it is no YAML."""
-    try:
+def as_section(text: Any) -> Any:
+    """The content of a whole section as one flag; what it is given where that is no YAML."""
+    with suppress(InputError, TypeError):
         return parse_yaml(text, "", "")
-    except InputError:
-        return None
+    return text
 
 
 def read_yaml(file: str) -> dict[str, Any]:
@@ -268,10 +258,8 @@ def _kind_of(
     for before, after in pairwise((*argv, "")):
         if part.default is None and before.partition("=")[0] == f"--{part.key}":
             text = before.partition("=")[2] or after
-            try:
-                found = parse_yaml(text, "", "") or {}  # a section as one flag; none for null
-            except InputError:
-                found = text
+            found = as_section(text)
+            found = {} if found is None else found  # null
             if not isinstance(found, dict):
                 raise InputError(
                     f"--{part.key} is {text!r}; give its keys, such as "

@@ -72,53 +72,34 @@ def lora_name(name: str) -> tuple[str, float]:
     return (place, factor) if place and math.isfinite(factor) else (name, 1.0)
 
 
-def loras_of_experts(names: typing.Iterable[str]) -> tuple[list[str], list[str]]:
-    """LoRA files of two experts; of a name that is not that of files for both, the first's."""
-    found: tuple[list[str], list[str]] = [], []
-    for name in names:
-        place, scale = lora_name(name)
-        of_both = expert_places(place)
-        if len(of_both) == 1:
-            found[0].append(name)
-            continue
-        for files, own in zip(found, of_both, strict=True):
-            files.append(f"{own}:{scale:g}")
-    return found
-
-
 def of_each_expert(
     options: argparse.Namespace, name: str, as_files: bool = False
 ) -> list[argparse.Namespace]:
     """The flags for each of two experts, with places of their own; for one model as they are.
 
     Args:
-      options: the flags, with `out`, and perhaps `base` and `lora`.
+      options: the flags, among which may be `out`, `base` and `lora`.
       name: of the flag that says where the experts are.
       as_files: whether outputs are files, not folders.
 
     Raises:
-      InputError: a LoRA file is not that of one of both.
+      InputError: a LoRA file is that of one model.
     """
-    places = expert_places(getattr(options, name))
-    if len(places) == 1:
-        return [options]
-    found = []
-    for number, place in enumerate(places):
-        own = argparse.Namespace(**{**vars(options), name: str(place)})
-        out = Path(options.out)
-        own.out = str(expert_file(out, EXPERTS[number]) if as_files else out / TRANSFORMERS[number])
-        if getattr(options, "base", None):
-            own.base = str((expert_places(options.base) * 2)[number])
-        if loras := getattr(options, "lora", None):
-            own.lora = loras_of_experts(loras)[number]
-            if len(own.lora) < len(loras):
-                file = expert_file(lora_name(loras[0])[0], EXPERTS[number])
+    places, given, found = expert_places(vars(options)[name]), vars(options), []
+    for number, place in enumerate(places if len(places) > 1 else ()):
+        out, loras = Path(options.out or ""), []
+        for file, scale in map(lora_name, given.get("lora", ())):
+            if len(both := expert_places(file)) == 1:
                 raise InputError(
-                    f"--lora {' '.join(loras)}: {options.model} holds two experts; give files of "
-                    f"both by one name, as {file.name} is of {loras[0]}, or one expert's folder"
+                    f"--lora {file}: {given[name]} holds two experts; give x.safetensors for the "
+                    "files x_high_noise.safetensors and x_low_noise.safetensors"
                 )
-        found.append(own)
-    return found
+            loras.append(f"{both[number]}:{scale:g}")
+        out = expert_file(out, EXPERTS[number]) if as_files else out / TRANSFORMERS[number]
+        base = expert_places(options.base)[-number] if given.get("base") else None
+        own = {name: str(place), "lora": loras, "out": str(out), "base": base and str(base)}
+        found.append(argparse.Namespace(**given | own))
+    return found or [options]
 
 
 def _step(text: str) -> int | Literal["best"]:

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,18 +21,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(required=True, metavar="ACTION")
 
     words = "Write the adapters of a run as a safetensors file."
-    add = add_command(actions, "export", words, _export).add_argument
+    add = add_command(actions, "export", words, _of_each(_export, "checkpoint")).add_argument
     add("--checkpoint", required=True, help="run folder of a model with adapters (model.lora)")
     add_run_flags(add, base=False)
     _add_output(add)
     words = "Write a file of adapters with other keys."
-    add = add_command(actions, "convert", words, _convert).add_argument
+    add = add_command(actions, "convert", words, _of_each(_convert, "file")).add_argument
     add("file", help="file of adapters of diffusers, PEFT, ComfyUI or musubi-tuner")
     add("--model", required=True, help="transformer folder of the model; config.json is enough")
     add_skip_unknown(add)
     _add_output(add)
     words = "Add files of adapters to weights, for diffusers."
-    add = add_command(actions, "merge", words, _merge).add_argument
+    add = add_command(actions, "merge", words, _of_each(_merge, "model", False)).add_argument
     add("--model", required=True, help="transformer folder of diffusers, or run folder")
     add("--lora", required=True, metavar="FILE[:SCALE]", nargs="+", help="files, with factors; "
         "default 1")  # fmt: skip
@@ -50,19 +51,13 @@ def _add_output(add: AddFlag) -> None:
     add("--force", action="store_true", help="replace a file that exists")
 
 
+def _of_each(
+    run: Callable[[argparse.Namespace], int], name: str, as_files: bool = True
+) -> Callable[[argparse.Namespace], int]:
+    return lambda options: max(map(run, of_each_expert(options, name, as_files)))
+
+
 def _export(options: argparse.Namespace) -> int:
-    return max(_export_one(each) for each in of_each_expert(options, "checkpoint", as_files=True))
-
-
-def _convert(options: argparse.Namespace) -> int:
-    return max(_convert_one(each) for each in of_each_expert(options, "file", as_files=True))
-
-
-def _merge(options: argparse.Namespace) -> int:
-    return max(_merge_one(each) for each in of_each_expert(options, "model"))
-
-
-def _export_one(options: argparse.Namespace) -> int:
     # Imported here because JAX takes a second to import.
     from flax.traverse_util import flatten_dict
 
@@ -102,13 +97,15 @@ def _export_one(options: argparse.Namespace) -> int:
     return status
 
 
-def _convert_one(options: argparse.Namespace) -> int:
+def _convert(options: argparse.Namespace) -> int:
     from alload_jax.commands.model_source import described_by, note_skipped
     from alload_jax.errors import InputError
+    from alload_jax.models.families import read_model_config
     from alload_jax.models.lora_files import read_lora
     from alload_jax.training import expert_places
 
-    config = described_by(expert_places(options.model)[0])  # both experts are alike
+    place = expert_places(options.model)[0]  # both experts are alike
+    config = described_by(place) if place.is_file() else read_model_config(place / "config.json")
     lora = read_lora(options.file, config, options.skip_unknown)
     note_skipped(lora)
     if lora.differences:
@@ -148,7 +145,7 @@ def _write(
     return 0
 
 
-def _merge_one(options: argparse.Namespace) -> int:
+def _merge(options: argparse.Namespace) -> int:
     from alload_jax.commands.model_source import (
         completed,
         find_source,

@@ -19,17 +19,11 @@ from alload_jax.diffusion.timesteps import shift_of
 from alload_jax.errors import InputError
 from alload_jax.files import read_json, require_regular
 from alload_jax.models.common.config import ModelConfig
-from alload_jax.models.families import (
-    SamplingDefaults,
-    family_of,
-    initial_variables,
-    read_model_config,
-)
+from alload_jax.models.families import SamplingDefaults, family_of, initial_variables
 from alload_jax.models.lora_files import LoraFile, merge_adapters, merge_file, read_lora
 from alload_jax.models.weights import load_weights, read_transformer, require_free, save_weights
 from alload_jax.planning.samples import Triple
 from alload_jax.sampling.conditions import family_fps
-from alload_jax.training import EXPERTS
 from alload_jax.training.restore import (
     CHECKPOINTS,
     StepChoice,
@@ -281,21 +275,15 @@ def find_source(
                 f"{place}: is not a run folder of train.py, so {flag} {value} does not apply; "
                 "leave it out"
             )
-    return Source(place, described_by(place))
+    return Source(place, described_by(place) if place.is_file() else read_transformer(place))
 
 
 def described_by(place: Path) -> ModelConfig:
-    """The model of a transformer folder, of which config.json is enough, or of a file of weights.
+    """The model of a file of weights.
 
     Raises:
-      InputError: nothing describes the model.
+      InputError: it is that of no model.
     """
-    if not place.is_file():
-        return (
-            read_transformer(place)
-            if any(place.glob("*.safetensors"))
-            else read_model_config(place / "config.json")
-        )
     if (config := described_model(place)) is None:
         raise InputError(
             f"{place}: holds no weights of a known model; name a transformer folder of diffusers, "
@@ -317,11 +305,6 @@ def find_run(
     if not file.is_file():
         raise InputError(f"{place}: is not a run folder of train.py (no config.yaml); name one")
     config = read_config(["--config", str(file)], prog="alload")
-    if config.experts is not None:
-        raise InputError(
-            f"{place}: its expert low_noise is not trained yet; go on training, or name "
-            f"{place / EXPERTS[0]}"
-        )
     averaged = config.optimizer.ema_decay is not None
     if weights == "ema" and not averaged:
         raise InputError(

@@ -8,12 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from alload_jax.commands.flags import (
-    holds_samples,
-    require_package,
-    source_config,
-    usual_model,
-)
+from alload_jax.commands.flags import holds_samples, require_package, source_config, usual_model
 from alload_jax.data.selection import SourceShare, SourceWeight, source_shares, with_weights
 from alload_jax.errors import InputError
 from alload_jax.planning.analytic import (
@@ -31,13 +26,7 @@ from alload_jax.planning.factory import ONE_EPOCH, RunLength
 from alload_jax.planning.metrics import SimulationSettings
 from alload_jax.planning.policies import AUTO, PORTFOLIO, candidates, find_policy, policy_names
 from alload_jax.planning.remat import AUTO_REMAT, UNRESOLVED, choose_remat, in_words
-from alload_jax.planning.samples import (
-    Geometry,
-    Samples,
-    read_sample_paths,
-    read_samples,
-    samples_from_columns,
-)
+from alload_jax.planning.samples import Geometry, Samples, read_sample_paths, read_samples
 from alload_jax.planning.settings import PlanningConfig, config_type
 from alload_jax.planning.study import Study
 from alload_jax.planning.workloads import make_workload
@@ -336,6 +325,7 @@ def plan_inputs(options: argparse.Namespace) -> PlanInputs:
     if shares:
         count = sum(each.epoch_samples for each in shares)
         source += f", {count:,.10g} an epoch by weights"
+    source += ", for each of two experts" if config is not None and config.experts else ""
     costs, costs_source = request.costs(samples)
     required = any("m_mem" in each.required for each in candidates(policy))
     if fields.get("m_mem") is None and required:
@@ -449,16 +439,13 @@ def _media_samples(place: str, geometry: Geometry) -> tuple[Samples, str, np.nda
 
     settings = MediaSettings()
     token = np.multiply(geometry.vae_stride, geometry.patch_size).tolist()
-    found, unused = clip_sizes(set_items(Path(place), settings), settings, token)
+    found = list(clip_sizes(items := set_items(Path(place), settings), settings, token))
     if not found:
         raise InputError(f"{place}: no file can be used; `alload prepare media` says why")
-    names = ("frames", "height", "width")
-    columns = dict(zip(names, np.array([size for _, size in found]).T, strict=True))
-    weight = np.array([item.weight for item, _ in found])
-    samples = samples_from_columns(columns, geometry, place)
-    samples = dataclasses.replace(samples, weight=None if (weight == 1).all() else weight)
-    source = f"{place}, {len(samples):,} samples to be prepared, by the times in its videos"
-    source += f", of {unused:,} files none" if unused else ""
+    shape, weight = np.array([size for _, size in found]), np.array([i.weight for i, _ in found])
+    weights = None if (weight == 1).all() else weight
+    samples = Samples(shape, geometry.seq_len(*shape.T), weights)
+    source = f"{place}, {len(samples):,} samples that its {len(items):,} files would give"
     return samples, source, np.array([item.name for item, _ in found], object)
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from alload_jax.commands.flags import loras_of_experts
+from alload_jax.commands.flags import of_each_expert
 from alload_jax.commands.model_source import Source, completed, find_source, read_loras
 from alload_jax.diffusion.schedules import noise_levels, rounded_timesteps
 from alload_jax.errors import InputError
@@ -33,7 +33,6 @@ from alload_jax.sampling.requests import (
     check_request,
     read_list,
 )
-from alload_jax.training import expert_places
 from alload_jax.training.device_memory import memory_named
 from alload_jax.training.restore import one_device_mesh
 
@@ -57,8 +56,8 @@ def sample(options: argparse.Namespace) -> None:
     _name_both(options)
     source = find_source(options.checkpoint, options.weights, options.step)
     if options.low_noise_checkpoint and options.boundary is None:
-        options.boundary = source.noise_levels()[0] or None
-    if options.low_noise_checkpoint and options.boundary is None:
+        options.boundary = source.noise_levels()[0]
+    if options.boundary == 0:
         raise InputError(
             f"alload sample: {options.checkpoint} does not say from which noise level its expert "
             "is used; give --boundary, such as 0.875"
@@ -106,17 +105,14 @@ def sample(options: argparse.Namespace) -> None:
 
 def _name_both(options: argparse.Namespace) -> None:
     """Names the second of two experts, and what belongs to it, where --checkpoint holds both."""
-    first, *second = expert_places(place := options.checkpoint)
-    bases = expert_places(options.base) if options.base else (None,)
-    options.base, options.low_noise_base = bases[0], bases[-1]
-    if not second and not options.low_noise_checkpoint:
-        return
-    if second:
-        options.checkpoint, options.low_noise_checkpoint = first, second[0]
-        index = read_json(Path(place) / "model_index.json") or {}
-        options.boundary = options.boundary or index.get("boundary_ratio")
-    options.lora, of_second = loras_of_experts(options.lora)
-    options.low_noise_lora = [*of_second, *options.low_noise_lora]
+    options.low_noise_base, place = options.base, Path(options.checkpoint)
+    first, *others = of_each_expert(options, "checkpoint")
+    for second in others:
+        index = options.boundary is None and read_json(place / "model_index.json")
+        options.boundary = index.get("boundary_ratio") if index else options.boundary
+        options.checkpoint, options.low_noise_checkpoint = first.checkpoint, second.checkpoint
+        options.base, options.low_noise_base = first.base, second.base
+        options.lora, options.low_noise_lora = first.lora, second.lora + options.low_noise_lora
 
 
 def _note(words: str) -> None:

@@ -67,8 +67,10 @@ from alload_jax.training.remat_choice import (
 )
 from alload_jax.training.restore import (
     CHECKPOINTS,
-    averaged_values,
+    WeightsKind,
+    find_step,
     new_state,
+    restore_weights,
     state_of_checkpoint,
 )
 from alload_jax.training.run_files import (
@@ -112,17 +114,16 @@ def run(config: Config, argv: Sequence[str]) -> int:
         initialize(config.cluster, config.run.folder) as cluster,
         termination_as_interrupt(status, leave),
     ):
-        stop, whole = StopRequest(), Path(config.run.folder)
-        if config.experts is not None:
-            write_config(config, whole / "config.yaml")
-        remedy = partial(continue_with, whole, config.cluster)
+        stop, remedy = (
+            StopRequest(),
+            partial(continue_with, Path(config.run.folder), config.cluster),
+        )
         for each in experts_of(config):
             if config.experts is not None and first_process():
-                print(f"expert {Path(each.run.folder).name}:", flush=True)
-            with Watchdog(
-                config.watchdog, Path(each.run.folder), cluster, stop, remedy
-            ) as watchdog:
-                status = train(with_context(each), argv, cluster, stop, watchdog, whole)
+                print(f"expert {each.run.folder}:", flush=True)
+            folder = Path(each.run.folder)
+            with Watchdog(config.watchdog, folder, cluster, stop, remedy) as watchdog:
+                status = train(with_context(each), argv, cluster, stop, watchdog, config)
             gc.collect()  # the next expert needs the memory
             if status or any(cluster.all_gather(stop.number)):
                 break
@@ -135,17 +136,17 @@ def train(
     cluster: Cluster,
     stop: StopRequest,
     watchdog: Watchdog,
-    whole: Path,
+    whole: Config,
 ) -> int:
     """Trains, from the start or from where the run folder stands; returns the exit status.
 
-    The config is known here alone: what is called takes the parts that it uses. What continues the
-    run is the config in the folder `whole`, that of two experts or its own.
+    The config is known here alone: what is called takes the parts that it uses. The run is that of
+    `whole`, or of one of its two experts; the config in the folder of `whole` continues it.
     """
-    began, folder = time.monotonic(), Path(config.run.folder)
+    began, folder, root = time.monotonic(), Path(config.run.folder), Path(whole.run.folder)
     use_compilation_cache(config.run)
     if cluster.heartbeat:
-        cluster.heartbeat.remedy = partial(after_loss, folder, whole, config.cluster)
+        cluster.heartbeat.remedy = partial(after_loss, folder, root, config.cluster)
     cluster.require_same(values_of(config), "start all processes with the same config")
 
     # ---------------------------------------------------------------- data
@@ -249,8 +250,12 @@ def train(
             if summary and start >= total:
                 print_summary(summary, folder)
                 return 0
+            kind: WeightsKind = "raw" if config.optimizer.ema_decay is None else "ema"
+            found = partial(
+                restore_weights, config=model, parameters=config.parameters, mesh=mesh, weights=kind
+            )
             writer.begin(
-                partial(averaged_values, model=model, parameters=config.parameters, mesh=mesh)
+                lambda run: found(place := Path(run) / CHECKPOINTS, find_step(place)).merged()
             )
             state, state_to_train, source = _begin(spec, mesh, config.run, checkpoints, start)
             trainer = Trainer(spec, mesh, state, groups, single=planning.single_gradient)
@@ -278,6 +283,8 @@ def train(
                 joined = f"the data folder has changed since step {start}: {joined}"
             show_opening(opening, [joined, changed_settings(before, values)])
             write_config(config, folder / "config.yaml")
+            if whole.experts is not None:
+                write_config(whole, root / "config.yaml")
             facts = {  # which `alload sample` needs of the data, wherever they go
                 "vae_stride": list(data.manifest.vae_stride),
                 "text_length": data.manifest.longest_text(),
@@ -360,7 +367,7 @@ def train(
                 progress=watchdog.progress,
             )
             loop = Loop(trainer, start, total, callbacks, repair)
-            ready = process_seconds() if whole == folder else time.monotonic() - began
+            ready = process_seconds() if root == folder else time.monotonic() - began
             stop_at = start if consensus.signal() else total
             with closing(run_plan.steps(start, stop_at, collator, config.data.loader)) as steps:
                 loop.run(place(steps))
@@ -371,7 +378,7 @@ def train(
             raise InputError(f"{loop.refusal} (saved at step {loop.done})")
         if stopped_by:
             done = f"saved step {loop.done} of {total}"
-            print(f"{stop_name(stopped_by)}: {done}; {continue_with(whole, config.cluster)}")
+            print(f"{stop_name(stopped_by)}: {done}; {continue_with(root, config.cluster)}")
             return config.run.status_when_stopped
         figures: dict[str, float] = {}
         if first_process() and (steps_done := log.rows[start:]):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from alload_jax.diffusion.timesteps import TimestepConfig, shift_of
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.planning.samples import Geometry, Triple, divisible
-from alload_jax.sampling.conditions import RequestArrays, arrays_of, decoded, family_fps, stacked
+from alload_jax.sampling.conditions import arrays_of, decoded, family_fps, stacked
 from alload_jax.sampling.config import Draw, GridConfig, PromptConfig, SamplingConfig
 from alload_jax.sampling.encoders import Encoders, find_encoders
 from alload_jax.sampling.flow import Condition, Flow, make_flow
@@ -56,7 +56,7 @@ def make_draw(
     def draw(values: PyTree, key: jax.Array, labels: jax.Array, grid: Triple) -> jax.Array:
         noise = jax.random.normal(key, (len(labels), *grid, model.in_channels))
         null = jnp.full_like(labels, model.num_classes)
-        flow = _flow(model, timesteps, config, grid)
+        _, flow = _flow(model, timesteps, config, grid)
         return flow(values, noise, Condition(labels), Condition(null))
 
     def draw_on_host(
@@ -70,23 +70,19 @@ def make_draw(
 
 
 def _flow(
-    model: ModelConfig,
-    timesteps: TimestepConfig,
-    config: SamplingConfig,
-    grid: Triple,
-    part: Literal["first", "rest"] | None = None,
-) -> Flow:
-    """The flow of samples whose latents have this grid, or a part of it: above `highest`, or below.
+    model: ModelConfig, timesteps: TimestepConfig, config: SamplingConfig, grid: Triple
+) -> tuple[Flow, Flow]:
+    """The flow of samples whose latents have this grid, behind the part that another expert draws.
 
-    From `lowest` on, where it was not trained, a model goes to the data that it predicts there.
+    Below `lowest`, where it was not trained, a model goes to the data that it predicts.
     """
     seq_len = math.prod(grid) // math.prod(model.patch_size)
     shift = config.shift or shift_of(timesteps, seq_len)
     sigmas = noise_levels(config.sampler, config.steps, shift)
     sigmas = np.append(sigmas[:-1][sigmas[:-1] >= timesteps.lowest], np.float32(0))
-    above = int((sigmas[:-1] >= timesteps.highest).sum())
-    steps = {"first": slice(above), "rest": slice(above, None), None: slice(None)}[part]
-    return make_flow(model, config.sampler, sigmas, config.guidance, steps=steps)
+    above = int((sigmas[:-1] >= timesteps.highest).sum()) if config.high_noise else 0
+    made = partial(make_flow, model, config.sampler, sigmas, config.guidance)
+    return made(steps=slice(above)), made(steps=slice(above, None))
 
 
 def grid_labels(grid: GridConfig, num_classes: int, text_length: int) -> np.ndarray:
@@ -158,13 +154,12 @@ class SampleWriter:
         )
         for number, prompt in enumerate(config.prompts):
             request = _request(number, prompt, target, f".{config.clip_format}")
-            given = (model, timesteps, config, request.grid)
-            flow = _flow(*given, part="rest" if config.high_noise else None)
-            before = jax.jit(_flow(*given, part="first")) if config.high_noise else None
-            arrays = arrays_of(request, model, encoders)
-            self._prompts.append(
-                _Prompt(prompt.prompt, request, arrays, jax.jit(flow), self._noise(request), before)
+            flows = map(jax.jit, _flow(model, timesteps, config, request.grid))
+            noise = jax.random.normal(
+                jax.random.key(request.seed), (1, *request.grid, model.latent_channels)
             )
+            arrays = jax.tree.map(jnp.asarray, stacked([arrays_of(request, model, encoders)]))
+            self._prompts.append(_Prompt(prompt.prompt, request, noise, arrays, *flows))
         self._vae = encoders.vae
         encoders.unload()
 
@@ -202,14 +197,11 @@ class SampleWriter:
         Args:
           read: gives the values of the model that a run folder holds; called only where needed.
         """
-        if self._config.high_noise is None or not self._prompts:
-            return
-        values = read(self._config.high_noise)
-        self._prompts = [each.begun(values) for each in self._prompts]
-
-    def _noise(self, request: Request) -> jax.Array:
-        shape = (1, *request.grid, self._model.latent_channels)
-        return jax.random.normal(jax.random.key(request.seed), shape)
+        if self._config.high_noise and self._prompts:
+            values = read(self._config.high_noise)
+            for at, each in enumerate(self._prompts):
+                state = each.before(values, each.noise, *each.arrays)
+                self._prompts[at] = each._replace(noise=state)
 
     def pictures(self, step: int, values: PyTree) -> Iterator[Picture]:
         """Generates every grid and prompt, usually with the EMA's values of the model.
@@ -230,11 +222,11 @@ class SampleWriter:
             headers = [str(label) for label in range(classes)]
             path = folder / f"{grid.name}{clip_suffix(grid.frames, self._config.clip_format)}"
             yield Picture(path, partial(write_grid, path, clips, headers))
-        for prompt in self._prompts:
-            batch = prompt.flow(values, prompt.noise, *prompt.conditions)
+        for _, request, noise, arrays, _, flow in self._prompts:
+            batch = flow(values, noise, *arrays)
             (clip,) = np.asarray(process_allgather(batch, tiled=True))
-            path = folder / prompt.request.out
-            yield Picture(path, partial(self._write_prompt, path, clip, prompt.request))
+            path = folder / request.out
+            yield Picture(path, partial(self._write_prompt, path, clip, request))
 
     def _write_prompt(self, path: Path, clip: np.ndarray, request: Request) -> None:
         if path.suffix != LATENTS:
@@ -245,22 +237,14 @@ class SampleWriter:
 
 
 class _Prompt(NamedTuple):
-    """A prompt, ready to be drawn: `flow` takes `noise`, or what `before` makes of it."""
+    """A prompt, ready to be drawn: `flow` takes the noise, or what `before` makes of it."""
 
     words: str
     request: Request
-    arrays: RequestArrays
-    flow: Flow
     noise: PyTree
-    before: Flow | None
-
-    @property
-    def conditions(self) -> tuple[Condition, Condition]:
-        return jax.tree.map(jnp.asarray, stacked([self.arrays]))
-
-    def begun(self, values: PyTree) -> "_Prompt":
-        assert self.before is not None
-        return self._replace(noise=self.before(values, self.noise, *self.conditions))
+    arrays: tuple[Condition, Condition]
+    before: Flow
+    flow: Flow
 
 
 def _request(number: int, prompt: PromptConfig, target: Target, suffix: str) -> Request:

@@ -54,8 +54,6 @@ class RunConfig:
 
 EXPERTS = ("high_noise", "low_noise")
 """Names of two experts, and of their run folders in that of both, in the order of training."""
-
-
 TRANSFORMERS = ("transformer", "transformer_2")
 """Their folders in a pipeline of diffusers."""
 
@@ -70,7 +68,9 @@ def expert_places(place: str | Path) -> tuple[Path, ...]:
     pairs = [tuple(place / name for name in names) for names in (EXPERTS, TRANSFORMERS)]
     if place.name and not place.exists():
         pairs = [tuple(expert_file(place, name) for name in EXPERTS)]
-    return next((pair for pair in pairs if all(each.exists() for each in pair)), (place,))
+    # Of a run the second may not have begun, which is told where it is read.
+    begun = [pair for pair in pairs if (pair[0] if pair[0].name in EXPERTS else pair[1]).exists()]
+    return begun[0] if begun else (place,)
 
 
 def expert_file(file: str | Path, name: str) -> Path:
@@ -84,8 +84,7 @@ class ExpertsConfig:
     """Two experts, such as those of Wan 2.2's A14B models, which are trained one after the other.
 
     Attributes:
-      boundary: noise level from which the first is used; Wan 2.2: 0.875 for text-to-video, 0.9 for
-        image-to-video.
+      boundary: noise level from which the first is used; Wan 2.2: 0.875, image-to-video 0.9.
       high_noise, low_noise: weights that they start from, as `run.initial_weights`.
     """
 

@@ -198,24 +198,6 @@ def restore_frozen(
     return frozen
 
 
-def averaged_values(
-    run: str | Path, model: ModelConfig, parameters: ParametersConfig, mesh: Mesh
-) -> PyTree:
-    """Reads the averaged values, or else the latest, of a run's newest checkpoint.
-
-    Raises:
-      InputError: there is none, it is damaged, or it is of another model.
-    """
-    folder = Path(run) / CHECKPOINTS
-    step = find_step(folder)
-    kind = _kind_of(read_identity(folder.absolute() / str(step)))
-    return restore_weights(folder, step, model, parameters, mesh, kind).merged()
-
-
-def _kind_of(identity: Json) -> WeightsKind:
-    return "raw" if NO_AVERAGE in (identity.get("optimizer") or {}) else "ema"
-
-
 def given_parameters(
     place: str | Path,
     config: ModelConfig,
@@ -304,13 +286,12 @@ def _of_run(
     folder = run / CHECKPOINTS
     step = find_step(folder)
     identity = read_identity(folder.absolute() / str(step))
+    kind: WeightsKind = "raw" if NO_AVERAGE in (identity.get("optimizer") or {}) else "ema"
     theirs = config_from_fields(identity["model"])
     require_same_architecture(config, theirs, run)
     fields = (identity.get("parameters") or {}).items()
     trained: Json = {name: tuple(v) if isinstance(v, list) else v for name, v in fields}
-    found = restore_weights(
-        folder, step, theirs, ParametersConfig(**trained), mesh, _kind_of(identity)
-    )
+    found = restore_weights(folder, step, theirs, ParametersConfig(**trained), mesh, kind)
     params = merge_parameters(found.params, readable(found.frozen))
     own = config.lora.identity() if config.lora else None
     if theirs.lora is not None and theirs.lora.identity() != own:

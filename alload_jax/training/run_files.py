@@ -59,13 +59,7 @@ def continue_with(folder: Path, cluster: ClusterConfig) -> str:
 
 
 def after_loss(folder: Path, whole: Path, cluster: ClusterConfig) -> str:
-    """Returns what to do after a process is lost, and the step that the run resumes from.
-
-    Args:
-      folder: of the run.
-      whole: of the config that it is continued by.
-      cluster: the processes.
-    """
+    """Returns what to do after a process is lost, and the step that the run resumes from."""
     if not (whole / "config.yaml").exists():
         return "start all processes again"
     names = [path.name for path in (folder / "checkpoints").glob("*")]

@@ -358,10 +358,9 @@ def test_experts_that_cannot_be_meant_are_refused(lora):
             none | {"experts": {"boundary": 1.0}},
             "experts.boundary is 1.0; it must be between 0 and 1",
         ),
-        (none | {"objective": {"timesteps": {"highest": 0.5}}}, "highest is given beside experts"),
         (
-            none | {"validation": {"noise_levels": [0.5]}},
-            "none of which is of the expert high_noise",
+            none | {"objective": {"timesteps": {"highest": 0.5}}},
+            "timesteps is given beside experts",
         ),
         (none | {"experts": {"boundary": 0.5, "high_noise": "x"}, "model": {}}, "x: no such file"),
     ):

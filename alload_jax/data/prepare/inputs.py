@@ -92,10 +92,8 @@ def _item(name: str, find: Callable[[], tuple[Source, list[str]]]) -> Item:
     return Item(name, source, first, alternatives=tuple(captions[1:]))
 
 
-_PACKED, _UNPACK = (
-    (".tar.gz", ".tgz"),
-    "is compressed; unpack it by gunzip, a .tar is read as it is",
-)
+_PACKED = (".tar.gz", ".tgz")
+_UNPACK = "is compressed; unpack it by gunzip, a .tar is read as it is"
 
 
 def _require_media(name: str) -> None:
@@ -156,12 +154,8 @@ def table_items(
         return checked_source(place, name), words
 
     def within(name: str) -> str:
-        real = Path(os.path.realpath(Path(name).parent)) / Path(name).name
-        return (
-            str(real.relative_to(place))
-            if os.path.isabs(name) and real.is_relative_to(place)
-            else name
-        )
+        relative = os.path.relpath(name, place) if os.path.isabs(name) else ".."
+        return name if relative.startswith("..") else relative
 
     paths = [within(readable_name(as_caption(row.get(path)) or "")) for row in rows]
     return [_item(name, partial(find, name, row)) for name, row in zip(paths, rows, strict=True)]

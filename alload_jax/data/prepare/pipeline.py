@@ -19,13 +19,7 @@ import pyarrow.parquet
 
 from alload_jax.data.prepare.settings import MediaSettings, items_digest
 from alload_jax.data.prepare.sources import Item, with_copies
-from alload_jax.data.prepare.unit import (
-    Job,
-    areas_of,
-    deferred_interrupts,
-    encoding_processes,
-    prepare_unit,
-)
+from alload_jax.data.prepare.unit import Job, deferred_interrupts, encoding_processes, prepare_unit
 from alload_jax.data.prepare.update import Update
 from alload_jax.data.prepare.videos import require_detector
 from alload_jax.data.prepare.work_folder import (
@@ -103,7 +97,7 @@ def prepare_media(
     vae, text = settings.encoders(items)
     job = Job(out, settings, vae, text, settings.given_frames())
     for own in {item.own for item in items}:
-        areas_of(replace(settings, **dict(own)), job.token)
+        replace(settings, **dict(own)).areas(job.token)
     flags = settings.flags() | job.encoder_origins()
     flags |= {"update": True} if update else {"files": items_digest(items)}
     with claimed(out, flags, update):

@@ -17,7 +17,7 @@ from alload_jax.data.prepare.encoders import (
     TextEncoder,
     VaeEncoder,
 )
-from alload_jax.data.prepare.sources import Item
+from alload_jax.data.prepare.sources import Bucket, Item, buckets_of
 from alload_jax.errors import InputError
 from alload_jax.files import Json
 
@@ -135,6 +135,14 @@ class MediaSettings:
                 f"--fps is {self.fps}; give a number up to {_MOST_FPS}, such as 16 or 24000/1001"
             )
         return rate
+
+    def areas(self, token: Sequence[int]) -> list[tuple[Bucket, ...]]:
+        """The buckets of each area class, whose sides whole tokens cover; `token` is that of `Job`.
+
+        Raises:
+          InputError: an area class is unknown or does not fit the encoder.
+        """
+        return [buckets_of(area, max(16, *token[1:])) for area in self.area]
 
     @property
     def stride(self) -> int:

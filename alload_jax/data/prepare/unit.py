@@ -28,11 +28,9 @@ from alload_jax.data.prepare.encoders import (
 from alload_jax.data.prepare.settings import MediaSettings
 from alload_jax.data.prepare.sources import (
     IMAGES,
-    Bucket,
     Item,
     Note,
     UnusableError,
-    buckets_of,
     content_of,
     decode_image,
     fit,
@@ -230,15 +228,6 @@ class Job:
         return tuple(stride * patch for stride, patch in pairs)
 
 
-def areas_of(settings: MediaSettings, token: Sequence[int]) -> list[tuple[Bucket, ...]]:
-    """The buckets of each area class of some settings, whose sides whole tokens cover.
-
-    Raises:
-      InputError: an area class is unknown or does not fit the encoder.
-    """
-    return [buckets_of(area, max(16, *token[1:])) for area in settings.area]
-
-
 def prepare_unit(
     job: Job,
     number: int,
@@ -360,40 +349,28 @@ def _encoded(job: Job, item: Item, note: Note) -> Iterator[_Clip]:
 
 def clip_sizes(
     items: Sequence[Item], settings: MediaSettings, token: Sequence[int]
-) -> tuple[list[tuple[Item, Triple]], int]:
-    """Sizes of the clips that `prepare_unit` would make, from the times in videos alone.
+) -> Iterator[tuple[Item, Triple]]:
+    """The file and size in pixels of each clip that `prepare_unit` would make.
 
-    Args:
-      items: input files.
-      settings: what is made of them, whatever encodes it.
-      token: pixels along (frames, height, width) of a token.
-
-    Returns:
-      Each clip's file and (frames, height, width) in pixels; and how many files give none.
+    By the times in videos alone; `token` is that of `Job`.
     """
-    found: list[tuple[Item, Triple]] = []
-    unused = 0
     for item in items:
-        before = len(found)
         with suppress(UnusableError):
-            for clip in _clips(settings, token, item, lambda change: None, times_only=True):
-                found.append((item, (len(clip), clip.shape[1], clip.shape[2])))
-        unused += len(found) == before
-    return found, unused
+            for clip in _clips(settings, token, item, times_only=True):
+                yield item, (len(clip), clip.shape[1], clip.shape[2])
 
 
 def _clips(
     settings: MediaSettings,
     token: Sequence[int],
     item: Item,
-    note: Note,
+    note: Note = lambda change: None,
     times_only: bool = False,
 ) -> Iterator[np.ndarray]:
     settings = replace(settings, **dict(item.own)) if item.own else settings
     if item.source is None:
         raise UnusableError(item.reason)
-    areas = areas_of(settings, token)
-    choose = partial(fit, areas=areas, max_enlarge=settings.max_enlarge)
+    choose = partial(fit, areas=settings.areas(token), max_enlarge=settings.max_enlarge)
     is_image = suffix_of(item.name) in IMAGES
     if is_image and not is_animated(item.source):
         yield decode_image(item.source, choose, note)

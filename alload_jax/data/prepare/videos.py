@@ -187,19 +187,16 @@ def first_frame_at_times(container: InputContainer) -> Iterator[Decoded]:
     """
     stream = container.streams.video[0]
     each, after = 1 / Fraction(stream.average_rate or stream.guessed_rate or 25), Fraction(0)
-    first: av.VideoFrame | None = None
-    times = set()
+    first, times = list[av.VideoFrame](), set[tuple[Fraction, Fraction]]()
     with damage_named("damaged video"):
         for packet in container.demux(stream):
-            if first is None:
-                first = next(iter(stream.codec_context.decode(packet)), None)
+            first = first or stream.codec_context.decode(packet)
             if packet.size and not packet.is_discard:
-                base = packet.time_base
-                begin = after if packet.pts is None or not base else packet.pts * base
-                after = begin + ((packet.duration or 0) * (base or 0) or each)
+                base = packet.time_base or Fraction(0)
+                begin = after if packet.pts is None else packet.pts * base
+                after = begin + ((packet.duration or 0) * base or each)
                 times.add((begin, after))
-    if first is not None:
-        yield from (Decoded(first, *time) for time in sorted(times))
+    yield from (Decoded(first[0], *time) for time in sorted(times) if first)
 
 
 def _decoded(container: InputContainer, stream: av.VideoStream) -> Iterator[av.VideoFrame]:
