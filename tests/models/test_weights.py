@@ -20,6 +20,7 @@ from golden_models import (
     transformer,
 )
 
+from alload_jax.commands.model_source import find_source, save_transformer
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import TextConfig
 from alload_jax.models.common.safetensor_files import INDEX
@@ -194,6 +195,13 @@ def test_scaled_float8_files_are_read_and_describe_their_model(
     found = flatten_dict(load_weights(file, ALONE, MESH), sep="/")
     for path, value in in_our_layout(expected).items():
         np.testing.assert_allclose(found[path], value, rtol=1e-6)
+    source = find_source(file)  # as commands read it
+    assert source.config == ALONE
+    read = flatten_dict(source.values(MESH), sep="/")
+    assert {path: value.tolist() for path, value in read.items()} == {
+        path: value.tolist()
+        for path, value in flatten_dict(load_weights(file, ALONE, MESH), sep="/").items()
+    }
     wider = dataclasses.replace(ALONE, num_heads=2)
     with pytest.raises(InputError, match=r"x.safetensors: .*num_heads is 2, but 1 there"):
         given_parameters(file, wider, ParametersConfig(), MESH)
@@ -229,6 +237,9 @@ def test_gguf_files_are_read_and_describe_their_model(tmp_path):
     found = flatten_dict(load_weights(file, ALONE, MESH), sep="/")
     for path, value in in_our_layout(expected).items():
         np.testing.assert_allclose(found[path], value, rtol=1e-6)
+    save_transformer(find_source(file), str(tmp_path / "merged"), "float32")
+    merged = flatten_dict(load_weights(tmp_path / "merged", ALONE, MESH), sep="/")
+    jax.tree.map(np.testing.assert_array_equal, merged, found)
     whole = file.read_bytes()
     for content in (b"", b"GGUF", whole[: len(whole) // 2], bytes(len(whole))):
         file.write_bytes(content)

@@ -80,11 +80,19 @@ def test_a_clip_of_wan_is_that_of_the_pipeline(name, rounded, of_wan, tmp_path, 
     torch.manual_seed(1)
     model = diffusers.WanTransformer3DModel(**sizes | fields)
     hunyuan_video_folders.moved_from_zero(model).save_pretrained(tmp_path / "transformer")
+    checkpoint, experts = tmp_path / "transformer", {}
+    if name.endswith("A14B"):  # two experts
+        second = hunyuan_video_folders.moved_from_zero(
+            diffusers.WanTransformer3DModel(**sizes | fields)
+        )
+        second.save_pretrained(tmp_path / "transformer_2")
+        (tmp_path / "model_index.json").write_text('{"boundary_ratio": 0.8}')
+        checkpoint, experts = tmp_path, {"transformer_2": second, "boundary_ratio": 0.8}
     scheduler = diffusers.UniPCMultistepScheduler if rounded else ExactTimesteps
     options = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
     unused = {} if "image_dim" in fields else {"image_encoder": None, "image_processor": None}
     own = {"scheduler": scheduler(**options), "transformer": model, "expand_timesteps": is_5b}
-    pipeline = pipeline_of(parts, **own, **unused)
+    pipeline = pipeline_of(parts, **own, **unused, **experts)
     pipeline.set_progress_bar_config(disable=True)
     noise, latents = noise_of((3, SIDE // stride, WIDTH // stride, channels))
     found = pipeline(
@@ -103,7 +111,7 @@ def test_a_clip_of_wan_is_that_of_the_pipeline(name, rounded, of_wan, tmp_path, 
     expected = clip_of(found.frames)
     assert np.abs(noise - expected).mean() > 0.1
 
-    command = ["sample", "--checkpoint", str(tmp_path / "transformer"), "--prompt", SENTENCE]
+    command = ["sample", "--checkpoint", str(checkpoint), "--prompt", SENTENCE]
     command += ["--negative-prompt", negative] if negative else []
     command += ["--text-encoder", folder, "--vae", folder, "--image", str(images / "0.png")]
     command += ["--last-image", str(images / "1.png")] if has_last else []
