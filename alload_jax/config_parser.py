@@ -258,8 +258,7 @@ def _kind_of(
     for before, after in pairwise((*argv, "")):
         if part.default is None and before.partition("=")[0] == f"--{part.key}":
             text = before.partition("=")[2] or after
-            found = as_section(text)
-            found = {} if found is None else found  # null
+            found = as_section(text) or {}  # none for null
             if not isinstance(found, dict):
                 raise InputError(
                     f"--{part.key} is {text!r}; give its keys, such as "
@@ -406,7 +405,7 @@ class _Parser(ArgumentParser):
     def _unknown(self, key: str) -> str:
         typed = any(part.split("=")[0] == f"--{key}" for part in self.command_line)
         files = " or ".join(config_files(self.command_line))
-        place = self.place or ("command line" if typed else files)
+        place = self.place or ("command line" if typed or not files else files)
         for old, new in self.renamed.items():
             if key == old or key.startswith(f"{old}."):
                 return f"{place}: key {old} is now {new}; rename it"

@@ -38,8 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     data = parser.add_argument_group("data set")
     data.add_argument(
         "--manifest",
-        help="a data folder; Parquet or CSV: frames, height, width, or seq_len; or a .yaml set of "
-        "folders, before it is prepared",
+        help="data folder, .yaml set, Parquet or CSV: frames, height, width, or seq_len",
     )
     data.add_argument("--workload", choices=names(), metavar="NAME", help=", ".join(names()))
     data.add_argument("--size", type=int, default=100_000, help="number of samples of the workload")

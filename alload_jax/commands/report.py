@@ -6,6 +6,7 @@ from pathlib import Path
 from alload_jax.commands import add_command
 from alload_jax.commands.flags import require_place
 from alload_jax.errors import InputError
+from alload_jax.training import expert_places
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,6 +77,8 @@ def _places(options: argparse.Namespace, name: str) -> tuple[Path, Path]:
     folder = Path(options.run_folder)
     if not folder.is_dir():
         raise InputError(f"alload report {name}: {folder}: no such folder; name a run's folder")
+    if len(both := expert_places(folder)) > 1:
+        raise InputError(f"alload report {name}: {folder}: has two experts; name {both[0]}")
     out = Path(options.out) if options.out else folder / f"{name}.png"
     if not options.out and out.is_symlink():  # the run may be somebody else's
         raise InputError(f"{out}: is a link; remove it, or name a file by --out")

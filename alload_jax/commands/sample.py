@@ -57,9 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "SigLIP, for --image with models that take image embeddings")  # fmt: skip
     add("--low-noise-checkpoint", metavar="DIR", help="second of two experts, as in Wan 2.2's A14B "
         "models: it takes the lower noise levels")  # fmt: skip
-    add("--boundary", type=float, help="noise level below which it does, from 0 to 1; Wan 2.2 uses "
-        "0.875 for text-to-video, 0.9 for image-to-video; default: as trained, or that of the "
-        "pipeline")  # fmt: skip
+    add("--boundary", type=float, help="noise level below which it does; Wan 2.2 uses 0.875, for "
+        "image-to-video 0.9; default: as trained, or the pipeline's")  # fmt: skip
     add("--low-noise-lora", metavar="FILE[:SCALE]", nargs="+", default=[], help="LoRA files to add "
         "to it")  # fmt: skip
     add("--low-noise-guidance", type=float, help="its guidance; default: that of the first")

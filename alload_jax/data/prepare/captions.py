@@ -98,11 +98,11 @@ class CaptionRule:
         if not isinstance(found, dict):
             return self.of_values([found])
         by_name = {str(key): value for key, value in found.items()}
-        objects = [name for name in self.columns(by_name) if isinstance(by_name[name], dict)]
+        named = self.columns(by_name)
         by_name = {key: value for key, value in by_name.items() if not isinstance(value, dict)}
-        if objects and not self.columns(by_name):
+        if named and not self.columns(by_name):
             raise UnusableError(
-                f"{objects[0]} is no text but an object; name another by --caption-column"
+                f"{named[0]} is no text but an object; --caption-column names others"
             )
         return self.of_values([by_name[name] for name in self.columns(by_name)])
 

@@ -1,6 +1,7 @@
 """One unit of work: some input files become one shard, encoded here or by another process."""
 
 import json
+import operator
 import os
 import signal
 import threading
@@ -224,8 +225,7 @@ class Job:
     @property
     def token(self) -> tuple[int, ...]:
         """Pixels along (frames, height, width) of a token."""
-        pairs = zip(self.vae.stride, self.vae.patch_size, strict=True)
-        return tuple(stride * patch for stride, patch in pairs)
+        return tuple(map(operator.mul, self.vae.stride, self.vae.patch_size))
 
 
 def prepare_unit(
