@@ -54,8 +54,7 @@ class RunConfig:
 
 EXPERTS = ("high_noise", "low_noise")
 """Names of two experts, and of their run folders in that of both, in the order of training."""
-TRANSFORMERS = ("transformer", "transformer_2")
-"""Their folders in a pipeline of diffusers."""
+TRANSFORMERS = ("transformer", "transformer_2")  # their folders in a pipeline of diffusers
 
 
 def expert_places(place: str | Path) -> tuple[Path, ...]:
