@@ -114,19 +114,17 @@ def run(config: Config, argv: Sequence[str]) -> int:
         initialize(config.cluster, config.run.folder) as cluster,
         termination_as_interrupt(status, leave),
     ):
-        stop, remedy = (
-            StopRequest(),
-            partial(continue_with, Path(config.run.folder), config.cluster),
-        )
+        stop = StopRequest()
+        remedy = partial(continue_with, Path(config.run.folder), config.cluster)
         for each in experts_of(config):
+            if any(cluster.all_gather(stop.number)):  # while the expert before was trained
+                return config.run.status_when_stopped
             if config.experts is not None and first_process():
                 print(f"expert {each.run.folder}:", flush=True)
             folder = Path(each.run.folder)
             with Watchdog(config.watchdog, folder, cluster, stop, remedy) as watchdog:
                 status = train(with_context(each), argv, cluster, stop, watchdog, config)
             gc.collect()  # the next expert needs the memory
-            if status or any(cluster.all_gather(stop.number)):
-                break
         return status
 
 
