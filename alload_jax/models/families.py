@@ -7,7 +7,7 @@ folder with a `Family`, add its line to `FAMILIES` and those of its costs to
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol, get_args, get_type_hints
@@ -139,8 +139,6 @@ class Family(Protocol):
       folder_classes: values of `_class_name` in config.json that the family can read.
       ignored_tensors: substrings of the names of checkpoint tensors that the model does not use.
       namings: naming schemes of checkpoints that `tensors` knows.
-      joined_layers: by whose keys, a pattern for the layers of checkpoints, ending in q, k or v, of
-        which files of adapters have one for the three.
       has_first_frame_timestep: whether the first latent frame may have a timestep of its own.
       lora_targets: patterns for the names of linear layers that adapters have by default.
     """
@@ -151,7 +149,6 @@ class Family(Protocol):
     folder_classes: tuple[str, ...] = ()
     ignored_tensors: tuple[str, ...] = ()
     namings: tuple[Naming, ...] = ("diffusers", "original")
-    joined_layers: ClassVar[Mapping[str, str]] = {}
     has_first_frame_timestep: bool = False
     lora_targets: tuple[str, ...] = ("^blocks/",)
 
@@ -433,7 +430,9 @@ class TransformerFamily(Family):
     Attributes:
       tensor_names: by naming, our layers, and parameters that belong to none, such as
         `blocks/self_attention/query`, and their names in checkpoints, in the order of these; {}
-        stands for the number of the block. A model need not have all of them.
+        stands for the number of the block. Layers of one name are one there, its outputs in the
+        order of the table; a name ends in `SWAPPED` where the halves of the outputs are the other
+        way round. A model need not have all of them.
     """
 
     tensor_names: ClassVar[Mapping[Naming, Mapping[str, str]]]
@@ -458,8 +457,8 @@ class TransformerFamily(Family):
             )
         shapes = flatten_dict(abstract_model(config).params, sep="/")
         found: list[Tensor] = []
-        for stacked, names in groupby(
-            self.tensor_names[naming].items(), key=lambda names: "{}" in names[1]
+        for _, names in groupby(
+            self.tensor_names[naming].items(), key=lambda names: names[1].partition("{}")[:2]
         ):
             parts = [
                 (path, theirs)
@@ -467,13 +466,13 @@ class TransformerFamily(Family):
                 for path in (ours, *(f"{ours}/{leaf}" for leaf in _ENDINGS))
                 if path in shapes
             ]
-            layers = range(shapes[parts[0][0]].shape[0] if parts else 0) if stacked else [None]
-            for layer in layers:
+            stacked = parts and "{}" in parts[0][1]
+            for layer in range(shapes[parts[0][0]].shape[0]) if stacked else [None]:
                 for path, theirs in parts:
                     shape = shapes[path].shape[0 if layer is None else 1 :]
                     key = theirs.format(layer)
                     found.append(_tensor(key, shape, path, layer, config.patch_size))
-        return found
+        return _with_places(found)
 
     @override
     def packing_unsupported_reason(self, config: TransformerConfig) -> str:
@@ -516,6 +515,25 @@ _ENDINGS = {"kernel": "weight", "scale": "weight", "embedding": "weight", "bias"
 """Names of a layer's parameters, ours and PyTorch's."""
 
 
+SWAPPED = "~"
+"""Ends the name of a layer in checkpoints which have the second half of our outputs first."""
+
+
+def _with_places(tensors: list[Tensor]) -> list[Tensor]:
+    """The tensors, those of one key as parts of its outputs, in their order."""
+    ends: dict[str, int] = {}
+    begins = []
+    for tensor in tensors:
+        begins.append(ends.get(tensor.key, 0))
+        ends[tensor.key] = begins[-1] + tensor.shape[0]
+    return [
+        replace(tensor, outputs=ends[tensor.key], begin=begin)
+        if tensor.swapped or tensor.shape[0] < ends[tensor.key]
+        else tensor
+        for tensor, begin in zip(tensors, begins, strict=True)
+    ]
+
+
 def _tensor(
     key: str, shape: tuple[int, ...], path: str, layer: int | None, patch: Triple
 ) -> Tensor:
@@ -523,13 +541,14 @@ def _tensor(
     leaf = path.rpartition("/")[2]
     if leaf not in _ENDINGS:
         return Tensor(key, (1, *shape), path, layer, "leading")
-    key = f"{key}.{_ENDINGS[leaf]}"
+    swapped = key.endswith(SWAPPED)
+    key = f"{key.removesuffix(SWAPPED)}.{_ENDINGS[leaf]}"
     if path == "patch_embedding/kernel":
         inputs, width = shape
         return Tensor(key, (width, inputs // math.prod(patch), *patch), path, layer, "patch")
     if leaf == "kernel":
-        return Tensor(key, shape[::-1], path, layer, "matrix")
-    return Tensor(key, shape, path, layer, "same")
+        return Tensor(key, shape[::-1], path, layer, "matrix", swapped=swapped)
+    return Tensor(key, shape, path, layer, "same", swapped=swapped)
 
 
 def _switches(variables: PyTree) -> Auxiliary:

@@ -3,8 +3,8 @@
 Keys are those of diffusers and PEFT (`transformer.blocks.0.attn1.to_q.lora_A.weight`), of the
 model's original repository and ComfyUI (`diffusion_model.blocks.0.self_attn.q.lora_down.weight`,
 `.alpha`) and of musubi-tuner (`lora_unet_blocks_0_self_attn_q.lora_down.weight`). diffusers 0.42's
-`lora_conversion_utils` was read for facts about them. ComfyUI's HunyuanVideo has one layer for
-query, key and value (`img_attn_qkv`), so that its adapter is those of the three, side by side.
+`lora_conversion_utils` was read for facts about them. HunyuanVideo has one layer for several of
+ours there, such as `img_attn_qkv`, so that its adapter is those of all, side by side.
 """
 
 import math
@@ -14,7 +14,7 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -143,12 +143,13 @@ def read_lora(place: str | Path, config: ModelConfig, skip_unknown: bool = False
     length = metadata.get(TEXT_LENGTH, "")
     lora = LoraFile(file, {}, {}, int(length) if length.isdecimal() else None, [])
     problems: list[str] = []
-    for whole, content in parts.items():
-        for module, found in _apart(whole, content, tensors).items():
-            try:
-                _add(lora, module, found, tensors, settings)
-            except InputError as error:
-                problems.append(str(error))
+    for module, content in parts.items():
+        known = tensors.get((module, "weight")) or tensors.get((module, "bias")) or []
+        try:
+            for number, found in enumerate(_apart(module, content, known)):
+                _add(lora, module, number, found, tensors, settings)
+        except InputError as error:
+            problems.append(str(error))
     if lora.skipped and not skip_unknown:
         problems = lora.skipped + problems
     if problems:
@@ -165,30 +166,29 @@ def read_lora(place: str | Path, config: ModelConfig, skip_unknown: bool = False
 
 
 def _apart(
-    module: str, found: dict[str, np.ndarray], tensors: dict[tuple[str, str], Tensor]
-) -> dict[str, dict[str, np.ndarray]]:
-    """What a file holds for a layer; for query, key and value apart where it has one for all."""
-    layers = [module.removesuffix("qkv") + part for part in "qkv"]
-    rows = [value for what, value in found.items() if what not in ("down", "alpha")]
-    if not module.endswith("qkv") or any((layer, "weight") not in tensors for layer in layers):
-        return {module: found}
-    if any(value.ndim < 1 or len(value) % 3 for value in rows) or found.keys() & _LOKR:
-        return {module: found}
-    parts: dict[str, dict[str, np.ndarray]] = {}
-    joined = found.keys() >= {"up", "down", "alpha"} and found["up"].any()
-    for n, layer in enumerate(layers):
-        parts[layer] = part = {
-            what: value if what in ("down", "alpha") else np.split(value, 3)[n]
-            for what, value in found.items()
-        }
+    module: str, found: dict[str, np.ndarray], parts: list[Tensor]
+) -> list[dict[str, np.ndarray]]:
+    """What a file holds for each of the layers that are one there; empty where it does nothing."""
+    if len(parts) < 2 and not any(part.outputs for part in parts):
+        return [found]
+    if found.keys() & _LOKR:
+        raise InputError(f"{module} has LoKr for several layers at once, which is not supported")
+    for what, value in found.items():
+        if what not in ("down", "alpha") and value.shape[:1] != (parts[0].outputs,):
+            raise InputError(f"{module}: {what} has shape {value.shape}, not {parts[0].outputs}")
+    apart: list[dict[str, np.ndarray]] = []
+    joined = len(parts) > 1 and found.keys() >= {"up", "down", "alpha"} and found["up"].any()
+    for tensor in parts:
+        part = {k: v if k in ("down", "alpha") else v[tensor.rows] for k, v in found.items()}
         # Of adapters that were joined, each has columns of its own.
         used = np.atleast_1d(part["up"].any(axis=0)) if joined else np.ones(1, bool)
-        if used.any() and used.size == len(found["down"]):
+        if used.any() and used.size == len(found.get("down", ())):
             part |= {"up": part["up"][:, used], "down": part["down"][used]}
             part["alpha"] = part["alpha"] * used.sum() / used.size
         elif not used.any() and part.keys() == {"up", "down", "alpha"}:
-            del parts[layer]  # it does nothing
-    return parts
+            part = {}
+        apart.append(part)
+    return apart
 
 
 def _read(file: Path, handle: safetensors.safe_open, key: str) -> np.ndarray:
@@ -201,16 +201,21 @@ def _read(file: Path, handle: safetensors.safe_open, key: str) -> np.ndarray:
     return value
 
 
-def _tensors_by_module(config: ModelConfig) -> dict[tuple[str, str], Tensor]:
-    """The tensors of a model by module and kind, `weight` or `bias`, in the keys of all namings."""
+def _tensors_by_module(config: ModelConfig) -> dict[tuple[str, str], list[Tensor]]:
+    """The tensors of a model by module and kind, `weight` or `bias`, in the keys of all namings.
+
+    Several where a module of that naming is several layers of ours.
+    """
     family = family_of(config)
-    found: dict[tuple[str, str], Tensor] = {}
+    found: dict[tuple[str, str], list[Tensor]] = {}
     for naming in reversed(family.namings):
+        named: dict[tuple[str, str], list[Tensor]] = defaultdict(list)
         for tensor in family.tensors(config, naming):
             module, _, kind = tensor.key.rpartition(".")
-            found[module, kind] = tensor
-            if naming == "original":
-                found[_MUSUBI + module.replace(".", "_"), kind] = tensor
+            named[module, kind].append(tensor)
+            if naming != "diffusers":
+                named[_MUSUBI + module.replace(".", "_"), kind].append(tensor)
+        found |= named
     return found
 
 
@@ -255,11 +260,12 @@ def _split(key: str) -> tuple[str, str]:
 def _add(
     lora: LoraFile,
     module: str,
+    number: int,
     found: dict[str, np.ndarray],
-    tensors: dict[tuple[str, str], Tensor],
+    tensors: dict[tuple[str, str], list[Tensor]],
     settings: dict[str, Any],
 ) -> None:
-    """Adds what a file holds for a module to what was read of the file before."""
+    """Adds what a file holds for a module's layer of that number to what was read before."""
     if module.startswith(_TEXT):
         lora.skipped.append(f"{module} is of a text encoder, and none is adapted here")
         return
@@ -269,9 +275,10 @@ def _add(
         )
 
     def require(kind: str, content: Container[Target]) -> tuple[Tensor, Target] | None:
-        if (tensor := tensors.get((module, kind))) is None:
+        if (module, kind) not in tensors:
             lora.skipped.append(f"{module} has no {kind} in the model")
             return None
+        tensor = tensors[module, kind][number]
         target = Target(tensor.path, tensor.layer)
         if target in content:
             raise InputError(f"{module} names the same layer as another key, in another naming")
@@ -366,12 +373,8 @@ BASE_NOTE = "alload_base"
 """Metadata key of files of adapters: the weights that they belong to."""
 
 
-LoraKeys = Literal["diffusers", "original", "comfyui"]
-"""Whose keys a file has; ComfyUI's are `original` but for layers that it has one for three."""
-
-
 def lora_tensors(
-    adapters: dict[Target, Adapter], config: ModelConfig, keys: LoraKeys
+    adapters: dict[Target, Adapter], config: ModelConfig, keys: Naming
 ) -> dict[str, np.ndarray]:
     """Returns the tensors of a file of adapters, float32.
 
@@ -386,11 +389,15 @@ def lora_tensors(
     Raises:
       InputError: the model has layers for which there are no keys.
     """
-    family, naming = family_of(config), _naming(keys)
+    family, naming = family_of(config), keys
+    if keys == "comfyui" and keys not in family.namings:
+        naming = "original"
     table = {Target(t.path, t.layer): t for t in family.tensors(config, naming)}
-    joined = family.joined_layers.get(keys)
-    together: dict[str, dict[str, Adapter]] = defaultdict(dict)
+    together: dict[str, dict[Target, Tensor]] = defaultdict(dict)
     found: dict[str, np.ndarray] = {}
+    for target, tensor in table.items():
+        if tensor.outputs:
+            together[tensor.key.removesuffix(".weight")][target] = tensor
     for target, adapter in adapters.items():
         if target not in table:
             raise InputError(
@@ -400,8 +407,7 @@ def lora_tensors(
             )
         tensor = table[target]
         key = tensor.key.removesuffix(".weight")
-        if joined and re.search(joined, key):
-            together[key[:-1]][key[-1]] = adapter
+        if tensor.outputs:
             continue
         # Those of a convolution are convolutions.
         narrow = replace(tensor, shape=(adapter.rank, *tensor.shape[1:]))
@@ -416,31 +422,31 @@ def lora_tensors(
             found |= _with_alpha(key, down, up, adapter.scale)
             if adapter.magnitude is not None:
                 found[f"diffusion_model.{key}.dora_scale"] = adapter.magnitude[:, None]
-    for stem, parts in together.items():
-        (outputs,) = {adapter.up.shape[1] for adapter in parts.values()}
-        ups = [parts[part].up.T * parts[part].scale if part in parts else None for part in "qkv"]
-        ranks = [0 if up is None else up.shape[1] for up in ups]
-        up = np.zeros((3 * outputs, sum(ranks)), np.float32)
-        for n, block in enumerate(ups):
-            if block is not None:
-                columns = slice(sum(ranks[:n]), sum(ranks[: n + 1]))
-                up[n * outputs : (n + 1) * outputs, columns] = block
-        downs = [np.ascontiguousarray(parts[part].down.T) for part in "qkv" if part in parts]
-        found |= _with_alpha(f"{stem}qkv", np.concatenate(downs), up, 1.0)
-        if any(part.magnitude is not None for part in parts.values()):
-            magnitudes = [parts[part].magnitude if part in parts else None for part in "qkv"]
-            if any(each is None for each in magnitudes):
+    for key, tensors in together.items():
+        parts = {tensors[target]: adapters[target] for target in tensors if target in adapters}
+        if not parts:
+            continue
+        outputs, columns = next(iter(parts)).outputs, 0
+        up = np.zeros((outputs, sum(adapter.rank for adapter in parts.values())), np.float32)
+        for tensor, adapter in parts.items():
+            last = columns + adapter.rank
+            up[tensor.rows, columns:last] = adapter.up.T * adapter.scale
+            columns = last
+        downs = [np.ascontiguousarray(adapter.down.T) for adapter in parts.values()]
+        found |= _with_alpha(key, np.concatenate(downs), up, 1.0)
+        if any(adapter.magnitude is not None for adapter in parts.values()):
+            joint = np.full((outputs, 1), np.nan, np.float32)
+            for tensor, adapter in parts.items():
+                if adapter.magnitude is not None:
+                    joint[tensor.rows, 0] = adapter.magnitude
+            if np.isnan(joint).any():
+                others = ", ".join(target.path.removesuffix("/kernel") for target in tensors)
                 raise InputError(
-                    f"{stem}q, k and v have one adapter with keys of {keys}, and with DoRA all "
-                    "three need one; add them to model.lora.targets, or give --keys diffusers"
+                    f"{others} have one adapter with keys of {keys}, and with DoRA all of them "
+                    "need one; add them to model.lora.targets, or give --keys diffusers"
                 )
-            joint = np.concatenate([each for each in magnitudes if each is not None])
-            found[f"diffusion_model.{stem}qkv.dora_scale"] = joint[:, None]
+            found[f"diffusion_model.{key}.dora_scale"] = joint
     return found
-
-
-def _naming(keys: LoraKeys) -> Naming:
-    return "diffusers" if keys == "diffusers" else "original"
 
 
 def _with_alpha(key: str, down: np.ndarray, up: np.ndarray, scale: float) -> dict[str, np.ndarray]:
@@ -454,7 +460,7 @@ def write_lora(
     file: Path,
     adapters: dict[Target, Adapter],
     config: ModelConfig,
-    keys: LoraKeys,
+    keys: Naming,
     dtype: WeightsDtype = "float32",
     force: bool = False,
     base: str = "",

@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import re
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -33,6 +34,9 @@ from alload_jax.models.common.safetensor_files import (
 from alload_jax.models.common.stored import DtypeOf, StoredDtype, stored_as
 from alload_jax.models.families import abstract_model, family_of, read_model_config
 from alload_jax.sharding.mesh import HOST_MEMORY, path_name, replicated, tree_shardings
+
+_LAYER = re.compile(r"\.\d+\.")
+"""Number of a layer in a tensor's key."""
 
 
 def load_weights(
@@ -64,18 +68,22 @@ def load_weights(
     family, shapes = family_of(config), abstract_model(config).params
     with Checkpoint(place) as checkpoint:
         wanted = family.tensors(config, family.naming_of(set(checkpoint.keys)))
-        # The device holds one stack of layers at a time of those that go to the host.
-        wanted = sorted(wanted, key=lambda tensor: tensor.path)
         _check_keys(checkpoint, wanted, family.ignored_tensors)
         checkpoint.check_sums()
         shardings = flatten_dict(tree_shardings(shapes, mesh, family.partition_rules), sep="/")
         shapes = flatten_dict(shapes, sep="/")
         params: dict[str, PyTree] = {}
-        for tensor, following in zip(wanted, (*wanted[1:], None), strict=True):
+        # Of stacks that go to the host, the device holds those of one layer of the file at a time.
+        wanted.sort(key=lambda tensor: (_LAYER.sub(".", tensor.key), tensor.key))
+        ends = {tensor.path: number for number, tensor in enumerate(wanted)}
+        key, stored = "", np.zeros(0)
+        for number, tensor in enumerate(wanted):
             name = tensor.path
             if not only(name):
                 continue
-            value = tensor.to_ours(checkpoint.read(tensor.key))
+            if tensor.key != key:  # of several parts it is read once
+                key, stored = tensor.key, checkpoint.read(tensor.key)
+            value = tensor.to_ours(stored[tensor.rows] if tensor.outputs else stored)
             sharding, dtype = shardings[name], dtype_of(name)
             if tensor.layer is None:
                 params[name] = _stored(_float32(value, sharding), name, dtype)
@@ -84,7 +92,7 @@ def load_weights(
                 params[name] = _zeros(name, shapes[name].shape, dtype, sharding)
             layer = _float32(value, NamedSharding(mesh, PartitionSpec(*sharding.spec[1:])))
             params[name] = _with_layer(params[name], layer, tensor.layer, name, dtype)
-            if following is None or following.path != name:
+            if number == ends[name]:
                 params[name] = _moved(params[name], name, to_host)
         return unflatten_dict(params, sep="/")
 
@@ -265,8 +273,8 @@ def _check_keys(checkpoint: Checkpoint, wanted: list[Tensor], ignored: tuple[str
         if tensor.key not in present:
             continue
         shape, dtype = checkpoint.header_of(tensor.key)
-        if shape != tensor.shape:
-            problems.append(f"{tensor.key} has shape {shape}, not {tensor.shape}")
+        if shape != tensor.stored_shape:
+            problems.append(f"{tensor.key} has shape {shape}, not {tensor.stored_shape}")
         if dtype not in WEIGHTS:
             problems.append(f"{tensor.key} is {dtype}, not float 8 to 64")
     if any(".lora_" in key for key in present):

@@ -54,14 +54,20 @@ def test_names_of_the_original_repository():
 
 
 def test_names_of_hunyuan_videos_repository():
-    """As diffusers' converter lists them, but for layers that are joined or in another order."""
+    """As diffusers' converter lists them."""
     config = golden_config("hunyuan_video/both")
     keys = {tensor.key for tensor in family_of(config).tensors(config, "original")}
-    refiner = [f"self_attn_{part}" for part in ("q", "k", "v", "proj")]
+    refiner = [f"self_attn_{part}" for part in ("qkv", "proj")]
     refiner += ["norm1", "norm2", "mlp.fc1", "mlp.fc2", "adaLN_modulation.1"]
     streams = [f"attn_{part}" for part in ("q", "k", "v", "proj")] + ["mod.linear"]
     streams += ["mlp.fc1", "mlp.fc2"]
-    affine = ["final_layer.linear", "img_in.proj", "txt_in.input_embedder", "byt5_in.layernorm"]
+    affine = [
+        "final_layer.linear",
+        "final_layer.adaLN_modulation.1",
+        "img_in.proj",
+        "txt_in.input_embedder",
+        "byt5_in.layernorm",
+    ]
     affine += [f"{e}.mlp.{n}" for e in ("time_in", "txt_in.t_embedder") for n in (0, 2)]
     affine += [f"txt_in.c_embedder.linear_{n}" for n in (1, 2)]
     affine += [f"byt5_in.fc{n}" for n in (1, 2, 3)] + [f"vision_in.proj.{n}" for n in (0, 1, 3, 4)]

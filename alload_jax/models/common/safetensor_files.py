@@ -316,8 +316,9 @@ def _files(place: Path) -> list[Path]:
     )
 
 
-Naming = Literal["diffusers", "original"]
-"""Naming scheme of a checkpoint: that of diffusers or of the model's original repository."""
+Naming = Literal["diffusers", "original", "comfyui"]
+"""Naming scheme of a checkpoint: that of diffusers, of the model's original repository, or of
+ComfyUI, which a family names where it differs from the original one."""
 
 
 @dataclass(frozen=True)
@@ -326,11 +327,15 @@ class Tensor:
 
     Attributes:
       key: name in the checkpoint.
-      shape: shape in the checkpoint.
+      shape: shape in the checkpoint, of our part of its outputs.
       path: path of our parameter, such as `blocks/self_attention/query/kernel`.
       layer: index along the first axis of our parameter; None if layers are not stacked.
       kind: difference between the layouts: `same`; `matrix` is transposed; `patch` is a
         convolution; `leading` has a first axis of size 1.
+      outputs: outputs of the checkpoint's tensor where ours are some of them, or are in another
+        order; 0 where both are the same.
+      begin: the first of ours among them.
+      swapped: whether the halves of ours are the other way round there.
     """
 
     key: str
@@ -338,6 +343,20 @@ class Tensor:
     path: str
     layer: int | None
     kind: Literal["same", "matrix", "patch", "leading"]
+    outputs: int = 0
+    begin: int = 0
+    swapped: bool = False
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Shape of the checkpoint's tensor, of which ours may be a part."""
+        return (self.outputs or self.shape[0], *self.shape[1:])
+
+    @property
+    def rows(self) -> np.ndarray:
+        """Where our outputs are among the checkpoint's, [shape[0]] integers."""
+        rows = self.begin + np.arange(self.shape[0])
+        return np.roll(rows, len(rows) // 2) if self.swapped else rows
 
     def to_ours(self, value: np.ndarray) -> np.ndarray:
         """Converts one layer from the checkpoint's layout to ours; a view where possible."""

@@ -5,6 +5,7 @@ The table follows diffusers' HunyuanVideo15Transformer3DModel (0.42.1) and the n
 """
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -14,7 +15,12 @@ from typing_extensions import override
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ImageConfig, TextConfig
 from alload_jax.models.common.safetensor_files import Naming
-from alload_jax.models.families import SamplingDefaults, TransformerFamily, require_fields
+from alload_jax.models.families import (
+    SWAPPED,
+    SamplingDefaults,
+    TransformerFamily,
+    require_fields,
+)
 from alload_jax.models.hunyuan_video.transformer import HunyuanVideoConfig, HunyuanVideoTransformer
 
 DIFFUSERS_CLASS = "HunyuanVideo15Transformer3DModel"
@@ -42,11 +48,11 @@ _TEXT, _REFINER = "condition_embedding/text", "context_embedder.token_refiner.re
 _REFINING = "txt_in.individual_token_refiner.blocks.{}"
 _TIMES, _BLOCK = "context_embedder.time_text_embed", "transformer_blocks.{}"
 _DOUBLE = "double_blocks.{}"
-_NAMES: Mapping[str, tuple[str, str | None]] = {
+_NAMES = {
     "patch_embedding": ("x_embedder.proj", "img_in.proj"),
     "time_embedding/hidden": ("time_embed.timestep_embedder.linear_1", "time_in.mlp.0"),
     "time_embedding/out": ("time_embed.timestep_embedder.linear_2", "time_in.mlp.2"),
-    "head/modulation": ("norm_out.linear", None),
+    "head/modulation": ("norm_out.linear", f"final_layer.adaLN_modulation.1{SWAPPED}"),
     "head/out": ("proj_out", "final_layer.linear"),
     "condition_embedding/kind": ("cond_type_embed", "cond_type_embedding"),
     f"{_TEXT}/time_hidden": (f"{_TIMES}.timestep_embedder.linear_1", "txt_in.t_embedder.mlp.0"),
@@ -56,9 +62,9 @@ _NAMES: Mapping[str, tuple[str, str | None]] = {
     f"{_TEXT}/inner": ("context_embedder.proj_in", "txt_in.input_embedder"),
     f"{_TEXT}/blocks/attention_norm": (f"{_REFINER}.norm1", f"{_REFINING}.norm1"),
     f"{_TEXT}/blocks/feed_forward_norm": (f"{_REFINER}.norm2", f"{_REFINING}.norm2"),
-    f"{_TEXT}/blocks/query": (f"{_REFINER}.attn.to_q", f"{_REFINING}.self_attn_q"),
-    f"{_TEXT}/blocks/key": (f"{_REFINER}.attn.to_k", f"{_REFINING}.self_attn_k"),
-    f"{_TEXT}/blocks/value": (f"{_REFINER}.attn.to_v", f"{_REFINING}.self_attn_v"),
+    f"{_TEXT}/blocks/query": (f"{_REFINER}.attn.to_q", f"{_REFINING}.self_attn_qkv"),
+    f"{_TEXT}/blocks/key": (f"{_REFINER}.attn.to_k", f"{_REFINING}.self_attn_qkv"),
+    f"{_TEXT}/blocks/value": (f"{_REFINER}.attn.to_v", f"{_REFINING}.self_attn_qkv"),
     f"{_TEXT}/blocks/out": (f"{_REFINER}.attn.to_out.0", f"{_REFINING}.self_attn_proj"),
     f"{_TEXT}/blocks/feed_forward/hidden": (f"{_REFINER}.ff.net.0.proj", f"{_REFINING}.mlp.fc1"),
     f"{_TEXT}/blocks/feed_forward/out": (f"{_REFINER}.ff.net.2", f"{_REFINING}.mlp.fc2"),
@@ -93,8 +99,7 @@ _NAMES: Mapping[str, tuple[str, str | None]] = {
     ),
     "blocks/condition/feed_forward/out": (f"{_BLOCK}.ff_context.net.2", f"{_DOUBLE}.txt_mlp.fc2"),
 }
-"""Our layers; their names in diffusers and in HunyuanVideo 1.5's repository. That has one layer for
-query, key and value of the refiner, and another order in the head's modulation."""
+"""Our layers; their names in diffusers and in HunyuanVideo 1.5's repository."""
 
 
 class HunyuanVideoFamily(TransformerFamily):
@@ -105,12 +110,12 @@ class HunyuanVideoFamily(TransformerFamily):
     folder_classes = (DIFFUSERS_CLASS,)
     tensor_names: ClassVar[Mapping[Naming, Mapping[str, str]]] = {
         "diffusers": {ours: names[0] for ours, names in _NAMES.items()},
-        "original": {ours: names[1] for ours, names in _NAMES.items() if names[1] is not None},
+        "original": {ours: names[1] for ours, names in _NAMES.items()},
+        "comfyui": {
+            ours: re.sub("_attn_[qkv]$", "_attn_qkv", names[1]) for ours, names in _NAMES.items()
+        },
     }
-    joined_layers: ClassVar[Mapping[str, str]] = {
-        "original": "self_attn_[qkv]$",
-        "comfyui": "_attn_[qkv]$",
-    }
+    namings = ("diffusers", "original", "comfyui")
     lora_targets = (r"^blocks/(video|condition)/(query|key|value|out|feed_forward)(/|$)",)
 
     @override
