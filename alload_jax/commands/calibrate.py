@@ -304,9 +304,7 @@ def _config(options: argparse.Namespace) -> "Config":
             f"alload calibrate: --layers is {options.layers}, but model.family "
             f"{config.model.family} has no num_layers; leave it out"
         )
-    fewer: Json = {"num_layers": options.layers}
-    model = dataclasses.replace(config.model, **fewer)
-    return dataclasses.replace(config, model=model)
+    return dataclasses.replace(config, model=config.model.with_layers(options.layers))
 
 
 def _step(config: "Config", bounds: "Bounds") -> "Step":

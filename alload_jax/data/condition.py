@@ -191,6 +191,11 @@ def _conditions_in_parts(model: ModelConfig, manifest: Manifest) -> Conditions:
     for part in parts:
         width, lengths = _held(manifest, part.name)
         longest = int(lengths.max())
+        if part.required and not lengths.all():
+            raise InputError(
+                f"{manifest.path}: sample {int(lengths.argmin())} has no tokens of {part.name}, "
+                f"which the model takes; write [{part.length}, {part.width}] of each"
+            )
         if width not in (None, part.width) or longest > part.length:
             raise InputError(
                 f"{manifest.path}: holds up to {longest} tokens of {part.name} of width {width}, "

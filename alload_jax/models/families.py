@@ -276,6 +276,7 @@ FAMILIES: Registry[Family] = Registry(
     {
         "wan": "alload_jax.models.wan.family:FAMILY",
         "hunyuan_video": "alload_jax.models.hunyuan_video.family:FAMILY",
+        "hunyuan_video_13b": "alload_jax.models.hunyuan_video.family:FAMILY_13B",
     },
 )
 DEFAULT_FAMILY = "wan"

@@ -278,8 +278,7 @@ def square_latents(model: ModelConfig, tokens: int) -> tuple[int, int, int, int]
 
 
 def _with_policy(model: ModelConfig, policy: RematPolicy) -> ModelConfig:
-    changes: dict[str, Any] = {"num_layers": _LAYERS, "remat": policy, "remat_layers": ()}
-    return dataclasses.replace(model, **changes)
+    return dataclasses.replace(model, remat=policy, remat_layers=()).with_layers(_LAYERS)
 
 
 def _compiled(step: Step, spec: TrainingSpec, latents: tuple[int, ...]) -> Compiled:

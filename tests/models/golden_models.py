@@ -22,6 +22,9 @@ from alload_jax.sharding.mesh import MeshConfig, make_mesh
 GOLDEN = Path(__file__).parents[1] / "golden"
 WAN = [f"wan/{folder.name}" for folder in sorted((GOLDEN / "wan").iterdir())]
 HUNYUAN = [f"hunyuan_video/{path.name}" for path in sorted((GOLDEN / "hunyuan_video").iterdir())]
+HUNYUAN_13B = [
+    f"hunyuan_video_13b/{path.name}" for path in sorted((GOLDEN / "hunyuan_video_13b").iterdir())
+]
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 MESH = make_mesh(MeshConfig(data=1), jax.devices()[:1])
 """One device."""
@@ -54,6 +57,10 @@ def _call(arrays):
         lengths["image"] = [image.shape[1] if image.any() else 0] * len(image)
         tokens = {name: _tokens(arrays[name], each) for name, each in lengths.items()}
         condition = (tokens,)
+    if "pooled" in arrays:
+        lengths = {"text": arrays["text_length"], "pooled": [1] * len(arrays["pooled"])}
+        arrays["pooled"] = arrays["pooled"][:, None]
+        condition = ({name: _tokens(arrays[name], each) for name, each in lengths.items()},)
     arguments = (arrays["latents"], arrays["timestep"], *condition)
     return Call(arguments, arrays["cotangent"], arrays["output"])
 

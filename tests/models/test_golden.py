@@ -11,6 +11,7 @@ from flax import nnx
 from flax.traverse_util import flatten_dict
 from golden_models import (
     HUNYUAN,
+    HUNYUAN_13B,
     MESH,
     WAN,
     WEIGHTS,
@@ -45,9 +46,10 @@ def graded(case, calls, in_one_row=False, **changes):
     return outputs, grads
 
 
-ROWS = [(case, False) for case in WAN + HUNYUAN]
-ROWS += [(case, True) for case in ("wan/t2v", "wan/flf2v", "hunyuan_video/both")]
-QUICK = [*ROWS[-2:], ("wan/t2v", False), ("hunyuan_video/both", False)]
+GUIDED = "hunyuan_video_13b/guided"
+ROWS = [(case, False) for case in WAN + HUNYUAN + HUNYUAN_13B]
+ROWS += [(case, True) for case in ("wan/t2v", GUIDED, "wan/flf2v", "hunyuan_video/both")]
+QUICK = [*ROWS[-3:], *((case, False) for case in ("wan/t2v", "hunyuan_video/both", GUIDED))]
 
 
 @pytest.mark.parametrize(

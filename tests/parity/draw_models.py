@@ -8,9 +8,10 @@ bytes. A case is a small model with random float32 weights, and some calls of it
 
 - `inputs.safetensors`: `n.latents` [B, C, F, H, W], `n.timestep` [B] or [B, S], `n.text` [B, L,
   width], with images `n.image` [B, N, width] (the tokens of all images of a sample), and
-  `n.cotangent`, of the output's shape. HunyuanVideo has `n.text_length` [B] as well, the same of
-  `n.glyphs`, and zeros where there is no image; the width of its glyphs' hidden layers is
-  GLYPH_HIDDEN in place of 2048;
+  `n.cotangent`, of the output's shape. HunyuanVideo 1.5 has `n.text_length` [B] as well, the same
+  of `n.glyphs`, and zeros where there is no image; the width of its glyphs' hidden layers is
+  GLYPH_HIDDEN in place of 2048. HunyuanVideo's first model has `n.pooled` [B, width] in place of
+  glyphs and image, and a guidance of GUIDANCE;
 - `expected.safetensors`: `n.output`, and for every parameter `grad.<its key>`, the gradient of
   Σ_n Σ(n.output · n.cotangent), zeros where the output does not depend on it.
 """
@@ -25,7 +26,11 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from diffusers import HunyuanVideo15Transformer3DModel, WanTransformer3DModel
+from diffusers import (
+    HunyuanVideo15Transformer3DModel,
+    HunyuanVideoTransformer3DModel,
+    WanTransformer3DModel,
+)
 from diffusers.models.transformers.transformer_hunyuan_video15 import (
     HunyuanVideo15ByT5TextProjection,
 )
@@ -38,6 +43,7 @@ HARD_CODED_TEXT_LENGTH = 512
 """With images, diffusers' Wan takes the last 512 tokens for text and all before them for images."""
 IMAGE_TOKENS = 5
 GLYPH_HIDDEN = 12
+GUIDANCE = 1.0
 TEXT, GLYPHS, IMAGE = 7, 5, 4
 """Tokens of each kind of condition of HunyuanVideo, with padding."""
 
@@ -273,11 +279,76 @@ def call_hunyuan(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> tor
     ).sample
 
 
-# ---------------------------------------------------------------- both
+# ---------------------------------------------------------------- HunyuanVideo's first model
+
+
+def _hunyuan_13b(heads: int, axes: tuple[int, int, int], layers: int, **others: object) -> dict:
+    sizes = {"num_attention_heads": heads, "attention_head_dim": sum(axes), "num_layers": layers}
+    channels = {"in_channels": 4, "out_channels": 4, "rope_axes_dim": axes}
+    widths = {"text_embed_dim": 6, "pooled_projection_dim": 5, "num_single_layers": 2 * layers}
+    return sizes | channels | widths | others
+
+
+HUNYUAN_13B = (
+    Case(
+        "guided",
+        _hunyuan_13b(2, (4, 2, 2), 2),
+        (
+            Call((1, 4, 6), (0.0, 1000.0), (7, 3)),
+            Call((5, 4, 2), (312.5, 37.25, 999.0), (1, 7, 4)),
+        ),
+    ),
+    Case(
+        "plain",
+        _hunyuan_13b(
+            3, (4, 2, 4), 1, num_single_layers=3, num_refiner_layers=1, mlp_ratio=2.5,
+            guidance_embeds=False, patch_size=1, patch_size_t=2, rope_theta=100.0,
+        ),
+        (Call((2, 3, 5), (20.0, 720.5), (3, 6)), Call((4, 2, 3), (450.0, 991.25), (7, 1))),
+        small=r"x_embedder|to_[qk]\.|add_[qk]_proj|to_out|proj_out|linear_2",
+    ),
+)  # fmt: skip
+
+
+def _hunyuan_13b_inputs(case: Case, call: Call, number: int) -> dict[str, torch.Tensor]:
+    batch, config = len(call.timesteps), case.config
+    shapes = {
+        "latents": (batch, config["in_channels"], *call.size),
+        "text": (batch, TEXT, config["text_embed_dim"]),
+        "pooled": (batch, config["pooled_projection_dim"]),
+        "cotangent": (batch, config["out_channels"], *call.size),
+    }
+    drawn = {name: case.normal(f"{number}.{name}", shape) for name, shape in shapes.items()}
+    return drawn | {
+        "timestep": torch.tensor(call.timesteps, dtype=torch.float32),
+        "text_length": torch.tensor(call.text, dtype=torch.int32),
+    }
+
+
+def call_hunyuan_13b(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Calls diffusers' model on the inputs of a call, by name."""
+    mask = torch.arange(inputs["text"].shape[1]) < inputs["text_length"][:, None]
+    return model(
+        hidden_states=inputs["latents"],
+        timestep=inputs["timestep"],
+        encoder_hidden_states=inputs["text"],
+        encoder_attention_mask=mask.long(),
+        pooled_projections=inputs["pooled"],
+        guidance=torch.full_like(inputs["timestep"], 1000.0 * GUIDANCE),
+    ).sample
+
+
+# ---------------------------------------------------------------- all
 
 FAMILIES = {
     "wan": (WAN, WanTransformer3DModel, _wan_inputs, call_wan),
     "hunyuan_video": (HUNYUAN, _hunyuan_model, _hunyuan_inputs, call_hunyuan),
+    "hunyuan_video_13b": (
+        HUNYUAN_13B,
+        HunyuanVideoTransformer3DModel,
+        _hunyuan_13b_inputs,
+        call_hunyuan_13b,
+    ),
 }
 """Cases, what makes a model of a config, what makes the inputs of a call, and what calls it."""
 

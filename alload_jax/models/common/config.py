@@ -1,8 +1,8 @@
 """The config fields that all model families share."""
 
 import math
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -62,12 +62,14 @@ class ConditionPart(NamedTuple):
       width: width of the embeddings.
       length: maximum number of tokens of a sample; a sample may have none.
       dropped: whether the null condition has none of these tokens; else it keeps them.
+      required: whether all data must have them.
     """
 
     name: str
     width: int
     length: int
     dropped: bool = True
+    required: bool = False
 
 
 @dataclass(frozen=True)
@@ -163,6 +165,15 @@ class ModelConfig:
         have equal numbers of condition tokens, in one array.
         """
         return ()
+
+    def with_layers(self, layers: int) -> Self:
+        """Returns the config of a family with `num_layers` with so many of its blocks."""
+        fewer: dict[str, Any] = {"num_layers": layers}
+        return replace(self, **fewer)
+
+    def with_guidance(self, guidance: float) -> Self:
+        """Returns the config with which models draw that take a scale of guidance as an input."""
+        return self
 
     def architecture(self) -> dict[str, Any]:
         """Returns the fields that determine the parameters, as JSON values."""

@@ -121,7 +121,13 @@ class AttentionProjections(nnx.Module):
     """Linear layers before and after attention, with an RMSNorm of queries and keys."""
 
     def __init__(
-        self, config: TransformerConfig, *, norm_width: int | None, eps: float, rngs: nnx.Rngs
+        self,
+        config: TransformerConfig,
+        *,
+        norm_width: int | None,
+        eps: float,
+        with_output: bool = True,
+        rngs: nnx.Rngs,
     ):
         """Draws the weights.
 
@@ -131,6 +137,7 @@ class AttentionProjections(nnx.Module):
           norm_width: channels that the RMSNorm is over: D, or head_dim for each head by itself;
             None for no norm.
           eps: epsilon of the norm.
+          with_output: whether there is a layer after attention.
           rngs: draws the weights.
         """
         dim, dtype = config.dim, config.compute_dtype
@@ -142,9 +149,11 @@ class AttentionProjections(nnx.Module):
 
         self.num_heads = config.num_heads
         self.norm_implementation = "xla" if config.norm == "xla" else "auto"
-        self.query, self.key, self.value, self.out = (
-            Linear(dim, dim, dtype=dtype, rngs=rngs) for _ in range(4)
+        self.query, self.key, self.value = (
+            Linear(dim, dim, dtype=dtype, rngs=rngs) for _ in range(3)
         )
+        if with_output:
+            self.out = Linear(dim, dim, dtype=dtype, rngs=rngs)
         self.query_norm, self.key_norm = make_norm(), make_norm()
 
     def heads(
@@ -234,6 +243,7 @@ class FeedForward(nnx.Module):
         *,
         hidden: int | None = None,
         activation: Callable[[jax.Array], jax.Array] | None = None,
+        beside: int = 0,
         rngs: nnx.Rngs,
     ):
         """Draws the weights.
@@ -242,20 +252,21 @@ class FeedForward(nnx.Module):
           config: the model's. Other implementations than XLA's are chosen among by "auto".
           hidden: width between the linear layers; None for the config's `ffn_dim`.
           activation: a function of elements; None for GELU in its tanh form.
+          beside: width of what the last layer takes before the hidden layer, with GELU.
           rngs: draws the weights.
         """
         dtype, hidden = config.compute_dtype, hidden or config.ffn_dim
         self.activation = activation
         self.implementation = "xla" if config.norm == "xla" else "auto"
         self.hidden = Linear(config.dim, hidden, dtype=dtype, rngs=rngs)
-        self.out = nnx.Linear(hidden, config.dim, dtype=dtype, rngs=rngs)
+        self.out = nnx.Linear(beside + hidden, config.dim, dtype=dtype, rngs=rngs)
 
     @jax.named_scope(FEED_FORWARD)
     def __call__(
         self,
         x: jax.Array,
         sharding: NamedSharding | None = None,
-        *,
+        *beside: jax.Array,
         output_kept: bool = True,
     ) -> jax.Array:
         """[B, S, D] → [B, S, D].
@@ -263,10 +274,11 @@ class FeedForward(nnx.Module):
         Args:
           x: inputs.
           sharding: of x's rows over a mesh of Auto axes, which kernels need.
+          beside: [B, S, width], what the last layer takes before the hidden layer, if anything.
           output_kept: whether the backward pass has the output, and need not apply the layer again.
         """
 
-        def computed(x: jax.Array) -> jax.Array:
+        def computed(x: jax.Array, *beside: jax.Array) -> jax.Array:
             if self.activation is not None:
                 with jax.named_scope(LINEAR):
                     hidden = checkpoint_name(self.hidden(x), LINEAR_OUTPUT)
@@ -285,20 +297,27 @@ class FeedForward(nnx.Module):
                 with jax.named_scope(ACTIVATION):
                     hidden = bias_gelu(product, bias, **options)
                 with jax.named_scope(LINEAR):
-                    return self.out(hidden)
+                    return self.out(_side_by_side(*beside, hidden))
             # The backward pass computes GELU again in the kernel of its gradient.
             graph, weights = nnx.split(self.out)
 
-            def out(hidden: jax.Array, weights: nnx.State) -> jax.Array:
+            def out(hidden: jax.Array, given: tuple[nnx.State, tuple[jax.Array, ...]]) -> jax.Array:
                 with jax.named_scope(LINEAR):
-                    return nnx.merge(graph, weights)(hidden)
+                    return nnx.merge(graph, given[0])(_side_by_side(*given[1], hidden))
 
             with jax.named_scope(ACTIVATION):
-                return bias_gelu_then(product, bias, out, weights, **options)
+                return bias_gelu_then(product, bias, out, (weights, beside), **options)
 
         return split_single_row(
-            lambda x: checkpoint_name(computed(x), FEED_FORWARD_OUTPUT), sharding, x
+            lambda *each: checkpoint_name(computed(*each), FEED_FORWARD_OUTPUT),
+            sharding,
+            *(x, *beside),
         )
+
+
+def _side_by_side(*arrays: jax.Array) -> jax.Array:
+    """Arrays [B, S, ...] as one."""
+    return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays, axis=-1)
 
 
 @jax.named_scope(RESIDUAL)

@@ -1,7 +1,8 @@
-"""HunyuanVideo as a model family.
+"""HunyuanVideo's two models as families.
 
-The table follows diffusers' HunyuanVideo15Transformer3DModel (0.42.1) and the names that diffusers'
-`convert_hunyuan_video1_5_to_diffusers.py` reads, those of HunyuanVideo 1.5's repository.
+The tables follow diffusers' HunyuanVideo15Transformer3DModel and HunyuanVideoTransformer3DModel
+(0.42.1), and the names that diffusers' `convert_hunyuan_video1_5_to_diffusers.py` and
+`single_file_utils.py` read, those of HunyuanVideo's repositories.
 """
 
 import math
@@ -22,12 +23,15 @@ from alload_jax.models.families import (
     require_fields,
 )
 from alload_jax.models.hunyuan_video.transformer import HunyuanVideoConfig, HunyuanVideoTransformer
+from alload_jax.models.hunyuan_video.transformer_13b import (
+    HunyuanVideo13bConfig,
+    HunyuanVideo13bTransformer,
+)
 
 DIFFUSERS_CLASS = "HunyuanVideo15Transformer3DModel"
 _COUNTS = (
     *("num_attention_heads", "attention_head_dim", "num_layers", "num_refiner_layers"),
-    *("in_channels", "out_channels", "patch_size", "patch_size_t"),
-    *("text_embed_dim", "text_embed_2_dim", "image_embed_dim"),
+    *("in_channels", "out_channels", "patch_size", "patch_size_t", "text_embed_dim"),
 )
 _TEXT_LENGTH, _GLYPH_LENGTH = 1000, 256
 """Most tokens of both texts in diffusers' pipelines; its config does not contain them."""
@@ -100,6 +104,8 @@ _NAMES = {
     "blocks/condition/feed_forward/out": (f"{_BLOCK}.ff_context.net.2", f"{_DOUBLE}.txt_mlp.fc2"),
 }
 """Our layers; their names in diffusers and in HunyuanVideo 1.5's repository."""
+_JOINED = {ours: re.sub("_attn_[qkv]$", "_attn_qkv", names[1]) for ours, names in _NAMES.items()}
+"""The names of ComfyUI, and of HunyuanVideo's first repository."""
 
 
 class HunyuanVideoFamily(TransformerFamily):
@@ -111,9 +117,7 @@ class HunyuanVideoFamily(TransformerFamily):
     tensor_names: ClassVar[Mapping[Naming, Mapping[str, str]]] = {
         "diffusers": {ours: names[0] for ours, names in _NAMES.items()},
         "original": {ours: names[1] for ours, names in _NAMES.items()},
-        "comfyui": {
-            ours: re.sub("_attn_[qkv]$", "_attn_qkv", names[1]) for ours, names in _NAMES.items()
-        },
+        "comfyui": _JOINED,
     }
     namings = ("diffusers", "original", "comfyui")
     lora_targets = (r"^blocks/(video|condition)/(query|key|value|out|feed_forward)(/|$)",)
@@ -121,6 +125,12 @@ class HunyuanVideoFamily(TransformerFamily):
     @override
     def build(self, config: HunyuanVideoConfig, rngs: nnx.Rngs) -> HunyuanVideoTransformer:
         return HunyuanVideoTransformer(config, rngs=rngs)
+
+    @override
+    def naming_of(self, keys: set[str]) -> Naming:
+        original = any(key.startswith("double_blocks.") for key in keys)
+        joined = original and any("img_attn_qkv" in key for key in keys)
+        return "comfyui" if joined else "original" if original else "diffusers"
 
     @override
     def sampling_defaults(self, config: HunyuanVideoConfig) -> SamplingDefaults:
@@ -132,34 +142,17 @@ class HunyuanVideoFamily(TransformerFamily):
     @override
     def read_fields(self, fields: dict[str, Any]) -> HunyuanVideoConfig:
         """Reads a config.json of diffusers."""
-        require_fields(fields, _COUNTS, "count")
-        require_fields(fields, ("mlp_ratio", "rope_theta"), "positive")
-        require_fields(fields, ["rope_axes_dim"], "triple")
-        if fields["qk_norm"] != "rms_norm":
-            raise InputError(f"qk_norm is {fields['qk_norm']!r}; only rms_norm is supported")
+        require_fields(fields, ("text_embed_2_dim", "image_embed_dim"), "count")
         if fields.get("use_meanflow"):
             raise InputError(
                 "use_meanflow is true: models with a second timestep, such as those for "
                 "super-resolution, are not supported; name another model"
             )
-        heads, patch = fields["num_attention_heads"], fields["patch_size"]
-        dim = heads * fields["attention_head_dim"]
-        channels, out_channels = fields["in_channels"], fields["out_channels"]
-        t, h, w = fields["rope_axes_dim"]
         return HunyuanVideoConfig(
-            dim=dim,
-            ffn_dim=int(dim * fields["mlp_ratio"]),
-            num_heads=heads,
-            num_layers=fields["num_layers"],
-            refiner_layers=fields["num_refiner_layers"],
-            in_channels=channels,
-            out_channels=None if out_channels == channels else out_channels,
-            patch_size=(fields["patch_size_t"], patch, patch),
             text=TextConfig(fields["text_embed_dim"], _TEXT_LENGTH),
             glyphs=TextConfig(fields["text_embed_2_dim"], _GLYPH_LENGTH),
             image=ImageConfig(fields["image_embed_dim"]),
-            rotary_dims=(t, h, w),
-            rotary_theta=float(fields["rope_theta"]),
+            **_read_common(fields),
         )
 
     @override
@@ -171,37 +164,198 @@ class HunyuanVideoFamily(TransformerFamily):
                 "model.text, model.glyphs or model.image is null: diffusers' HunyuanVideo has all "
                 "three; only such models can be exported"
             )
-        frames, height, width = config.patch_size
-        if height != width:
-            raise InputError(
-                f"model.patch_size is {config.patch_size}: diffusers' patches are square"
-            )
         if config.glyph_hidden != _GLYPH_HIDDEN:
             raise InputError(
                 f"model.glyph_hidden is {config.glyph_hidden}: in diffusers it is {_GLYPH_HIDDEN}"
             )
-        return {
-            "_class_name": DIFFUSERS_CLASS,
-            "_diffusers_version": "0.42.1",
-            "attention_head_dim": config.head_dim,
+        return _common_fields(DIFFUSERS_CLASS, config, text) | {
             "image_embed_dim": image.dim,
-            "in_channels": config.in_channels,
-            "mlp_ratio": _ratio(config),
-            "num_attention_heads": config.num_heads,
-            "num_layers": config.num_layers,
-            "num_refiner_layers": config.refiner_layers,
-            "out_channels": config.latent_channels,
-            "patch_size": height,
-            "patch_size_t": frames,
-            "qk_norm": "rms_norm",
-            "rope_axes_dim": list(config.rotary_sizes),
-            "rope_theta": config.rotary_theta,
             "target_size": _SIZE,
             "task_type": "i2v",
             "text_embed_2_dim": glyphs.dim,
-            "text_embed_dim": text.dim,
             "use_meanflow": False,
         }
 
 
+def _read_common(fields: dict[str, Any]) -> dict[str, Any]:
+    """What both of diffusers' classes say in a config.json, as fields of our configs."""
+    require_fields(fields, _COUNTS, "count")
+    require_fields(fields, ("mlp_ratio", "rope_theta"), "positive")
+    require_fields(fields, ["rope_axes_dim"], "triple")
+    if fields["qk_norm"] != "rms_norm":
+        raise InputError(f"qk_norm is {fields['qk_norm']!r}; only rms_norm is supported")
+    heads, patch = fields["num_attention_heads"], fields["patch_size"]
+    dim = heads * fields["attention_head_dim"]
+    channels, out_channels = fields["in_channels"], fields["out_channels"]
+    return {
+        "dim": dim,
+        "ffn_dim": int(dim * fields["mlp_ratio"]),
+        "num_heads": heads,
+        "num_layers": fields["num_layers"],
+        "refiner_layers": fields["num_refiner_layers"],
+        "in_channels": channels,
+        "out_channels": None if out_channels == channels else out_channels,
+        "patch_size": (fields["patch_size_t"], patch, patch),
+        "rotary_dims": tuple(fields["rope_axes_dim"]),
+        "rotary_theta": float(fields["rope_theta"]),
+    }
+
+
+def _common_fields(name: str, config: HunyuanVideoConfig, text: TextConfig) -> dict[str, Any]:
+    """The inverse of `_read_common`, with the name of the class."""
+    frames, height, width = config.patch_size
+    if height != width:
+        raise InputError(f"model.patch_size is {config.patch_size}: diffusers' patches are square")
+    return {
+        "_class_name": name,
+        "_diffusers_version": "0.42.1",
+        "attention_head_dim": config.head_dim,
+        "in_channels": config.in_channels,
+        "mlp_ratio": _ratio(config),
+        "num_attention_heads": config.num_heads,
+        "num_layers": config.num_layers,
+        "num_refiner_layers": config.refiner_layers,
+        "out_channels": config.latent_channels,
+        "patch_size": height,
+        "patch_size_t": frames,
+        "qk_norm": "rms_norm",
+        "rope_axes_dim": list(config.rotary_sizes),
+        "rope_theta": config.rotary_theta,
+        "text_embed_dim": text.dim,
+    }
+
+
 FAMILY = HunyuanVideoFamily()
+
+
+# ---------------------------------------------------------------- the first model, of 13 billion
+
+DIFFUSERS_CLASS_13B = "HunyuanVideoTransformer3DModel"
+_HEAD_DIM, _TEXT_LENGTH_13B = 128, 256
+_EMBEDDED = "time_text_embed"
+_SINGLE, _SINGLE_THERE = "single_transformer_blocks.{}", "single_blocks.{}"
+_NAMES_13B = {
+    "guidance_embedding/hidden": (f"{_EMBEDDED}.guidance_embedder.linear_1", "guidance_in.mlp.0"),
+    "guidance_embedding/out": (f"{_EMBEDDED}.guidance_embedder.linear_2", "guidance_in.mlp.2"),
+    "pooled_hidden": (f"{_EMBEDDED}.text_embedder.linear_1", "vector_in.in_layer"),
+    "pooled_out": (f"{_EMBEDDED}.text_embedder.linear_2", "vector_in.out_layer"),
+    "single_blocks/modulation": (f"{_SINGLE}.norm.linear", f"{_SINGLE_THERE}.modulation.linear"),
+    "single_blocks/query": (f"{_SINGLE}.attn.to_q", f"{_SINGLE_THERE}.linear1"),
+    "single_blocks/key": (f"{_SINGLE}.attn.to_k", f"{_SINGLE_THERE}.linear1"),
+    "single_blocks/value": (f"{_SINGLE}.attn.to_v", f"{_SINGLE_THERE}.linear1"),
+    "single_blocks/feed_forward/hidden": (f"{_SINGLE}.proj_mlp", f"{_SINGLE_THERE}.linear1"),
+    "single_blocks/feed_forward/out": (f"{_SINGLE}.proj_out", f"{_SINGLE_THERE}.linear2"),
+    "single_blocks/query_norm": (f"{_SINGLE}.attn.norm_q", f"{_SINGLE_THERE}.q_norm"),
+    "single_blocks/key_norm": (f"{_SINGLE}.attn.norm_k", f"{_SINGLE_THERE}.k_norm"),
+}
+"""Layers that HunyuanVideo 1.5 lacks; their names in diffusers and in HunyuanVideo's repository."""
+
+
+class HunyuanVideo13bFamily(TransformerFamily):
+    """HunyuanVideo's first model for text to video; see `Family`."""
+
+    name = "hunyuan_video_13b"
+    config = HunyuanVideo13bConfig
+    folder_classes = (DIFFUSERS_CLASS_13B,)
+    namings = ("diffusers", "original")
+    tensor_names: ClassVar[Mapping[Naming, Mapping[str, str]]] = {
+        "diffusers": {
+            ours: re.sub("^time_embed", _EMBEDDED, names[0])
+            for ours, names in (_NAMES | _NAMES_13B).items()
+        },
+        "original": _JOINED | {ours: names[1] for ours, names in _NAMES_13B.items()},
+    }
+    lora_targets = (
+        r"^(blocks/(video|condition)|single_blocks)/(query|key|value|out|feed_forward)(/|$)",
+    )
+
+    @override
+    def build(self, config: HunyuanVideo13bConfig, rngs: nnx.Rngs) -> HunyuanVideo13bTransformer:
+        return HunyuanVideo13bTransformer(config, rngs=rngs)
+
+    @override
+    def naming_of(self, keys: set[str]) -> Naming:
+        return "original" if any(key.startswith("double_blocks.") for key in keys) else "diffusers"
+
+    @override
+    def sampling_defaults(self, config: HunyuanVideo13bConfig) -> SamplingDefaults:
+        """Those of the pipeline, whose model needs no other guidance than that it is told."""
+        if config.latent_channels in (1, 3):
+            return SamplingDefaults(6.0, 1.0, (1, 1, 1))
+        guidance = 6.0 if config.embedded_guidance is None else 1.0
+        return SamplingDefaults(guidance, 7.0, (4, 8, 8), 24.0)
+
+    @override
+    def config_of_tensors(
+        self, shapes: Mapping[str, tuple[int, ...]]
+    ) -> HunyuanVideo13bConfig | None:
+        """Of the original repository's names; heads of the released model have 128 channels."""
+        embedding = shapes.get("img_in.proj.weight", ())
+        if len(embedding) != 5 or "single_blocks.0.linear1.weight" not in shapes:
+            return None
+        dim, channels, *patch = embedding
+
+        def count(pattern: str) -> int:
+            return len([key for key in shapes if re.fullmatch(pattern, key)])
+
+        return self.read_fields(
+            {
+                "attention_head_dim": _HEAD_DIM,
+                "guidance_embeds": "guidance_in.mlp.0.weight" in shapes,
+                "in_channels": channels,
+                "mlp_ratio": shapes["double_blocks.0.img_mlp.fc1.weight"][0] / dim,
+                "num_attention_heads": dim // _HEAD_DIM,
+                "num_layers": count(r"double_blocks\.\d+\.img_attn_qkv\.weight"),
+                "num_refiner_layers": count(_REFINING.replace("{}", r"\d+") + r"\.norm1\.weight"),
+                "num_single_layers": count(r"single_blocks\.\d+\.linear1\.weight"),
+                "out_channels": shapes["final_layer.linear.weight"][0] // math.prod(patch),
+                "patch_size": patch[1],
+                "patch_size_t": patch[0],
+                "pooled_projection_dim": shapes["vector_in.in_layer.weight"][1],
+                "qk_norm": "rms_norm",
+                "rope_axes_dim": list(
+                    HunyuanVideo13bConfig(dim=dim, num_heads=dim // _HEAD_DIM).rotary_sizes
+                ),
+                "rope_theta": 256.0,
+                "text_embed_dim": shapes["txt_in.input_embedder.weight"][1],
+            }
+        )
+
+    @override
+    def read_fields(self, fields: dict[str, Any]) -> HunyuanVideo13bConfig:
+        """Reads a config.json of diffusers."""
+        require_fields(fields, ("num_single_layers", "pooled_projection_dim"), "count")
+        require_fields(fields, ["guidance_embeds"], "flag")
+        channels = fields["in_channels"], fields["out_channels"]
+        kind = fields.get("image_condition_type")
+        if kind is not None or channels[0] != channels[1]:
+            raise InputError(
+                f"image_condition_type is {kind} with {channels[0]} channels for {channels[1]}: "
+                "image-to-video models of HunyuanVideo's first size are not supported; name one of "
+                "text-to-video, or HunyuanVideo 1.5"
+            )
+        return HunyuanVideo13bConfig(
+            single_layers=fields["num_single_layers"],
+            text=TextConfig(fields["text_embed_dim"], _TEXT_LENGTH_13B),
+            pooled_dim=fields["pooled_projection_dim"],
+            embedded_guidance=1.0 if fields["guidance_embeds"] else None,
+            **_read_common(fields),
+        )
+
+    @override
+    def export_fields(self, config: HunyuanVideo13bConfig) -> dict[str, Any]:
+        """Fields for diffusers' HunyuanVideoTransformer3DModel."""
+        if config.text is None or config.pooled_dim is None:
+            raise InputError(
+                "model.text or model.pooled_dim is null: diffusers' HunyuanVideo has both; only "
+                "such models can be exported"
+            )
+        return _common_fields(DIFFUSERS_CLASS_13B, config, config.text) | {
+            "guidance_embeds": config.embedded_guidance is not None,
+            "image_condition_type": None,
+            "num_single_layers": config.single_layers,
+            "pooled_projection_dim": config.pooled_dim,
+        }
+
+
+FAMILY_13B = HunyuanVideo13bFamily()

@@ -84,7 +84,7 @@ class HunyuanVideoConfig(TransformerConfig):
       rotary_theta: base of the frequencies of the rotary embedding.
     """
 
-    family: Literal["hunyuan_video"] = "hunyuan_video"
+    family: Literal["hunyuan_video", "hunyuan_video_13b"] = "hunyuan_video"
     refiner_layers: int = 2
     glyphs: TextConfig | None = None
     glyph_hidden: int = 2048
@@ -93,6 +93,8 @@ class HunyuanVideoConfig(TransformerConfig):
 
     joint_attention: ClassVar[bool] = True
     given_optional: ClassVar[bool] = True
+    learned_kinds: ClassVar[bool] = True
+    """Whether a learned embedding tells the kinds of condition tokens apart."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -141,7 +143,7 @@ class HunyuanVideoConfig(TransformerConfig):
 
 _EPS = 1e-6
 _MLP_RATIO = 4
-_FREQUENCIES = 256
+FREQUENCIES = 256
 
 
 class Context(NamedTuple):
@@ -179,18 +181,23 @@ class Stream(AttentionProjections):
     have its `compute_dtype`.
     """
 
-    def __init__(self, config: HunyuanVideoConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: HunyuanVideoConfig, *, single: bool = False, rngs: nnx.Rngs):
+        """Draws the weights; of a single stream, one layer is the last of both parts."""
         dim, self.dtype = config.dim, config.compute_dtype
+        self.modulation_count = 3 if single else 6
         self.norm_options: NormOptions = {"eps": _EPS, "implementation": config.norm}
         # adaLN-Zero (arXiv 2212.09748): every block starts as the identity.
-        self.modulation = nnx.Linear(dim, 6 * dim, kernel_init=nnx.initializers.zeros, rngs=rngs)
-        super().__init__(config, norm_width=config.head_dim, eps=_EPS, rngs=rngs)
-        self.feed_forward = FeedForward(config, rngs=rngs)
+        zeros, modulated = nnx.initializers.zeros, self.modulation_count * dim
+        self.modulation = nnx.Linear(dim, modulated, kernel_init=zeros, rngs=rngs)
+        super().__init__(
+            config, norm_width=config.head_dim, eps=_EPS, with_output=not single, rngs=rngs
+        )
+        self.feed_forward = FeedForward(config, beside=dim * single, rngs=rngs)
 
     @jax.named_scope(NORM)
     def modulations(self, time: jax.Array) -> list[jax.Array]:
         """shift, scale and gate of attention, then of feed-forward: [..., D] float32 each."""
-        return jnp.split(self.modulation(time), 6, axis=-1)
+        return jnp.split(self.modulation(time), self.modulation_count, axis=-1)
 
     def options(
         self, segmentation: Segmentation | None, sharding: NamedSharding | None
@@ -309,7 +316,7 @@ class TextRefiner(nnx.Module):
         assert config.text is not None
         dim, width = config.dim, config.text.dim
         self.longest = config.text.length
-        self.time_hidden = nnx.Linear(_FREQUENCIES, dim, rngs=rngs)
+        self.time_hidden = nnx.Linear(FREQUENCIES, dim, rngs=rngs)
         self.time_out = nnx.Linear(dim, dim, rngs=rngs)
         self.mean_hidden = nnx.Linear(width, dim, rngs=rngs)
         self.mean_out = nnx.Linear(dim, dim, rngs=rngs)
@@ -334,7 +341,7 @@ class TextRefiner(nnx.Module):
         Returns:
           [R, C, D] in the compute dtype.
         """
-        time = self.time_out(nnx.silu(self.time_hidden(sinusoid(timestep, _FREQUENCIES))))
+        time = self.time_out(nnx.silu(self.time_hidden(sinusoid(timestep, FREQUENCIES))))
         mean = self.mean_out(nnx.silu(self.mean_hidden(mean_by_sample(text))))
         conditioning = nnx.silu(time + mean)
         x = self.inner(text.values)
@@ -439,7 +446,8 @@ class ConditionEmbedding(nnx.Module):
             else None
         )
         self.image = ImageEmbedding(image, dim, dtype=dtype, rngs=rngs) if image else None
-        self.kind = nnx.Embed(len(_KINDS), dim, dtype=dtype, rngs=rngs) if with_text else None
+        with_kinds = with_text and config.learned_kinds
+        self.kind = nnx.Embed(len(_KINDS), dim, dtype=dtype, rngs=rngs) if with_kinds else None
 
     def __call__(
         self,
@@ -471,14 +479,11 @@ class ConditionEmbedding(nnx.Module):
                     values = module(tokens, timestep, sharding)
                 else:
                     values = module(tokens.values.astype(self.dtype))
-                parts.append(tokens._replace(values=values + self._kind(name)))
+                if self.kind is not None:
+                    values = values + self.kind(jnp.asarray(_KINDS.index(name)))
+                parts.append(tokens._replace(values=values))
         joined: ConditionTokens = side_by_side(parts)
         return joined.values, joined.segments
-
-    def _kind(self, name: str) -> jax.Array:
-        """[D], the learned embedding of a kind of tokens."""
-        assert self.kind is not None
-        return self.kind(jnp.asarray(_KINDS.index(name)))
 
 
 class HunyuanVideoTransformer(StackedTransformer):
@@ -491,7 +496,7 @@ class HunyuanVideoTransformer(StackedTransformer):
         dim, dtype = config.dim, config.compute_dtype
         volume = math.prod(config.patch_size)
         self.patch_embedding = nnx.Linear(volume * config.in_channels, dim, dtype=dtype, rngs=rngs)
-        self.time_embedding = TimestepEmbedding(dim, _FREQUENCIES, rngs=rngs)
+        self.time_embedding = TimestepEmbedding(dim, FREQUENCIES, rngs=rngs)
         self.condition_embedding = ConditionEmbedding(config, rngs=rngs)
         self.blocks = self.draw_blocks(Block, rngs)
         self.head = Head(config, volume, rngs=rngs)
@@ -560,7 +565,7 @@ class HunyuanVideoTransformer(StackedTransformer):
         with jax.named_scope(EMBEDDING):
             embedded, segments = self.condition_embedding(condition, of_samples, packed, sharding)
             x = Streams(self.patch_embedding(tokens).astype(dtype), embedded.astype(dtype))
-            time = nnx.silu(self.time_embedding(timestep))
+            time = nnx.silu(self.embed_time(timestep, condition))
         by_segment: list[Segmentation | None] = [None, None]
         if isinstance(samples, PackedMetadata):
             assert segments is not None
@@ -574,4 +579,26 @@ class HunyuanVideoTransformer(StackedTransformer):
         context = Context(time, rotary, rows, tuple(by_segment), sharding)
         axes = 1 if packed is None else 2
         x, auxiliary = apply_layers(self.blocks, x, context, self.config, axes)
-        return Output(self.head(x.video, context).astype(jnp.float32), auxiliary)
+        video = self.after_blocks(x, context, segments, packed)
+        return Output(self.head(video, context).astype(jnp.float32), auxiliary)
+
+    def embed_time(self, timestep: jax.Array, condition: PyTree) -> jax.Array:
+        """What modulates all blocks: timestep [B] or [R, M] → [..., D] float32."""
+        return self.time_embedding(timestep)
+
+    def after_blocks(
+        self,
+        x: Streams,
+        context: Context,
+        condition: Segments | None,
+        packed: PackedMetadata | None,
+    ) -> jax.Array:
+        """The tokens of the latents [B, S, D] for the head.
+
+        Args:
+          x: both streams.
+          context: as of the blocks.
+          condition: the tokens of each sample in the condition; None for all in bucketed rows.
+          packed: of packed rows; None for bucketed ones.
+        """
+        return x.video
