@@ -246,14 +246,21 @@ def require_flags(command: str, **flags: int | None) -> None:
         require_positive_value(f"{command}: --{name.replace('_', '-')}", value)
 
 
+_MODEL_OF_VAE: dict[str, tuple[str, Triple]] = {
+    "hunyuan_video": ("hunyuan-video-1.5", (1, 1, 1)),
+    "hunyuan_video_13b": ("hunyuan-video-13b", (1, 2, 2)),
+}
+"""Models and patch sizes by the name of the VAE in a folder's origin, but for Wan's."""
+
+
 def usual_model(manifest: Manifest) -> tuple[str | None, Triple]:
     """The model that a folder's samples are counted for, and its patch size.
 
     That of the VAE which the origin names; of pixels `PIXEL_PATCH`, and no model of costs.
     """
     vae = manifest.origin.get(VAE)
-    if isinstance(vae, dict) and str(vae.get("name")).startswith("hunyuan"):
-        return "hunyuan-video-1.5", (1, 1, 1)
+    if isinstance(vae, dict) and (found := _MODEL_OF_VAE.get(str(vae.get("name")))):
+        return found
     if holds_pixels(manifest) and not (manifest.shape[:, 1:] % PIXEL_PATCH[1:]).any():
         return None, PIXEL_PATCH
     return None, Geometry().patch_size

@@ -24,6 +24,7 @@ from alload_jax.models.lora_files import LoraFile, merge_adapters, merge_file, r
 from alload_jax.models.weights import load_weights, read_transformer, require_free, save_weights
 from alload_jax.planning.samples import Triple
 from alload_jax.sampling.conditions import family_fps
+from alload_jax.sampling.config import SamplingConfig
 from alload_jax.training.restore import (
     CHECKPOINTS,
     StepChoice,
@@ -105,6 +106,11 @@ class Source:
     def guidance(self) -> float:
         """The guidance of the run's config, or the default of the model's family."""
         return self.run.sampling.guidance if self.run else self._defaults.guidance
+
+    @property
+    def embedded_guidance(self) -> float:
+        """The scale that the run's config has for models that take one as an input, or 6."""
+        return (self.run.sampling if self.run else SamplingConfig()).embedded_guidance
 
     def shift(self, seq_len: int) -> float:
         """The run's shift of noise levels for sequences of `seq_len` tokens.

@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--last-image", metavar="FILE", help="picture of the last frame, for "
         "models that take one")  # fmt: skip
     add("--text-encoder", metavar="DIR", help="local folder of the model's text encoder, for "
-        "--prompt: umT5 for Wan, HunyuanVideo 1.5's pipeline; bytes for the embedding of --text "
+        "--prompt: umT5 for Wan, HunyuanVideo's pipeline; bytes for the embedding of --text "
         "bytes, which runs on such data have without it")  # fmt: skip
     add("--vae", metavar="DIR", help="local folder of the model's VAE, which turns latents into "
         "pictures")  # fmt: skip
@@ -76,6 +76,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         help="scale of classifier-free guidance, 1 for none; default: the run's, else 5",
     )
+    add("--embedded-guidance", type=float, help="scale that models are told which take one as an "
+        "input, such as HunyuanVideo's first; default: the run's, else 6")  # fmt: skip
     add("--shift", type=float, help="shift of noise levels; default: the run's at this size, "
         "else 5, which Wan recommends for 720p; for 480p it recommends 3")  # fmt: skip
     add("--dtype", choices=["auto", "float32", "bfloat16"], help="compute dtype; default: "
@@ -115,6 +117,7 @@ def _check_flags(options: argparse.Namespace) -> None:
         *((name, counts, lambda value: 1 <= value <= _LARGEST) for name in _COUNTS),
         ("guidance", "finite", math.isfinite),
         ("low_noise_guidance", "finite", math.isfinite),
+        ("embedded_guidance", "from 0 and finite", lambda value: 0 <= value < math.inf),
         ("fps", f"above 0 and at most {_LARGEST}", lambda value: 0 < value <= _LARGEST),
         ("boundary", "between 0 and 1", lambda value: 0 < value < 1),
         ("shift", "above 0 and finite", lambda value: 0 < value < math.inf),

@@ -70,6 +70,8 @@ def sample(options: argparse.Namespace) -> None:
     low_noise = _low_noise_source(options, source)
     if options.guidance is None:
         options.guidance = source.guidance
+    if options.embedded_guidance is None:
+        options.embedded_guidance = source.embedded_guidance
     options.sampler = options.sampler or source.sampler
     options.fps = options.fps or source.fps()
     text, vae, image = (
@@ -259,7 +261,7 @@ def _draw(
     encoders: Encoders,
 ) -> None:
     """Encodes what requests name, reads the weights, then draws and writes each batch."""
-    config = source.config
+    config = source.config.with_guidance(options.embedded_guidance)
     if options.dtype:
         config = dataclasses.replace(config, dtype=options.dtype)
     if options.dense_attention and config.sparse_attention is not None:

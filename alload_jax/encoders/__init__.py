@@ -16,6 +16,7 @@ VAES: Registry[type[Vae]] = Registry(
     {
         "AutoencoderKLWan": "alload_jax.encoders.vae:WanVae",
         "AutoencoderKLHunyuanVideo15": "alload_jax.encoders.vae:HunyuanVideoVae",
+        "AutoencoderKLHunyuanVideo": "alload_jax.encoders.vae:HunyuanVideo13bVae",
     },
 )
 """VAEs by the `_class_name` of their config.json."""
@@ -24,6 +25,7 @@ TEXT_MODELS: Registry[Callable[[Path, int], TextModel]] = Registry(
     {
         "umt5": "alload_jax.encoders.conditions:Umt5Text",
         "qwen2_5_vl_text": "alload_jax.encoders.conditions:HunyuanVideoText",
+        "llama": "alload_jax.encoders.conditions:HunyuanVideo13bText",
     },
 )
 """Classes of `TextModel`s by the `model_type` of their config.json."""

@@ -192,7 +192,6 @@ class Umt5Text(TextModel):
 
 GLYPHS = "glyphs"
 """The kind of tokens that byT5 gives."""
-_WANTED_GLYPHS = "byT5 (T5EncoderModel, as transformers saves it)"
 _TOKENIZER_FILES = (
     *("tokenizer.json", "vocab.json", "merges.txt", "added_tokens.json"),
     *("tokenizer_config.json", "chat_template.jinja"),
@@ -231,8 +230,18 @@ class HunyuanVideoText(TextModel):
 
     Attributes:
       folder: folder of the language model.
+      name: in the origin of data.
+      second: the second encoder's kind of tokens, `model_type`, class, key of its width, and what
+        it is in words.
     """
 
+    name: ClassVar[str] = "hunyuan_video"
+    second: ClassVar[tuple[str, str, str, str, str]] = (
+        *(GLYPHS, "t5", "transformers.T5EncoderModel", "d_model"),
+        "byT5 (T5EncoderModel, as transformers saves it)",
+    )
+    _system_tokens: ClassVar[int] = _SYSTEM_TOKENS
+    _has_template: ClassVar[bool] = True
     described = "Qwen2.5-VL's language model (Qwen2_5_VLTextModel, as transformers saves it)"
     model_type = "qwen2_5_vl_text"
     library_class = "transformers.Qwen2_5_VLTextModel"
@@ -240,17 +249,22 @@ class HunyuanVideoText(TextModel):
 
     @override
     def _find_parts(self) -> None:
-        self._glyph_folder = self.folder.parent / "text_encoder_2"
-        if not (self._glyph_folder / CONFIG_NAME).is_file():
+        _, kind, _, _, wanted = self.second
+        self._second_folder = self.folder.parent / "text_encoder_2"
+        if not (self._second_folder / CONFIG_NAME).is_file():
             raise InputError(
-                f"{self._glyph_folder}: has no {CONFIG_NAME}; give the folder of HunyuanVideo "
-                f"1.5's pipeline, which has {_WANTED_GLYPHS} there"
+                f"{self._second_folder}: has no {CONFIG_NAME}; give the folder of HunyuanVideo's "
+                f"pipeline, which has {wanted} there"
             )
-        self._glyph_config = read_config(self._glyph_folder, "model_type", ["t5"], _WANTED_GLYPHS)
+        self._second_config = read_config(self._second_folder, "model_type", [kind], wanted)
         self._tokenizer_folders = [
             find_beside(folder, name, _TOKENIZER_FILES, "tokenizer")
-            for folder, name in ((self.folder, "tokenizer"), (self._glyph_folder, "tokenizer_2"))
+            for folder, name in ((self.folder, "tokenizer"), (self._second_folder, "tokenizer_2"))
         ]
+
+    @property
+    def _second_width(self) -> int:
+        return int(self._second_config.get(self.second[3], 512))
 
     @property
     @override
@@ -260,15 +274,15 @@ class HunyuanVideoText(TextModel):
     @override
     def origin(self) -> dict[str, object]:
         digests = []
-        models = ((self._config, self.folder), (self._glyph_config, self._glyph_folder))
+        models = ((self._config, self.folder), (self._second_config, self._second_folder))
         for (config, folder), tokenizer in zip(models, self._tokenizer_folders, strict=True):
             files = [tokenizer / name for name in _TOKENIZER_FILES]
             files = [*weight_files(folder, "model"), *(path for path in files if path.is_file())]
             digests.append(weights_digest(config, files))
         return {
-            "name": "hunyuan_video",
+            "name": self.name,
             "width": self.width,
-            "glyph_width": int(self._glyph_config.get("d_model", 512)),
+            f"{self.second[0].removesuffix('s')}_width": self._second_width,
             "length": self.length,
             "weights": "-".join(digests),
         }
@@ -278,28 +292,29 @@ class HunyuanVideoText(TextModel):
         """As `TextModel.tokens`.
 
         Returns:
-          `text` [L, width], the language model's states behind its system message, and `glyphs`
-          [G, glyph width], none for a text without quotes; float32.
+          `text` [L, width], the language model's states behind its system message, and those of the
+          second encoder: `glyphs` [G, width], none for a text without quotes; float32.
 
         Raises:
           InputError: the weights cannot be loaded, or a tokenizer is another model's.
         """
-        return {TEXT: self._language(text), GLYPHS: self._glyphs(text)}
+        return {TEXT: self._language(text), self.second[0]: self._of_second(text)}
 
     def _language(self, text: str) -> np.ndarray:
-        most = self.length + _SYSTEM_TOKENS
+        most = self.length + self._system_tokens
         ids = self._conversation_ids(text, truncation=True, max_length=most)
-        if len(ids) <= _SYSTEM_TOKENS:
+        if len(ids) <= self._system_tokens:
             raise InputError(
                 f"{self._tokenizer_folders[0]}: gives {len(ids)} tokens for a prompt with its "
-                f"system message, which has {_SYSTEM_TOKENS} alone; copy HunyuanVideo's tokenizer"
+                f"system message, which has {self._system_tokens} alone; copy HunyuanVideo's "
+                "tokenizer"
             )
         model, _ = self._model
         with inference():
             states = model(
                 input_ids=self._sent(ids), output_hidden_states=True, use_cache=False
             ).hidden_states[-1 - _LAST_LAYERS]
-            return to_host(states[0, _SYSTEM_TOKENS:])
+            return to_host(states[0, self._system_tokens :])
 
     def _conversation_ids(self, text: str, **options: Any) -> list[int]:
         conversation = [
@@ -313,14 +328,15 @@ class HunyuanVideoText(TextModel):
     def surplus_tokens(self, text: str) -> int:
         quiet = {"verbose": False}  # about texts that are longer than the model takes
         ids = self._conversation_ids(text, tokenizer_kwargs=quiet)
-        found = max(0, len(ids) - self.length - _SYSTEM_TOKENS)
+        found = max(0, len(ids) - self.length - self._system_tokens)
         if (prompt := glyph_prompt(text)) is None:
             return found
         return found + max(0, len(self._tokenizers[1](prompt, **quiet).input_ids) - _GLYPH_TOKENS)
 
-    def _glyphs(self, text: str) -> np.ndarray:
+    def _of_second(self, text: str) -> np.ndarray:
+        """[L, width] of the second encoder."""
         if (prompt := glyph_prompt(text)) is None:
-            return np.zeros((0, int(self._glyph_config.get("d_model", 512))), np.float32)
+            return np.zeros((0, self._second_width), np.float32)
         _, tokenizer = self._tokenizers
         ids = tokenizer(
             prompt, add_special_tokens=True, truncation=True, max_length=_GLYPH_TOKENS
@@ -339,7 +355,7 @@ class HunyuanVideoText(TextModel):
     def _tokenizers(self) -> tuple[Any, Any]:
         require_packages(self.described)
         language, glyphs = map(load_tokenizer, self._tokenizer_folders)
-        if not language.chat_template:
+        if self._has_template and not language.chat_template:
             raise InputError(
                 f"{self._tokenizer_folders[0]}: has no chat template; copy chat_template.jinja of "
                 "HunyuanVideo's tokenizer there"
@@ -348,9 +364,61 @@ class HunyuanVideoText(TextModel):
 
     @override
     def _load(self) -> Any:
-        """The language model and byT5."""
-        weight_files(self._glyph_folder, "model")  # before the long loading of the other
-        return super()._load(), self._read("transformers.T5EncoderModel", self._glyph_folder)
+        """The language model and the second encoder."""
+        weight_files(self._second_folder, "model")  # before the long loading of the other
+        return super()._load(), self._read(self.second[2], self._second_folder)
+
+
+POOLED = "pooled"
+"""The kind of tokens that CLIP gives."""
+_POOLED_TOKENS = 77
+_TEMPLATE = (
+    "<|start_header_id|>system<|end_header_id|>\n\nDescribe the video by detailing the following "
+    "aspects: 1. The main content and theme of the video.2. The color, shape, size, texture, "
+    "quantity, text, and spatial relationships of the objects.3. Actions, events, behaviors "
+    "temporal relationships, physical movement changes of the objects.4. background environment, "
+    "light, style and atmosphere.5. camera angles, movements, and transitions used in the video:"
+    "<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|>"
+)
+
+
+class HunyuanVideo13bText(HunyuanVideoText):
+    """LLaMA's language model and CLIP's text encoder, with their tokenizers.
+
+    They give what diffusers' HunyuanVideoPipeline gives; see `HunyuanVideoText`.
+    """
+
+    name = "hunyuan_video_13b"
+    second = (
+        *(POOLED, "clip_text_model", "transformers.CLIPTextModel", "hidden_size"),
+        "CLIP's text encoder (CLIPTextModel, as transformers saves it)",
+    )
+    _system_tokens = 95
+    _has_template = False
+    described = "LLaMA's language model (LlamaModel, as transformers saves it)"
+    model_type = "llama"
+    library_class = "transformers.LlamaModel"
+    default_length = 256
+
+    @override
+    def _conversation_ids(self, text: str, **options: Any) -> list[int]:
+        options = options.pop("tokenizer_kwargs", options)
+        return self._tokenizers[0](_TEMPLATE.format(text), **options).input_ids
+
+    @override
+    def surplus_tokens(self, text: str) -> int:
+        """Of the language model, which sees more of a text."""
+        ids = self._conversation_ids(text, verbose=False)
+        return max(0, len(ids) - self.length - self._system_tokens)
+
+    @override
+    def _of_second(self, text: str) -> np.ndarray:
+        """[1, width], CLIP's pooled output."""
+        _, tokenizer = self._tokenizers
+        ids = tokenizer(text, truncation=True, max_length=_POOLED_TOKENS).input_ids
+        _, model = self._model
+        with inference():
+            return to_host(model(input_ids=self._sent(ids)).pooler_output)
 
 
 _PROCESSORS = ("preprocessor_config.json",)

@@ -449,3 +449,24 @@ class HunyuanVideoVae(Vae):
 
     def _as_decoded(self, latents: "torch.Tensor") -> "torch.Tensor":
         return latents / self._model.config.scaling_factor
+
+
+class HunyuanVideo13bVae(HunyuanVideoVae):
+    """The VAE of HunyuanVideo's first model; see `Vae`.
+
+    Its norms are over all frames that it is given: more than 16 are taken in overlapping parts, as
+    diffusers takes them.
+    """
+
+    name = "hunyuan_video_13b"
+    class_name = "AutoencoderKLHunyuanVideo"
+    described = "HunyuanVideo's VAE (AutoencoderKLHunyuanVideo, as diffusers saves it)"
+    config_keys = (
+        ("temporal_compression_ratio", 4),
+        ("spatial_compression_ratio", 8),
+        ("latent_channels", 16),
+    )
+
+    @override
+    def _load(self) -> Any:
+        return Vae._load(self)

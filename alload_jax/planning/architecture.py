@@ -192,7 +192,10 @@ class BlockArchitecture(Architecture):
 
     @override
     def activations(self) -> ActivationCounts:
-        tensors, layers = self.tensors, self.num_layers
+        return self.activations_of(self.tensors, self.num_layers)
+
+    def activations_of(self, tensors: BlockTensors, layers: int) -> ActivationCounts:
+        """Those of so many blocks."""
         return ActivationCounts(
             forward_traffic=layers * self._values(tensors.forward_traffic),
             backward_traffic=layers * self._values(tensors.backward_traffic),
@@ -242,7 +245,8 @@ _FAMILIES: Registry[type[Architecture]] = Registry(
     "model family",
     {
         "wan": "alload_jax.models.wan.costs:WanArchitecture",
-        "hunyuan_video": ("alload_jax.models.hunyuan_video.costs:HunyuanVideoArchitecture"),
+        "hunyuan_video": "alload_jax.models.hunyuan_video.costs:HunyuanVideoArchitecture",
+        "hunyuan_video_13b": "alload_jax.models.hunyuan_video.costs:HunyuanVideo13bArchitecture",
     },
 )
 _MODELS: Registry[Architecture] = Registry(
@@ -250,7 +254,8 @@ _MODELS: Registry[Architecture] = Registry(
     {
         "wan2.1-1.3b": "alload_jax.models.wan.costs:WAN_1_3B",
         "wan2.1-14b": "alload_jax.models.wan.costs:WAN_14B",
-        "hunyuan-video-1.5": ("alload_jax.models.hunyuan_video.costs:HUNYUAN_VIDEO_1_5"),
+        "hunyuan-video-1.5": "alload_jax.models.hunyuan_video.costs:HUNYUAN_VIDEO_1_5",
+        "hunyuan-video-13b": "alload_jax.models.hunyuan_video.costs:HUNYUAN_VIDEO_13B",
     },
 )
 

@@ -148,6 +148,11 @@ def _tokens(
     if part.name == TEXT:
         return read_embeddings(source, TEXT)[: part.length]
     found = read_optional(source, part.name)
+    if found is None and part.required:
+        raise InputError(
+            f"{source}: has no tensor {part.name}, which the model takes too; write "
+            f"[{part.length}, {part.width}] of it there"
+        )
     if found is None:
         return none
     if found.ndim != 2 or found.shape[1] != part.width or len(found) > part.length:

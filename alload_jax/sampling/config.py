@@ -92,6 +92,7 @@ class SamplingConfig:
       sampler: `unipc`, or `euler`, which needs more steps for the same error.
       steps: number of evaluations of the model.
       guidance: scale of classifier-free guidance; 1 is none.
+      embedded_guidance: scale that models are told which take one as an input.
       shift: shift of the noise levels; null for that of training at each size.
       seed: seed of the initial noise.
       grids: pictures of classes.
@@ -106,6 +107,7 @@ class SamplingConfig:
     sampler: Sampler = "unipc"
     steps: int = 30
     guidance: float = 2.0
+    embedded_guidance: float = 6.0
     shift: float | None = None
     seed: int = 0
     grids: tuple[GridConfig, ...] = ()
@@ -121,6 +123,8 @@ class SamplingConfig:
                 "install alload-jax[media], or choose gif"
             )
         require_positive("sampling.", self, "every", "steps")
+        wanted = "a number from 0"
+        require_fields("sampling.", self, "embedded_guidance", lambda v: 0 <= v < 1e6, wanted)
         require_fields("sampling.", self, "shift", lambda v: 0 < v < math.inf, "above 0, or null")
 
 

@@ -79,6 +79,7 @@ def _flow(
     seq_len = math.prod(grid) // math.prod(model.patch_size)
     shift = config.shift or shift_of(timesteps, seq_len)
     sigmas = noise_levels(config.sampler, config.steps, shift)
+    model = model.with_guidance(config.embedded_guidance)
     sigmas = np.append(sigmas[:-1][sigmas[:-1] >= timesteps.lowest], np.float32(0))
     above = int((sigmas[:-1] >= timesteps.highest).sum()) if config.high_noise else 0
     made = partial(make_flow, model, config.sampler, sigmas, config.guidance)

@@ -11,7 +11,7 @@ import pytest
 import safetensors.numpy
 import torch
 from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
-from draw_models import call_hunyuan
+from draw_models import call_hunyuan, call_hunyuan_13b
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 
@@ -22,7 +22,9 @@ from alload_jax.models.common.lora import LoraConfig
 from alload_jax.models.common.segments import segments_of
 from alload_jax.models.families import abstract_model, parameter_count, read_model_config
 from alload_jax.models.hunyuan_video.family import FAMILY as HUNYUAN
+from alload_jax.models.hunyuan_video.family import FAMILY_13B
 from alload_jax.models.hunyuan_video.transformer import HunyuanVideoConfig
+from alload_jax.models.hunyuan_video.transformer_13b import HunyuanVideo13bConfig
 from alload_jax.models.lora_files import adapters_of, merge_file, read_lora, write_lora
 from alload_jax.models.wan.family import FAMILY as WAN
 from alload_jax.models.wan.transformer import WanConfig
@@ -50,6 +52,13 @@ def hunyuan(heads, axes, layers, **fields):
     )
 
 
+def hunyuan_13b(**fields):
+    shape = {"dim": 24, "ffn_dim": 60, "num_heads": 2, "num_layers": 2, "single_layers": 3}
+    shape |= {"in_channels": 4, "patch_size": (1, 2, 2), "rotary_dims": (4, 4, 4)}
+    text = {"text": TextConfig(6, 8), "pooled_dim": 5, "embedded_guidance": 1.0}
+    return HunyuanVideo13bConfig(**shape | text | {"dtype": "float32"} | fields)
+
+
 I2V = wan(text=TextConfig(6, 512), image=ImageConfig(10), out_channels=2)
 """Of 512 text tokens: diffusers splits the image from the text there."""
 CONFIGS = {
@@ -62,6 +71,8 @@ CONFIGS = {
     "hunyuan patches": hunyuan(
         2, (2, 4, 2), 1, patch_size=(2, 2, 2), out_channels=3, refiner_layers=1, rotary_theta=100.0
     ),
+    "hunyuan 13b": hunyuan_13b(),
+    "hunyuan 13b plain": hunyuan_13b(embedded_guidance=None, patch_size=(2, 1, 1)),
 }
 SIZE, TIMESTEPS = (2, 4, 6), np.asarray([3.5, 990.0], np.float32)
 
@@ -81,13 +92,19 @@ def is_wan(config):
     return isinstance(config, WanConfig)
 
 
+def is_13b(config):
+    return isinstance(config, HunyuanVideo13bConfig)
+
+
 def inputs_of(config):
     """Inputs of a call by diffusers' order of axes."""
     rng = np.random.default_rng(1)
     shapes = {"latents": (config.in_channels, *SIZE), "text": (config.text.length, config.text.dim)}
     if config.image:
         shapes["image"] = (7, config.image.dim)
-    if not is_wan(config):
+    if is_13b(config):
+        shapes["pooled"] = (config.pooled_dim,)
+    elif not is_wan(config):
         shapes["glyphs"] = (4, config.glyphs.dim)
     drawn = {k: rng.normal(size=(2, *shape)).astype(np.float32) for k, shape in shapes.items()}
     lengths = {"text_length": np.asarray([8, 3]), "glyphs_length": np.asarray([0, 4])}
@@ -98,8 +115,10 @@ def ours(config, params):
     inputs = inputs_of(config)
     condition = (inputs["text"], inputs.get("image"))
     if not is_wan(config):
-        tokens = {}
-        for name, count in (("text", 8), ("glyphs", 4), ("image", 7)):
+        tokens, counts = {}, {"text": 8, "glyphs": 4, "image": 7}
+        if is_13b(config):
+            counts, inputs["pooled"] = {"text": 8, "pooled": 1}, inputs["pooled"][:, None]
+        for name, count in counts.items():
             length = inputs.get(f"{name}_length", np.full(2, count)).astype(np.int32)
             table = np.stack([np.zeros(2, np.int32), length])[..., None]
             tokens[name] = ConditionTokens(inputs[name], segments_of(table, count))
@@ -116,7 +135,7 @@ def theirs(model, config):
             named = (inputs["latents"], inputs["timestep"], inputs["text"], inputs.get("image"))
             output = model(*named, return_dict=False)[0]
         else:
-            output = call_hunyuan(model, inputs)
+            output = (call_hunyuan_13b if is_13b(config) else call_hunyuan)(model, inputs)
     return np.moveaxis(output.numpy(), 1, -1)
 
 
@@ -124,6 +143,7 @@ def loaded(config, params, folder, **options):
     """Diffusers' model of our export of the base model; any key that does not fit fails."""
     save_weights(folder, params, dataclasses.replace(config, lora=None), **options)
     wanted = "Wan" if is_wan(config) else "HunyuanVideo15"
+    wanted = "HunyuanVideo" if is_13b(config) else wanted
     kind = getattr(diffusers, f"{wanted}Transformer3DModel")
     model, info = kind.from_pretrained(folder, output_loading_info=True)
     assert not any(info.values())
@@ -176,6 +196,19 @@ def test_an_export_loads_computes_the_same_and_comes_back_bit_exact(name, tmp_pa
 
 
 def test_published_models_have_diffusers_parameters():
+    model = read_config(["--config", "configs/hunyuan_video_13b.yaml"]).model
+    fields = {k: v for k, v in FAMILY_13B.export_fields(model).items() if not k.startswith("_")}
+    with torch.device("meta"):
+        of_diffusers = diffusers.HunyuanVideoTransformer3DModel()
+    assert fields == {k: v for k, v in of_diffusers.config.items() if k in fields} | {
+        "rope_axes_dim": [16, 56, 56]
+    }
+    found = {tensor.key: tensor.shape for tensor in FAMILY_13B.tensors(model, "diffusers")}
+    assert found == {key: tuple(value.shape) for key, value in of_diffusers.state_dict().items()}
+    original = {t.key: t.stored_shape for t in FAMILY_13B.tensors(model, "original")}
+    read = FAMILY_13B.config_of_tensors(original)
+    assert read == FAMILY_13B.read_fields(fields)
+    assert read.architecture().items() <= model.architecture().items()
     for name in ("wan2_1_t2v_1_3b", "wan2_1_t2v_14b", "wan2_1_i2v_14b", "wan2_2_ti2v_5b"):
         model = read_config(["--config", f"configs/{name}.yaml"]).model
         fields = {k: v for k, v in WAN.export_fields(model).items() if not k.startswith("_")}
@@ -214,6 +247,7 @@ def without_adapters(params):
         ("i2v", ALPHA, "diffusers"),
         ("i2v", ALPHA, "original"),
         ("hunyuan", ALPHA, "diffusers"),
+        ("hunyuan 13b", ALPHA, "diffusers"),
         ("t2v", dataclasses.replace(ALPHA, dora=True), "diffusers"),
         ("hunyuan", dataclasses.replace(ALPHA, dora=True), "diffusers"),
     ],

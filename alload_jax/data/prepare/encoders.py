@@ -184,6 +184,7 @@ VAE_ENCODERS: Registry[type[VaeEncoder]] = Registry(
         "none": "alload_jax.data.prepare.encoders:Pixels",
         "wan": "alload_jax.data.prepare.model_encoders:WanLatents",
         "hunyuan_video": "alload_jax.data.prepare.model_encoders:HunyuanVideoLatents",
+        "hunyuan_video_13b": "alload_jax.data.prepare.model_encoders:HunyuanVideo13bLatents",
     },
 )
 """Classes of `VaeEncoder`s."""
@@ -194,6 +195,7 @@ TEXT_ENCODERS: Registry[type[TextEncoder]] = Registry(
         "class": "alload_jax.data.prepare.encoders:ClassText",
         "umt5": "alload_jax.data.prepare.model_encoders:Umt5Embeddings",
         "hunyuan_video": "alload_jax.data.prepare.model_encoders:HunyuanVideoEmbeddings",
+        "hunyuan_video_13b": "alload_jax.data.prepare.model_encoders:HunyuanVideo13bEmbeddings",
     },
 )
 """Classes of `TextEncoder`s."""

@@ -21,6 +21,7 @@ from alload_jax.data.prepare.sources import UnusableError
 from alload_jax.encoders.conditions import (
     TEXT,
     ClipImage,
+    HunyuanVideo13bText,
     HunyuanVideoText,
     ImageEncoder,
     SiglipImage,
@@ -28,7 +29,7 @@ from alload_jax.encoders.conditions import (
     Umt5Text,
 )
 from alload_jax.encoders.loading import require_packages
-from alload_jax.encoders.vae import HunyuanVideoVae, Vae, WanVae
+from alload_jax.encoders.vae import HunyuanVideo13bVae, HunyuanVideoVae, Vae, WanVae
 from alload_jax.errors import InputError, require_positive_value
 from alload_jax.files import Json
 from alload_jax.planning.samples import Triple
@@ -92,6 +93,13 @@ class HunyuanVideoLatents(VaeLatents):
 
     patch_size = (1, 1, 1)
     vae_class = HunyuanVideoVae
+
+
+class HunyuanVideo13bLatents(VaeLatents):
+    """Stores normalised latents of the VAE of HunyuanVideo's first model; see `VaeEncoder`."""
+
+    patch_size = (1, 2, 2)
+    vae_class = HunyuanVideo13bVae
 
 
 _KINDS = ("first", "first-last")
@@ -248,3 +256,11 @@ class HunyuanVideoEmbeddings(TextEmbeddings):
     name = "hunyuan_video"
     default_length = 1000
     text_class = HunyuanVideoText
+
+
+class HunyuanVideo13bEmbeddings(TextEmbeddings):
+    """Stores the tokens of LLaMA and the pooled output of CLIP; see `TextEmbeddings`."""
+
+    name = "hunyuan_video_13b"
+    default_length = 256
+    text_class = HunyuanVideo13bText

@@ -32,15 +32,16 @@ class MediaSettings:
 
     Attributes:
       vae: encoder of frames: none stores pixels, wan latents of Wan's VAE, hunyuan_video those of
-        HunyuanVideo 1.5's; default none.
+        HunyuanVideo 1.5's, hunyuan_video_13b those of the first HunyuanVideo's; default none.
       vae_folder: local folder of the VAE's weights, as diffusers saves them.
       frames_per_latent: frames that a latent of pixels holds in its channels, which makes clips
         shorter in tokens: 1, 2 or 4; default 1.
       text: encoder of captions: bytes, class where captions are classes, umt5 for Wan's,
-        hunyuan_video for HunyuanVideo 1.5's; default bytes.
+        hunyuan_video for HunyuanVideo 1.5's, hunyuan_video_13b for the first HunyuanVideo's;
+        default bytes.
       text_folder: local folder of the text encoder's weights and tokenizer.
       text_length: most tokens of a caption; default: 256 bytes for bytes, 512 tokens for umt5, 1000
-        for hunyuan_video.
+        for hunyuan_video, 256 for hunyuan_video_13b.
       captions: captions of a file to store: one, or all: each line of a .txt file, each entry of a
         list, the columns caption, caption_1, caption_2 and so on; an epoch takes one of them;
         default one.

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self
 from typing_extensions import override
 
 from alload_jax.planning.architecture import (
+    ActivationCounts,
     BlockArchitecture,
     BlockTensors,
     ForwardFlops,
@@ -88,6 +89,9 @@ class HunyuanVideoArchitecture(BlockArchitecture):
     num_classes: int = 10
 
     tensors: ClassVar[BlockTensors] = _TENSORS
+    family: ClassVar[str] = "hunyuan_video"
+    kinds: ClassVar[int] = 3
+    """Kinds of condition tokens that a learned embedding tells apart."""
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> Self:
@@ -117,7 +121,7 @@ class HunyuanVideoArchitecture(BlockArchitecture):
         if width := fields.pop("image_dim"):
             fields["image"] = {"dim": width}
         fields = {k: v for k, v in fields.items() if v is not None}
-        return fields | {"family": "hunyuan_video", "patch_size": list(self.patch_size)}
+        return fields | {"family": self.family, "patch_size": list(self.patch_size)}
 
     def flops(self) -> ForwardFlops:
         """FLOPs of the forward pass of all blocks on a sample of S tokens of both kinds.
@@ -161,7 +165,7 @@ class HunyuanVideoArchitecture(BlockArchitecture):
         if self.text is None:
             return (self.num_classes + 1) * dim
         width, hidden = self.text[0], _REFINER_RATIO * dim
-        total = 3 * dim + 2 * linear(width, dim) + 2 * linear(dim, dim)
+        total = self.kinds * dim + 2 * linear(width, dim) + 2 * linear(dim, dim)
         total += linear(_FREQUENCIES, dim)
         block = 4 * dim + 4 * linear(dim, dim) + linear(dim, hidden) + linear(hidden, dim)
         total += self.refiner_layers * (block + linear(dim, 2 * dim))
@@ -177,3 +181,124 @@ class HunyuanVideoArchitecture(BlockArchitecture):
 
 HUNYUAN_VIDEO_1_5 = HunyuanVideoArchitecture(2048, 8192, 16, 54)
 """HunyuanVideo 1.5, as in its config.json."""
+
+
+# ---------------------------------------------------------------- the first model, of 13 billion
+
+_SINGLE_TENSORS = BlockTensors(
+    kernels=40,
+    # The norm 2, query and key norms with rotary embedding 4, the gate 3, attention's output
+    # beside the hidden layer 2; that and GELU read and write the hidden layer.
+    forward_traffic=(11, 4),
+    # Norms 6, query and key norms 8, gate 3, gradients of biases 4, sums of gradients 4, what
+    # was side by side 2; the hidden layer: GELU's gradient 3, its output once more and beside 3.
+    backward_traffic=(27, 6),
+    once_traffic=(2, 4),
+    # Of the forward's: output of the norm; query and key norms.
+    norms_traffic=(1 + 4, 0),
+    # As compiled (benchmarks/compiled_memory.py), like what is kept.
+    working_set=(18, 4),
+    adapters=(1, 0),
+    kept={
+        "full": (1, 0),
+        **dict.fromkeys(OFFLOADED, (0, 0)),  # in the host's memory
+        "attention": (1 + 1, 0),
+        # Besides: the output of both parts.
+        "feed_forward_and_attention": (1 + 1 + 1, 0),
+        # Besides: query, key, value; the hidden layer.
+        "matmuls_and_attention": (1 + 1 + 1 + 3, 1),
+        # Besides: the norm; normed queries and keys.
+        "norms_matmuls_and_attention": (1 + 1 + 1 + 3 + 3, 1),
+        # Besides: a sum of the residual stream.
+        "none": (1 + 1 + 1 + 3 + 3 + 1, 1),
+    },
+    exchanged=(4, 0),  # query, key, value and output of attention
+)
+"""Of the blocks of one stream."""
+
+
+@dataclass(frozen=True)
+class HunyuanVideo13bArchitecture(HunyuanVideoArchitecture):
+    """Shape of the transformer in `alload_jax.models.hunyuan_video.transformer_13b`.
+
+    Attributes:
+      single_layers: blocks of one stream.
+      pooled_dim: width of the pooled text; None for none.
+      embedded_guidance: anything but None where the model embeds a scale of guidance.
+    """
+
+    in_channels: int = 16
+    out_channels: int | None = None
+    patch_size: tuple[int, int, int] = (1, 2, 2)
+    text: tuple[int, int] | None = (4096, 256)
+    glyphs: tuple[int, int] | None = None
+    image_dim: int | None = None
+    single_layers: int = 40
+    pooled_dim: int | None = 768
+    embedded_guidance: float | None = 1.0
+
+    family: ClassVar[str] = "hunyuan_video_13b"
+    kinds: ClassVar[int] = 0
+
+    @classmethod
+    @override
+    def from_fields(cls, fields: Mapping[str, Any]) -> Self:
+        require_whole_numbers(fields, ("single_layers",))
+        optional: dict[str, Any] = {
+            name: fields.get(name) for name in ("pooled_dim", "embedded_guidance")
+        }
+        return dataclasses.replace(super().from_fields(fields), **optional)
+
+    @override
+    def flops(self) -> ForwardFlops:
+        """A token meets as many products in a block of one stream as in one of two."""
+        both, dim, layers = super().flops(), self.dim, self.single_layers
+        per_token = 8.0 * dim**2 + 4.0 * dim * self.ffn_dim
+        return dataclasses.replace(
+            both,
+            matmul_per_token=both.matmul_per_token + layers * per_token,
+            matmul_per_sequence=both.matmul_per_sequence + layers * 6.0 * dim**2,
+            attention_per_pair=both.attention_per_pair + layers * 4.0 * dim,
+            feed_forward_output=both.feed_forward_output
+            + layers * 2.0 * dim * (dim + self.ffn_dim),
+        )
+
+    @override
+    def activations(self) -> ActivationCounts:
+        """Sums over all blocks; the peak is of the kind with the larger one."""
+        both = super().activations()
+        single = self.activations_of(_SINGLE_TENSORS, self.single_layers)
+        largest = ("working_set", "adapters", "condition")
+        return ActivationCounts(
+            **{
+                field.name: (max if field.name in largest else sum)(
+                    (getattr(both, field.name), getattr(single, field.name))
+                )
+                for field in dataclasses.fields(both)
+            }
+        )
+
+    @override
+    def kept_activations(self, remat: str) -> float:
+        kept = self._values(_SINGLE_TENSORS.kept[remat])
+        return super().kept_activations(remat) + self.single_layers * kept
+
+    @override
+    def kernels(self) -> int:
+        return super().kernels() + self.single_layers * _SINGLE_TENSORS.kernels
+
+    @override
+    def parameters(self) -> int:
+        dim, ffn_dim = self.dim, self.ffn_dim
+        block = linear(dim, 3 * dim) + 3 * linear(dim, dim) + 2 * (dim // self.num_heads)
+        block += linear(dim, ffn_dim) + linear(dim + ffn_dim, dim)
+        total = super().parameters() + self.single_layers * block
+        if self.pooled_dim is not None:
+            total += linear(self.pooled_dim, dim) + linear(dim, dim)
+        if self.embedded_guidance is not None:
+            total += linear(_FREQUENCIES, dim) + linear(dim, dim)
+        return total
+
+
+HUNYUAN_VIDEO_13B = HunyuanVideo13bArchitecture(3072, 12288, 24, 20)
+"""HunyuanVideo's first model, as in its config.json."""
