@@ -40,6 +40,7 @@ from alload_jax.models.common.sparse_attention import config
 from alload_jax.models.common.sparse_attention.config import SparseAttentionConfig
 from alload_jax.models.families import abstract_model, build_model
 from alload_jax.models.hunyuan_video.transformer import HunyuanVideoConfig
+from alload_jax.models.hunyuan_video.transformer_13b import HunyuanVideo13bConfig
 from alload_jax.models.wan.transformer import WanConfig
 from alload_jax.objectives.flow_matching import FlowMatching, noised
 from alload_jax.sharding.mesh import ranks_of
@@ -64,6 +65,19 @@ JOINT = HunyuanVideoConfig(
     image=ImageConfig(4),
     dtype="float32",
 )
+SINGLE = HunyuanVideo13bConfig(
+    dim=16,
+    ffn_dim=24,
+    num_heads=2,
+    num_layers=1,
+    single_layers=2,
+    in_channels=2,
+    patch_size=(1, 2, 2),
+    text=TextConfig(6, 9),
+    pooled_dim=5,
+    embedded_guidance=1.0,
+    dtype="float32",
+)
 COUNT = 11
 ROUNDING = 1e-3
 """Biases of the refiner's keys have no gradient but rounding."""
@@ -84,24 +98,43 @@ def joint(tmp_path_factory):
     return write_samples(tmp_path_factory.mktemp("joint") / "data", COUNT, sample)
 
 
+@pytest.fixture(scope="module")
+def pooled(tmp_path_factory):
+    """Texts of different lengths, and a pooled one."""
+
+    def sample(rng, n):
+        parts = {"parts": {"pooled": normal(rng, 1, 5)}}
+        return SIZES[rng.integers(len(SIZES))], normal(rng, rng.integers(0, 8), 6), parts
+
+    return write_samples(tmp_path_factory.mktemp("pooled") / "data", COUNT, sample)
+
+
+@pytest.fixture(params=["joint", "pooled"])
+def joined(request):
+    """Data, and the model of blocks of two streams, or also of one."""
+    model = JOINT if request.param == "joint" else SINGLE
+    return request.getfixturevalue(request.param), model
+
+
 @needs_devices
 @pytest.mark.slow
-def test_joint_attention_has_the_gradient_of_the_samples_one_by_one(joint):
-    alone = mean_gradient(JOINT, mesh_of(), batches_of(joint, JOINT, "fixed"))
+def test_joint_attention_has_the_gradient_of_the_samples_one_by_one(joined):
+    joint, model = joined
+    alone = mean_gradient(model, mesh_of(), batches_of(joint, model, "fixed"))
     for policy, ranks, options in (
         ("balanced", 1, {}),
         ("dual_constraint", 2, {}),
         ("equal_tokens", 1, MERGED),
     ):
-        batches = batches_of(joint, JOINT, policy, ranks, **options)
+        batches = batches_of(joint, model, policy, ranks, **options)
         assert sum(int((batch.weight > 0).sum()) for batch in batches) == COUNT
-        assert_same(mean_gradient(JOINT, mesh_of(ranks), batches), alone, ROUNDING)
-    batches = batches_of(joint, JOINT, "balanced", 2, **SPLIT)
+        assert_same(mean_gradient(model, mesh_of(ranks), batches), alone, ROUNDING)
+    batches = batches_of(joint, model, "balanced", 2, **SPLIT)
     split = [batch.metadata.split for batch in batches if batch.metadata.split is not None]
     assert max(int(each.split.length.max()) for each in split) == 18
-    found, programs = gradient_and_programs(JOINT, mesh_of(2, context=2), batches)
+    found, programs = gradient_and_programs(model, mesh_of(2, context=2), batches)
     assert_same(found, alone, ROUNDING)
-    plan, collation = plan_of(joint, JOINT, "balanced", 2, **SPLIT)
+    plan, collation = plan_of(joint, model, "balanced", 2, **SPLIT)
     assert len(programs) <= len(collation.shapes(plan)) == len(plan.epoch(0).packing.split_sizes)
     assert any("all-to-all(" in program for program in programs)
     assert_gathers_no_activations(programs, batches[0].tokens.shape[1])
@@ -110,13 +143,14 @@ def test_joint_attention_has_the_gradient_of_the_samples_one_by_one(joint):
 @needs_devices
 @pytest.mark.slow
 @pytest.mark.parametrize("context", [1, 2])
-def test_other_neighbours_and_what_is_not_finite_reach_no_other_sample(joint, context):
-    batches = batches_of(joint, JOINT, "balanced", context, **(SPLIT if context > 1 else {}))
+def test_other_neighbours_and_what_is_not_finite_reach_no_other_sample(joined, context):
+    joint, model = joined
+    batches = batches_of(joint, model, "balanced", context, **(SPLIT if context > 1 else {}))
     if context > 1:
         batches = [batch for batch in batches if batch.metadata.split is not None]
     batch = max(batches, key=lambda batch: len(np.unique(batch.sample)))
     assert np.bincount(batch.sample[batch.sample >= 0]).max() >= context  # parts of one sample
-    assert_reaches_no_other(JOINT, batch, context)
+    assert_reaches_no_other(model, batch, context)
 
 
 def test_plans_count_both_kinds_of_tokens(joint):
