@@ -32,8 +32,10 @@ from alload_jax.training.remat_choice import trained_of
 from alload_jax.training.trial_step import tokens_beside, training_spec
 
 WAN, LARGE, JOINT = ("1.3b", 30), ("14b", 8), ("hunyuan-video-1.5", 16)
-"""Models and layers."""
+SINGLE = ("hunyuan-video-13b", 4)
+"""Models and layers, of the last with twice as many of one stream."""
 SHORT = (128, (1, 32, 32))
+SINGLE_CLIP = (1, (5, 90, 160))
 JOINT_CLIP, JOINT_IMAGES = (1, (9, 45, 80)), (8, (1, 45, 80))
 FULL = ((1, (121, 60, 104)), (800, (1, 32, 32)))
 """About what an H200 holds: one long clip, and many short samples."""
@@ -86,7 +88,12 @@ class Case(NamedTuple):
 def cases() -> Iterator[Case]:
     """All steps."""
     for policy in (*LADDER, *OFFLOADED):
-        for model, shape in ((WAN, CLIP), (LARGE, CLIP), (JOINT, JOINT_CLIP)):
+        for model, shape in (
+            (WAN, CLIP),
+            (LARGE, CLIP),
+            (JOINT, JOINT_CLIP),
+            (SINGLE, SINGLE_CLIP),
+        ):
             yield Case(*model, *shape, (policy,))
     for policy in LADDER:
         for model, shape in ((WAN, IMAGES), (WAN, SHORT), (JOINT, JOINT_IMAGES)):
@@ -95,6 +102,7 @@ def cases() -> Iterator[Case]:
         yield Case(*WAN, *CLIP, (kept,), "bfloat16")
         yield Case(*LARGE, *CLIP, (kept,), "float8")
         yield Case(*JOINT, *JOINT_CLIP, (kept,), "bfloat16")
+        yield Case(*SINGLE, *SINGLE_CLIP, (kept,), "bfloat16")
     for model, shape in ((WAN, CLIP), (JOINT, JOINT_CLIP)):
         yield Case(*model, *shape, ("attention",), single=False)
     for policies in PATTERNS:

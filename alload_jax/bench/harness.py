@@ -196,6 +196,10 @@ MODELS: dict[str, Json] = {
     "tiny": _WAN | {"dim": 32, "num_heads": 2, "ffn_dim": 64, "num_layers": 2},
     "hunyuan-video-1.5": _HUNYUAN_VIDEO
     | {"dim": 2048, "num_heads": 16, "ffn_dim": 8192, "num_layers": 54},
+    "hunyuan-video-13b": _WAN
+    | {"family": "hunyuan_video_13b", "text": {"dim": 4096, "length": 256}, "pooled_dim": 768}
+    | {"embedded_guidance": 1.0, "dim": 3072, "num_heads": 24, "ffn_dim": 12288}
+    | {"num_layers": 20, "single_layers": 40},
     "tiny-mmdit": {
         "family": "hunyuan_video",
         "dim": 32,
@@ -208,15 +212,18 @@ MODELS: dict[str, Json] = {
         "text": {"dim": 16, "length": 8},
     },
 }
-"""Fields of the configs of Wan 2.1's models and of HunyuanVideo 1.5's (image-to-video), and of tiny
-ones for tests."""
+"""Fields of the configs of Wan 2.1's models and of HunyuanVideo's (1.5's is image-to-video), and of
+tiny ones for tests."""
 
-NAMES = "Wan 2.1's 1.3B or 14B, HunyuanVideo 1.5's, or a tiny one for trying"
+NAMES = "Wan 2.1's 1.3B or 14B, HunyuanVideo's 1.5 or 13B, or a tiny one for trying"
 
 
 def model_fields(name: str, layers: int | None = None) -> Json:
     """Fields of the config of a model of `MODELS`, with `layers` layers if given."""
-    return MODELS[name] | ({"num_layers": layers} if layers else {})
+    if not layers:
+        return MODELS[name]
+    single = {"single_layers": 2 * layers} if "single_layers" in MODELS[name] else {}
+    return MODELS[name] | {"num_layers": layers} | single
 
 
 def training_fields(

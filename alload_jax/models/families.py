@@ -6,6 +6,7 @@ folder with a `Family`, add its line to `FAMILIES` and those of its costs to
 """
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import is_dataclass, replace
 from itertools import groupby
@@ -476,6 +477,16 @@ class TransformerFamily(Family):
         return _with_places(found)
 
     @override
+    def naming_of(self, keys: set[str]) -> Naming:
+        """That which knows most of the keys."""
+        found = {_stem(key.rpartition(".")[0]) for key in keys}
+
+        def known(naming: Naming) -> int:
+            return len(found & {*map(_stem, self.tensor_names[naming].values())})
+
+        return max(self.tensor_names, key=known)
+
+    @override
     def packing_unsupported_reason(self, config: TransformerConfig) -> str:
         return packing_unsupported_reason(config.attention, config.head_dim, config.compute_dtype)
 
@@ -514,6 +525,11 @@ class TransformerFamily(Family):
 
 _ENDINGS = {"kernel": "weight", "scale": "weight", "embedding": "weight", "bias": "bias"}
 """Names of a layer's parameters, ours and PyTorch's."""
+
+
+def _stem(name: str) -> str:
+    """A layer's name in checkpoints without numbers."""
+    return re.sub(rf"\d+|{{}}|{SWAPPED}$", "", name)
 
 
 SWAPPED = "~"

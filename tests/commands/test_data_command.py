@@ -316,6 +316,7 @@ def test_only_the_section_of_the_source_is_read(sources, alload, refused, tmp_pa
     ("vae", "stride", "channels", "patch", "model"),
     [
         ({"name": "hunyuan_video"}, (4, 16, 16), 32, "1,1,1", "hunyuan-video-1.5"),
+        ({"name": "hunyuan_video_13b"}, (4, 8, 8), 16, "1,2,2", "hunyuan-video-13b"),
         ({"name": "wan"}, (4, 8, 8), 16, "1,2,2", "wan2.1-1.3b"),
         ({"name": "none"}, (1, 1, 1), 3, "1,16,16", "wan2.1-1.3b"),
     ],

@@ -7,8 +7,14 @@ import numpy as np
 import pytest
 
 from alload_jax.encoders import VAES, open_image, open_text, open_vae
-from alload_jax.encoders.conditions import ClipImage, HunyuanVideoText, SiglipImage, glyph_prompt
-from alload_jax.encoders.vae import HunyuanVideoVae, Vae, WanVae
+from alload_jax.encoders.conditions import (
+    ClipImage,
+    HunyuanVideo13bText,
+    HunyuanVideoText,
+    SiglipImage,
+    glyph_prompt,
+)
+from alload_jax.encoders.vae import HunyuanVideo13bVae, HunyuanVideoVae, Vae, WanVae
 from alload_jax.errors import InputError
 
 
@@ -57,9 +63,20 @@ def test_a_folder_says_which_encoder_it_holds(folder):
     assert (type(image), image.width) == (SiglipImage, 6)
     assert (type(text), text.width, text.length) == (HunyuanVideoText, 12, 9)
     origin = text.origin()
+    for name, fields in (
+        ("text_encoder", {"model_type": "llama", "hidden_size": 8}),
+        ("text_encoder_2", {"model_type": "clip_text_model", "hidden_size": 4}),
+    ):
+        (folder / name / "config.json").write_text(json.dumps(fields))
+    other = open_text(folder, 9)
+    assert (type(other), other.width, other.origin()["pooled_width"]) == (HunyuanVideo13bText, 8, 4)
     assert (origin["name"], origin["width"], origin["glyph_width"]) == ("hunyuan_video", 12, 10)
     VAES.register(Halves.class_name, Halves)
-    for kind, name in ((WanVae, "AutoencoderKLWan"), (Halves, "AutoencoderHalves")):
+    for kind, name in (
+        (WanVae, "AutoencoderKLWan"),
+        (HunyuanVideo13bVae, "AutoencoderKLHunyuanVideo"),
+        (Halves, "AutoencoderHalves"),
+    ):
         (folder / "vae" / "config.json").write_text(json.dumps({"_class_name": name}))
         assert type(open_vae(folder / "vae")) is kind
 
@@ -81,7 +98,10 @@ def test_the_digest_of_texts_follows_every_file(folder, name):
     ("make", "named"),
     [
         (open_vae, "_class_name is x, not AutoencoderKLWan or AutoencoderKLHunyuanVideo15"),
-        (lambda folder: open_text(folder, 9), "model_type is x, not umt5 or qwen2_5_vl_text"),
+        (
+            lambda folder: open_text(folder, 9),
+            "model_type is x, not umt5 or qwen2_5_vl_text or llama",
+        ),
         (open_image, "model_type is x, not clip_vision_model or siglip_vision_model"),
         (WanVae, "_class_name is x, not AutoencoderKLWan; give the folder of Wan's VAE"),
         (HunyuanVideoText, "model_type is x, not qwen2_5_vl_text; give the folder of Qwen2.5-VL"),

@@ -111,7 +111,7 @@ def test_kernels_in_bfloat16_stay_near_diffusers(case, residual_dtype):
         assert kernel < 2 * plain < 0.1
 
 
-@pytest.mark.parametrize("case", ["wan/flf2v", "wan/t2v_plain_cross", "hunyuan_video/both"])
+@pytest.mark.parametrize("case", ["wan/flf2v", "wan/t2v_plain_cross", "hunyuan_video/both", GUIDED])
 def test_weights_go_out_and_come_back_bit_for_bit(case, tmp_path, monkeypatch):
     config, params = golden_config(case), golden_params(case)
     golden = safetensors.numpy.load_file(transformer(case) / WEIGHTS)
@@ -134,13 +134,14 @@ def test_weights_go_out_and_come_back_bit_for_bit(case, tmp_path, monkeypatch):
         for name in unlike & fields.keys():
             del fields[name]
     assert ours == theirs
-    written = ["out"]
-    if case in WAN:  # by the names of the original repository, and those of ComfyUI
-        tensors = (family_of(config).tensors(config, names) for names in ("diffusers", "original"))
-        renamed = {theirs.key: golden[ours.key] for ours, theirs in zip(*tensors, strict=True)}
-        assert len(renamed) == len(golden)
+    family, written = family_of(config), ["out"]
+    for naming in family.namings[1:]:  # those of the original repository, and of ComfyUI
+        tensors, renamed = (family.tensors(config, names) for names in ("diffusers", naming)), {}
+        for ours, theirs in zip(*tensors, strict=True):
+            whole = renamed.setdefault(theirs.key, np.zeros(theirs.stored_shape, np.float32))
+            whole[theirs.rows] = golden[ours.key]
         comfy = {f"model.diffusion_model.{key}": value for key, value in renamed.items()}
-        for name, content in (("original", renamed), ("comfy", comfy)):
+        for name, content in ((naming, renamed), (f"{naming}_comfy", comfy)):
             written.append(f"{name}.safetensors")
             safetensors.numpy.save_file(content, tmp_path / written[-1])
     for name in written:

@@ -17,8 +17,10 @@ from alload_jax.models.common.config import ImageConfig, TextConfig
 from alload_jax.models.common.cudnn import cudnn_rows
 from alload_jax.models.common.layers import rematerialise
 from alload_jax.models.common.lora import LoraConfig
+from alload_jax.models.common.sparse_attention.config import SparseAttentionConfig
 from alload_jax.models.families import abstract_model, family_of
 from alload_jax.models.hunyuan_video.transformer import HunyuanVideoConfig
+from alload_jax.models.hunyuan_video.transformer_13b import HunyuanVideo13bConfig
 from alload_jax.models.wan.transformer import WanConfig, WanTransformer
 from alload_jax.planning.remat import RematPolicy
 
@@ -180,6 +182,7 @@ def test_a_fresh_model_predicts_zero():
 
 CLASSES = HunyuanVideoConfig(dim=16, ffn_dim=24, num_heads=2, num_layers=1, dtype="float32")
 TEXT = dataclasses.replace(CLASSES, text=TextConfig(6, 3), glyphs=TextConfig(5, 2))
+SINGLE = HunyuanVideo13bConfig(dim=16, num_heads=2, num_layers=1, text=TextConfig(6, 3))
 
 
 @pytest.mark.parametrize(
@@ -206,6 +209,17 @@ TEXT = dataclasses.replace(CLASSES, text=TextConfig(6, 3), glyphs=TextConfig(5, 
         (TEXT, {"refiner_layers": 0}, "model.refiner_layers is 0"),
         (TEXT, {"text": None}, "without model.text"),
         (TEXT, {"image": ImageConfig(4, 3)}, "model.image.positions is 3"),
+        (SINGLE, {"single_layers": 0}, "model.single_layers is 0"),
+        (SINGLE, {"pooled_dim": 0}, "model.pooled_dim is 0"),
+        (SINGLE, {"pooled_dim": 3, "text": None}, "model.pooled_dim is set without model.text"),
+        (SINGLE, {"embedded_guidance": -1.0}, "model.embedded_guidance is -1.0; it must be a"),
+        (SINGLE, {"glyphs": TextConfig(5, 2)}, "model.glyphs is set, which hunyuan_video_13b lack"),
+        (SINGLE, {"sparse_attention": SparseAttentionConfig()}, "sparse_attention is set, which"),
+        (
+            SINGLE,
+            {"num_layers": 3, "remat_layers": ("full", "none", "none")},
+            "3 policies, which does not divide model.single_layers 4",
+        ),
     ],
 )
 def test_impossible_settings_are_one_line(config, change, words):
@@ -221,6 +235,10 @@ def test_adapters_by_default_are_on_the_projections_of_both_streams():
     linears = ("query", "key", "value", "out", "feed_forward/hidden", "feed_forward/out")
     streams = ("video", "condition")
     assert found == {f"blocks/{stream}/{name}" for stream in streams for name in linears}
+    names = abstract_model(dataclasses.replace(SINGLE, lora=LoraConfig(rank=2))).params
+    single = flatten_dict(names, sep="/").keys()
+    found |= {f"single_blocks/{name}" for name in linears if name != "out"}
+    assert {name.removesuffix("/lora_up") for name in single if name.endswith("lora_up")} == found
 
 
 def test_a_model_of_classes_takes_them_as_any_family_does():

@@ -3,18 +3,21 @@
 import dataclasses
 import json
 import math
+import re
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict
 from planning_cases import refused, write_json
 
 from alload_jax.models.common.config import ImageConfig, TextConfig
 from alload_jax.models.common.cudnn import launched_tokens
 from alload_jax.models.families import abstract_model, parameter_count
-from alload_jax.models.hunyuan_video.costs import HUNYUAN_VIDEO_1_5
+from alload_jax.models.hunyuan_video.costs import HUNYUAN_VIDEO_1_5, HUNYUAN_VIDEO_13B
 from alload_jax.models.hunyuan_video.transformer import HunyuanVideoConfig
+from alload_jax.models.hunyuan_video.transformer_13b import HunyuanVideo13bConfig
 from alload_jax.models.wan.costs import WAN_1_3B as WAN
 from alload_jax.models.wan.costs import WAN_14B, WanArchitecture
 from alload_jax.models.wan.transformer import WanConfig
@@ -228,6 +231,9 @@ PUBLISHED = HunyuanVideoConfig(
     glyphs=TextConfig(1472, 256),
     image=ImageConfig(1152),
 )
+SINGLE = HunyuanVideo13bConfig(
+    dim=16, ffn_dim=24, num_heads=2, text=TextConfig(6, 9), pooled_dim=5, embedded_guidance=1.0
+)
 MODELS = [
     WanConfig(dim=48, ffn_dim=100, num_heads=3, num_layers=2, in_channels=5, num_classes=7),
     WanConfig(dim=32, ffn_dim=64, num_heads=2, num_layers=3, text=TextConfig(24, 9)),
@@ -235,6 +241,8 @@ MODELS = [
     WanConfig(dim=32, num_heads=2, in_channels=6, out_channels=3, freq_dim=64),
     WanConfig(dim=32, num_heads=2, text=TextConfig(24, 9), image=ImageConfig(20, 30)),
     *(CLASSES, TEXT_ONLY, FULL, PUBLISHED),
+    HunyuanVideo13bConfig(dim=16, num_heads=2, num_layers=3),
+    SINGLE,
 ]
 
 
@@ -249,6 +257,8 @@ def test_parameters_are_those_of_the_model(config):
 
 def test_published_models_have_their_counts_and_devices_two_names():
     assert HUNYUAN_VIDEO_1_5.parameters() == 8_326_608_160
+    assert HUNYUAN_VIDEO_13B.parameters() == 12_821_012_544
+    assert architecture_named("hunyuan-video-13b") == HUNYUAN_VIDEO_13B
     assert WAN.parameters() == 1_418_996_800
     assert WAN_14B.parameters() == pytest.approx(14.3e9, rel=0.01)
     for name in ("h200", "NVIDIA H200", " nvidia h200"):
@@ -271,6 +281,12 @@ def test_flops_are_the_formula_and_those_of_the_kernels_that_each_token_meets():
         kernels = [size for name, size in met.items() if "kernel" in name and "modul" not in name]
         assert 2 * sum(kernels) == flops.matmul_per_token
     assert flops.attention_per_pair == 4 * FULL.num_layers * FULL.dim
+    shape, met = from_fields(SINGLE.architecture()), 0
+    for path, leaf in flatten_dict(abstract_model(SINGLE).params, sep="/").items():
+        in_blocks = re.match("(blocks/video|single_blocks)/(?!modulation).*kernel", path)
+        met += 2 * leaf.size * bool(in_blocks)
+    assert shape.flops().matmul_per_token == met
+    assert shape.flops().attention_per_pair == 4 * (4 + 4) * SINGLE.dim
     # The refiner and the modulation are little of a picture of 720p, with a text.
     flops, picture = HUNYUAN_VIDEO_1_5.flops(), 45 * 80 + 300
     bare = dataclasses.replace(flops, matmul_per_sequence=0.0, attention_per_sequence=0.0)

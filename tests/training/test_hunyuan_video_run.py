@@ -163,3 +163,59 @@ def test_samples_without_any_text_are_trained_on(hunyuan, tmp_path):
             writer.add(latents, np.zeros((0, 6)), (1, 32, 48), parts={"glyphs": np.zeros((0, 5))})
     folder = hunyuan.train(data={"folder": str(tmp_path / "silent")}, run={"steps": 1})
     assert np.isfinite(computed(folder)[0][2])
+
+
+# ---------------------------------------------------------------- blocks of one stream
+
+SINGLE = MODEL | {"family": "hunyuan_video_13b", "single_layers": 2, "patch_size": [1, 2, 2]}
+SINGLE |= {"in_channels": 2, "out_channels": None, "pooled_dim": 5, "embedded_guidance": 1.0}
+SINGLE |= {"glyphs": None, "image": None, "glyph_hidden": 2048}
+
+
+@pytest.fixture(scope="module")
+def pooled(tmp_path_factory):
+    """Texts of 1 to 8 tokens with their pooled ones."""
+    folder, rng = tmp_path_factory.mktemp("pooled") / "data", np.random.default_rng(0)
+    with StoreWriter(folder, vae_stride=(4, 8, 8)) as writer:
+        for n in range(12):
+            latents = rng.normal(size=(1 + n % 2, 4, 8, 2)).astype(np.float32)
+            text, parts = rng.normal(size=(n % 8 + 1, 6)), {"pooled": rng.normal(size=(1, 5))}
+            writer.add(latents, text, (1 + 4 * (n % 2), 32, 64), parts=parts)
+    return folder
+
+
+@pytest.mark.slow
+def test_adapters_and_all_weights_of_a_single_stream_go_from_data_to_clips(hunyuan, pooled):
+    size = ["--width", "64"]
+    text = np.random.default_rng(5).normal(size=(3, 6)).astype(np.float32)
+    save_file({"text": text, "pooled": np.ones((1, 5), np.float32)}, "text.safetensors")
+    usual = {"model": SINGLE, "data": {"folder": str(pooled)}}
+    validation = {"share": 0.3, "every": 2, "noise_levels": [0.3, 0.8]}
+    packed = {"policy": "balanced", "m_mem": 96}
+    folder = hunyuan.train(**usual, planning=packed, validation=validation)
+    assert all(np.isfinite(row[2]) for row in computed(folder))
+    assert cli.main(["export", "--checkpoint", str(folder), "--out", "exported"]) == 0
+    clip = drawn("run", folder, *size, "--guidance", "1")
+    np.testing.assert_allclose(drawn("exported", "exported", *size), clip, rtol=1e-4, atol=1e-5)
+    told = drawn("told", "exported", *size, "--embedded-guidance", "1")
+    assert np.abs(told - clip).max() > 1e-5
+
+    model = SINGLE | {"lora": {"rank": 2}, "remat": "full"}
+    initial = {"steps": 4, "initial_weights": "exported"}
+    exact = {"parameters": {"frozen_dtype": "float32"}, "data": usual["data"]}
+    adapted = hunyuan.train(folder="adapted", run=initial, model=model, **exact)
+    expected = drawn("adapted", adapted, *size, "--guidance", "1")
+    assert np.abs(expected - clip).max() > 1e-5
+    for keys in ("diffusers", "original"):
+        out = f"{keys}.safetensors"
+        export = ["lora", "export", "--checkpoint", str(adapted), "--keys", keys, "--out", out]
+        assert cli.main(export) == 0
+        found = drawn(f"of_{keys}", "exported", *size, "--lora", out)
+        np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_data_without_the_pooled_text_is_one_line(hunyuan, tmp_path):
+    with StoreWriter(tmp_path / "bare", vae_stride=(4, 8, 8)) as writer:
+        writer.add(np.zeros((1, 4, 8, 2), np.float32), np.zeros((3, 6)), (1, 32, 64))
+    words = "sample 0 has no tokens of pooled, which the model takes; write [1, 5] of each"
+    assert words in hunyuan.refused(model=SINGLE, data={"folder": str(tmp_path / "bare")})

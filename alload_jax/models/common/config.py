@@ -130,6 +130,9 @@ class ModelConfig:
     """Whether the condition's tokens stand in the rows beside those of the latents. A sample's
     length in tokens then includes both."""
 
+    stacks: ClassVar[tuple[str, ...]] = ("num_layers",)
+    """Fields that count blocks, of families which have any."""
+
     given_optional: ClassVar[bool] = False
     """Whether data may lack given frames and embeddings of images; they are then zeros and none."""
 
@@ -167,8 +170,10 @@ class ModelConfig:
         return ()
 
     def with_layers(self, layers: int) -> Self:
-        """Returns the config of a family with `num_layers` with so many of its blocks."""
-        fewer: dict[str, Any] = {"num_layers": layers}
+        """Returns the config with so many blocks of the first of `stacks`, others in proportion."""
+        counts = {name: getattr(self, name) for name in self.stacks}
+        first = counts[self.stacks[0]]
+        fewer: dict[str, Any] = {k: max(1, n * layers // first) for k, n in counts.items()}
         return replace(self, **fewer)
 
     def with_guidance(self, guidance: float) -> Self:
@@ -268,7 +273,7 @@ class TransformerConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_positive("dim", "ffn_dim", "num_heads", "num_layers")
+        self._require_positive("dim", "ffn_dim", "num_heads", *self.stacks)
         if self.dim % self.num_heads or self.head_dim % 2:
             raise InputError(
                 f"model.dim is {self.dim} with model.num_heads {self.num_heads}; "
@@ -277,11 +282,12 @@ class TransformerConfig(ModelConfig):
         if self.norm not in norm_implementations():
             names = ", ".join(norm_implementations())
             raise InputError(f"model.norm is {self.norm!r}; choose one of {names}")
-        if self.remat_layers and self.num_layers % len(self.remat_layers):
-            raise InputError(
-                f"model.remat_layers has {len(self.remat_layers)} policies, which does not divide "
-                f"model.num_layers {self.num_layers}; give a number that does"
-            )
+        for name in self.stacks if self.remat_layers else ():
+            if getattr(self, name) % len(self.remat_layers):
+                raise InputError(
+                    f"model.remat_layers has {len(self.remat_layers)} policies, which does not "
+                    f"divide model.{name} {getattr(self, name)}; give a number that does"
+                )
         if self.sparse_attention is not None:
             self.sparse_attention.check_layers(self.num_layers)
 

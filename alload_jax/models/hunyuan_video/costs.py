@@ -185,7 +185,8 @@ HUNYUAN_VIDEO_1_5 = HunyuanVideoArchitecture(2048, 8192, 16, 54)
 
 # ---------------------------------------------------------------- the first model, of 13 billion
 
-_SINGLE_TENSORS = BlockTensors(
+_SINGLE_TENSORS = dataclasses.replace(
+    _TENSORS,
     kernels=40,
     # The norm 2, query and key norms with rotary embedding 4, the gate 3, attention's output
     # beside the hidden layer 2; that and GELU read and write the hidden layer.
@@ -194,27 +195,17 @@ _SINGLE_TENSORS = BlockTensors(
     # was side by side 2; the hidden layer: GELU's gradient 3, its output once more and beside 3.
     backward_traffic=(27, 6),
     once_traffic=(2, 4),
-    # Of the forward's: output of the norm; query and key norms.
     norms_traffic=(1 + 4, 0),
-    # As compiled (benchmarks/compiled_memory.py), like what is kept.
-    working_set=(18, 4),
-    adapters=(1, 0),
     kept={
-        "full": (1, 0),
-        **dict.fromkeys(OFFLOADED, (0, 0)),  # in the host's memory
-        "attention": (1 + 1, 0),
-        # Besides: the output of both parts.
-        "feed_forward_and_attention": (1 + 1 + 1, 0),
-        # Besides: query, key, value; the hidden layer.
+        **_TENSORS.kept,
+        # As above, without the layer behind attention, a norm, and streams that are joined.
         "matmuls_and_attention": (1 + 1 + 1 + 3, 1),
-        # Besides: the norm; normed queries and keys.
         "norms_matmuls_and_attention": (1 + 1 + 1 + 3 + 3, 1),
-        # Besides: a sum of the residual stream.
         "none": (1 + 1 + 1 + 3 + 3 + 1, 1),
     },
-    exchanged=(4, 0),  # query, key, value and output of attention
 )
-"""Of the blocks of one stream."""
+"""Of the blocks of one stream, whose peak and exchange are those of two."""
+_SUMMED = ("forward_traffic", "backward_traffic", "once_traffic", "norms_traffic", "split_exchange")
 
 
 @dataclass(frozen=True)
@@ -252,31 +243,22 @@ class HunyuanVideo13bArchitecture(HunyuanVideoArchitecture):
     @override
     def flops(self) -> ForwardFlops:
         """A token meets as many products in a block of one stream as in one of two."""
-        both, dim, layers = super().flops(), self.dim, self.single_layers
-        per_token = 8.0 * dim**2 + 4.0 * dim * self.ffn_dim
+        layers, square = self.single_layers, 2.0 * self.dim**2
+        alike = dataclasses.replace(self, num_layers=self.num_layers + layers)
+        found = HunyuanVideoArchitecture.flops(alike)
         return dataclasses.replace(
-            both,
-            matmul_per_token=both.matmul_per_token + layers * per_token,
-            matmul_per_sequence=both.matmul_per_sequence + layers * 6.0 * dim**2,
-            attention_per_pair=both.attention_per_pair + layers * 4.0 * dim,
-            feed_forward_output=both.feed_forward_output
-            + layers * 2.0 * dim * (dim + self.ffn_dim),
+            found,
+            matmul_per_sequence=found.matmul_per_sequence - layers * 9 * square,
+            feed_forward_output=found.feed_forward_output + layers * square,
         )
 
     @override
     def activations(self) -> ActivationCounts:
-        """Sums over all blocks; the peak is of the kind with the larger one."""
+        """Sums over all blocks."""
         both = super().activations()
         single = self.activations_of(_SINGLE_TENSORS, self.single_layers)
-        largest = ("working_set", "adapters", "condition")
-        return ActivationCounts(
-            **{
-                field.name: (max if field.name in largest else sum)(
-                    (getattr(both, field.name), getattr(single, field.name))
-                )
-                for field in dataclasses.fields(both)
-            }
-        )
+        sums = {name: getattr(both, name) + getattr(single, name) for name in _SUMMED}
+        return dataclasses.replace(both, **sums)
 
     @override
     def kept_activations(self, remat: str) -> float:

@@ -127,12 +127,6 @@ class HunyuanVideoFamily(TransformerFamily):
         return HunyuanVideoTransformer(config, rngs=rngs)
 
     @override
-    def naming_of(self, keys: set[str]) -> Naming:
-        original = any(key.startswith("double_blocks.") for key in keys)
-        joined = original and any("img_attn_qkv" in key for key in keys)
-        return "comfyui" if joined else "original" if original else "diffusers"
-
-    @override
     def sampling_defaults(self, config: HunyuanVideoConfig) -> SamplingDefaults:
         """Guidance and shift are those of the 720p models."""
         if config.latent_channels in (1, 3):
@@ -164,11 +158,12 @@ class HunyuanVideoFamily(TransformerFamily):
                 "model.text, model.glyphs or model.image is null: diffusers' HunyuanVideo has all "
                 "three; only such models can be exported"
             )
+        fields = _common_fields(DIFFUSERS_CLASS, config, text)
         if config.glyph_hidden != _GLYPH_HIDDEN:
             raise InputError(
                 f"model.glyph_hidden is {config.glyph_hidden}: in diffusers it is {_GLYPH_HIDDEN}"
             )
-        return _common_fields(DIFFUSERS_CLASS, config, text) | {
+        return fields | {
             "image_embed_dim": image.dim,
             "target_size": _SIZE,
             "task_type": "i2v",
@@ -274,10 +269,6 @@ class HunyuanVideo13bFamily(TransformerFamily):
         return HunyuanVideo13bTransformer(config, rngs=rngs)
 
     @override
-    def naming_of(self, keys: set[str]) -> Naming:
-        return "original" if any(key.startswith("double_blocks.") for key in keys) else "diffusers"
-
-    @override
     def sampling_defaults(self, config: HunyuanVideo13bConfig) -> SamplingDefaults:
         """Those of the pipeline, whose model needs no other guidance than that it is told."""
         if config.latent_channels in (1, 3):
@@ -313,9 +304,7 @@ class HunyuanVideo13bFamily(TransformerFamily):
                 "patch_size_t": patch[0],
                 "pooled_projection_dim": shapes["vector_in.in_layer.weight"][1],
                 "qk_norm": "rms_norm",
-                "rope_axes_dim": list(
-                    HunyuanVideo13bConfig(dim=dim, num_heads=dim // _HEAD_DIM).rotary_sizes
-                ),
+                "rope_axes_dim": [16, 56, 56],
                 "rope_theta": 256.0,
                 "text_embed_dim": shapes["txt_in.input_embedder.weight"][1],
             }

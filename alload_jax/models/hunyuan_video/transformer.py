@@ -593,12 +593,8 @@ class HunyuanVideoTransformer(StackedTransformer):
         condition: Segments | None,
         packed: PackedMetadata | None,
     ) -> jax.Array:
-        """The tokens of the latents [B, S, D] for the head.
+        """The tokens of the latents, [B, S, D], for the head.
 
-        Args:
-          x: both streams.
-          context: as of the blocks.
-          condition: the tokens of each sample in the condition; None for all in bucketed rows.
-          packed: of packed rows; None for bucketed ones.
+        `condition` has the tokens of each sample's condition, None for all in bucketed rows.
         """
         return x.video

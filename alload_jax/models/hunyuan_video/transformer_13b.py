@@ -56,10 +56,10 @@ class HunyuanVideo13bConfig(HunyuanVideoConfig):
     embedded_guidance: float | None = None
 
     learned_kinds: ClassVar[bool] = False
+    stacks: ClassVar[tuple[str, ...]] = ("num_layers", "single_layers")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_positive("single_layers")
         require_positive("model.", self, "pooled_dim")
         wanted = "a number from 0, or null"
         require_fields("model.", self, "embedded_guidance", lambda v: 0 <= v < 1e6, wanted)
@@ -68,11 +68,6 @@ class HunyuanVideo13bConfig(HunyuanVideoConfig):
                 raise InputError(f"model.{name} is set, which {self.family} lacks; set it to null")
         if self.pooled_dim and not self.text:
             raise InputError("model.pooled_dim is set without model.text; set both, or neither")
-        if self.single_layers % len(self.policies):
-            raise InputError(
-                f"model.remat_layers has {len(self.remat_layers)} policies, which does not divide "
-                f"model.single_layers {self.single_layers}; give a number that does"
-            )
 
     @override
     def architecture(self) -> dict[str, Any]:
@@ -87,11 +82,6 @@ class HunyuanVideo13bConfig(HunyuanVideoConfig):
         if self.pooled_dim is None:
             return parts
         return (*parts, ConditionPart(POOLED, self.pooled_dim, 1, required=True))
-
-    @override
-    def with_layers(self, layers: int) -> Self:
-        single = max(1, self.single_layers * layers // self.num_layers)
-        return replace(self, num_layers=layers, single_layers=single)
 
     @override
     def with_guidance(self, guidance: float) -> Self:

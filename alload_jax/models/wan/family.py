@@ -117,11 +117,6 @@ class WanFamily(TransformerFamily):
         return SamplingDefaults(5.0, 5.0, stride, fps)
 
     @override
-    def naming_of(self, keys: set[str]) -> Naming:
-        original = r"(blocks\.\d+\.self_attn|head\.|time_projection)"
-        return "original" if any(re.match(original, key) for key in keys) else "diffusers"
-
-    @override
     def config_of_tensors(self, shapes: Mapping[str, tuple[int, ...]]) -> WanConfig | None:
         """Of the original repository's names; heads of all released models have 128 channels."""
         block = "blocks.0."

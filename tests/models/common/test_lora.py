@@ -38,6 +38,7 @@ from alload_jax.models.families import (
     training_graph,
 )
 from alload_jax.models.hunyuan_video.transformer import HunyuanVideoConfig
+from alload_jax.models.hunyuan_video.transformer_13b import HunyuanVideo13bConfig
 from alload_jax.models.lora_files import (
     BASE_NOTE,
     Adapter,
@@ -322,6 +323,33 @@ def test_hunyuan_videos_own_keys_and_comfyuis_come_back_as_they_were(
             theirs, ours = (e.scale * e.down @ e.up for e in (back[target], adapter))
             np.testing.assert_allclose(theirs, ours, rtol=1e-5, atol=1e-6)
             np.testing.assert_equal(back[target].magnitude, adapter.magnitude)
+
+
+def test_adapters_of_a_single_stream_are_one_for_layers_that_are_one_there(tmp_path):
+    plain = HunyuanVideo13bConfig(
+        dim=12, ffn_dim=20, num_heads=2, num_layers=2, single_layers=2, rotary_dims=(2, 2, 2),
+        text=TextConfig(6, 4), refiner_layers=1,
+    )  # fmt: skip
+    default = dataclasses.replace(plain, lora=LoraConfig(rank=2, alpha=3.0))
+    others = ("single_blocks/(query|feed_forward/hidden)$", "head/modulation", "refiner|text/inner")
+    some = dataclasses.replace(plain, lora=LoraConfig(rank=2, targets=others))
+    for config in (default, some):
+        adapters = adapters_of(random_params(config), config.lora)
+        for keys in ("original", "comfyui", "diffusers"):
+            file = tmp_path / f"{keys}.safetensors"
+            write_lora(file, adapters, config, keys, force=True)
+            names = {name.split(".lora_")[0] for name in safetensors.numpy.load_file(file)}
+            assert ("diffusion_model.single_blocks.1.linear1" in names) == (keys != "diffusers")
+            back = read_lora(file, plain).adapters
+            assert back.keys() == adapters.keys()
+            for target, adapter in adapters.items():
+                theirs, ours = (e.scale * e.down @ e.up for e in (back[target], adapter))
+                np.testing.assert_allclose(theirs, ours, rtol=1e-5, atol=1e-6)
+    both = safetensors.numpy.load_file(tmp_path / "original.safetensors")
+    key = "diffusion_model.single_blocks.0.linear1.lora_up.weight"
+    safetensors.numpy.save_file(both | {key: both[key][1:]}, tmp_path / "wrong.safetensors")
+    with pytest.raises(InputError, match=r"linear1: up has shape \(55, 4\), not 56"):
+        read_lora(tmp_path / "wrong.safetensors", plain)
 
 
 def test_what_the_model_lacks_is_left_out_where_that_is_asked_for(tmp_path):
