@@ -123,8 +123,7 @@ class SamplingConfig:
                 "install alload-jax[media], or choose gif"
             )
         require_positive("sampling.", self, "every", "steps")
-        wanted = "a number from 0"
-        require_fields("sampling.", self, "embedded_guidance", lambda v: 0 <= v < 1e6, wanted)
+        require_fields("sampling.", self, "embedded_guidance", lambda v: 0 <= v < 1e6, "0 or more")
         require_fields("sampling.", self, "shift", lambda v: 0 < v < math.inf, "above 0, or null")
 
 

@@ -282,9 +282,8 @@ class HunyuanVideo13bFamily(TransformerFamily):
     ) -> HunyuanVideo13bConfig | None:
         """Of the original repository's names; heads of the released model have 128 channels."""
         embedding = shapes.get("img_in.proj.weight", ())
-        if len(embedding) != 5 or embedding[0] % _HEAD_DIM:
-            return None
-        if "single_blocks.0.linear1.weight" not in shapes:
+        is_known = len(embedding) == 5 and "single_blocks.0.linear1.weight" in shapes
+        if not is_known or embedding[0] % _HEAD_DIM:
             return None
         dim, channels, *patch = embedding
 

@@ -61,8 +61,7 @@ class HunyuanVideo13bConfig(HunyuanVideoConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_positive("model.", self, "pooled_dim")
-        wanted = "a number from 0, or null"
-        require_fields("model.", self, "embedded_guidance", lambda v: 0 <= v < 1e6, wanted)
+        require_fields("model.", self, "embedded_guidance", lambda v: 0 <= v < 1e6, "0 or more")
         for name in ("glyphs", "image", "sparse_attention"):
             if getattr(self, name):
                 raise InputError(f"model.{name} is set, which {self.family} lacks; set it to null")
@@ -78,16 +77,14 @@ class HunyuanVideo13bConfig(HunyuanVideoConfig):
     @override
     def condition_parts(self) -> tuple[ConditionPart, ...]:
         """The pooled text counts as a token of a sample's length."""
-        parts = super().condition_parts()
-        if self.pooled_dim is None:
-            return parts
-        return (*parts, ConditionPart(POOLED, self.pooled_dim, 1, required=True))
+        width = self.pooled_dim
+        pooled = [ConditionPart(POOLED, width, 1, required=True)] if width else []
+        return (*super().condition_parts(), *pooled)
 
     @override
     def with_guidance(self, guidance: float) -> Self:
-        if self.embedded_guidance is None:
-            return self
-        return replace(self, embedded_guidance=guidance)
+        is_told = self.embedded_guidance is not None
+        return replace(self, embedded_guidance=guidance) if is_told else self
 
 
 class SingleBlock(Stream):
@@ -162,11 +159,9 @@ class HunyuanVideo13bTransformer(HunyuanVideoTransformer):
 
         def of_all(part: jax.Array, value: float) -> jax.Array:
             """Part of the rotary table; that of the condition turns nothing."""
-            shared = part.ndim == 2
-            part = part[None] if shared else part
-            beside = jnp.full((len(part), x.condition.shape[1], part.shape[-1]), value)
-            joined = rows.join(part, beside)
-            return joined[0] if shared else joined
+            beside = jnp.full((*x.condition.shape[:2], part.shape[-1]), value)
+            shared = part.ndim == 2  # as it is in bucketed rows
+            return jnp.concatenate([part, beside[0]]) if shared else rows.join(part, beside)
 
         segments = None
         if packed is not None:
