@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 import sys
 
-from alload_jax.commands.flags import add_run_flags, of_each_expert
+from alload_jax.commands.flags import KEYS, KEYS_HELP, add_run_flags, of_each_expert
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -13,6 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--checkpoint", required=True, help="run folder of a model conditioned on text")
     add("--out", required=True, help="folder to write; must be empty or not exist")
     add_run_flags(add)
+    add("--keys", choices=KEYS, default="diffusers", help=KEYS_HELP)
     add("--dtype", choices=["float32", "bfloat16"], default="float32", help="default float32")
 
 
@@ -29,7 +30,7 @@ def _run(options: argparse.Namespace) -> int:
     source = dataclasses.replace(
         find_run(options.checkpoint, options.weights, options.step), base=options.base
     )
-    load = save_transformer(source, options.out, options.dtype)
+    load = save_transformer(source, options.out, options.dtype, options.keys)
     text = source.config.text
     length = f" and pad texts to {text.length} tokens (max_sequence_length)" if text else ""
     written = dataclasses.replace(source.config, sparse_attention=None, lora=None)

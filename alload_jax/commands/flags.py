@@ -25,6 +25,12 @@ from alload_jax.training import EXPERTS, TRANSFORMERS, expert_file, expert_place
 
 _MOST_DIGITS = 18
 
+KEYS = ("diffusers", "original", "comfyui")
+KEYS_HELP = (
+    "keys of diffusers (default), of the original repository, or of ComfyUI, which differ for "
+    "HunyuanVideo"
+)
+
 AddFlag = Callable[..., object]
 """`add_argument` of a parser or of a group of its flags."""
 

@@ -7,13 +7,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from alload_jax.commands import add_command
-from alload_jax.commands.flags import AddFlag, add_run_flags, add_skip_unknown, of_each_expert
+from alload_jax.commands.flags import (
+    KEYS,
+    KEYS_HELP,
+    AddFlag,
+    add_run_flags,
+    add_skip_unknown,
+    of_each_expert,
+)
 
 if TYPE_CHECKING:  # these modules import JAX, which takes a second
     from alload_jax.models.common.config import ModelConfig
     from alload_jax.models.lora_files import Adapter, Target
-
-_KEYS = ("diffusers", "original", "comfyui")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,8 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_output(add: AddFlag) -> None:
     add("--out", required=True, metavar="FILE", help="safetensors file to write")
-    add("--keys", choices=_KEYS, default="diffusers", help="keys of diffusers and PEFT (default), "
-        "of the original repository, or of ComfyUI, which differ for HunyuanVideo")  # fmt: skip
+    add("--keys", choices=KEYS, default="diffusers", help=KEYS_HELP)
     add("--dtype", choices=["float32", "bfloat16"], default="float32", help="default float32")
     add("--force", action="store_true", help="replace a file that exists")
 

@@ -19,6 +19,7 @@ from alload_jax.diffusion.timesteps import shift_of
 from alload_jax.errors import InputError
 from alload_jax.files import read_json, require_regular
 from alload_jax.models.common.config import ModelConfig
+from alload_jax.models.common.safetensor_files import Naming
 from alload_jax.models.families import SamplingDefaults, family_of, initial_variables
 from alload_jax.models.lora_files import LoraFile, merge_adapters, merge_file, read_lora
 from alload_jax.models.weights import load_weights, read_transformer, require_free, save_weights
@@ -346,16 +347,19 @@ def completed(source: Source, base: str | None, loras: tuple[ScaledLora, ...]) -
     return replace(source, loras=loras, config=config)
 
 
-def save_transformer(source: Source, out: str, dtype: Literal["float32", "bfloat16"]) -> str:
+def save_transformer(
+    source: Source, out: str, dtype: Literal["float32", "bfloat16"], keys: Naming = "diffusers"
+) -> str:
     """Writes a model, with its adapters merged, as a transformer folder of diffusers.
 
     Args:
       source: the model.
       out: folder to write.
       dtype: of the weights.
+      keys: whose keys.
 
     Returns:
-      How diffusers loads it.
+      How diffusers loads it, or which file other programs do.
 
     Raises:
       InputError: diffusers has no such model, the folder is not empty, or weights cannot be read.
@@ -365,5 +369,7 @@ def save_transformer(source: Source, out: str, dtype: Literal["float32", "bfloat
     values = source.values(one_device_mesh())
     if source.config.lora is not None:
         values = merge_adapters(values, source.config.lora)
-    save_weights(out, values, source.config, dtype)
+    [file, *_] = save_weights(out, values, source.config, dtype, naming=keys)
+    if keys != "diffusers":
+        return f"a program that takes {keys} keys, from {file}"
     return f"{fields['_class_name']}.from_pretrained({out!r})"

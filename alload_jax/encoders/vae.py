@@ -396,6 +396,9 @@ class CausalChunks:
         return split + shortcut.repeat_interleave(repeats=layer.repeats, dim=1)
 
 
+_RATIOS = ("temporal_compression_ratio", "spatial_compression_ratio", "latent_channels")
+
+
 class HunyuanVideoVae(Vae):
     """The VAE of HunyuanVideo 1.5; see `Vae`. Long clips are taken a few frames at a time."""
 
@@ -403,11 +406,7 @@ class HunyuanVideoVae(Vae):
     class_name = "AutoencoderKLHunyuanVideo15"
     described = "HunyuanVideo 1.5's VAE (AutoencoderKLHunyuanVideo15, as diffusers saves it)"
     takes_last_frame = False
-    config_keys = (
-        ("temporal_compression_ratio", 4),
-        ("spatial_compression_ratio", 16),
-        ("latent_channels", 32),
-    )
+    config_keys = tuple(zip(_RATIOS, (4, 16, 32), strict=True))
 
     def encode_given(self, first: np.ndarray, last: np.ndarray | None, frames: int) -> np.ndarray:
         """See `Vae.encode_given`; as diffusers' HunyuanVideo15ImageToVideoPipeline makes it.
@@ -461,11 +460,7 @@ class HunyuanVideo13bVae(HunyuanVideoVae):
     name = "hunyuan_video_13b"
     class_name = "AutoencoderKLHunyuanVideo"
     described = "HunyuanVideo's VAE (AutoencoderKLHunyuanVideo, as diffusers saves it)"
-    config_keys = (
-        ("temporal_compression_ratio", 4),
-        ("spatial_compression_ratio", 8),
-        ("latent_channels", 16),
-    )
+    config_keys = tuple(zip(_RATIOS, (4, 8, 16), strict=True))
 
     @override
     def _load(self) -> Any:

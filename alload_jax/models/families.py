@@ -452,6 +452,8 @@ class TransformerFamily(Family):
     @override
     def tensors(self, config: TransformerConfig, naming: Naming) -> list[Tensor]:
         """Tensors of the parameters that have names, block by block."""
+        if naming == "comfyui" and naming not in self.tensor_names:
+            naming = "original"
         if naming not in self.tensor_names:
             raise InputError(
                 f"model.family {self.name}: the names of its own repository are not known; "

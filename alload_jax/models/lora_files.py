@@ -389,10 +389,8 @@ def lora_tensors(
     Raises:
       InputError: the model has layers for which there are no keys.
     """
-    family, naming = family_of(config), keys
-    if keys == "comfyui" and keys not in family.namings:
-        naming = "original"
-    table = {Target(t.path, t.layer): t for t in family.tensors(config, naming)}
+    tensors = family_of(config).tensors(config, keys)
+    table = {Target(tensor.path, tensor.layer): tensor for tensor in tensors}
     together: dict[str, dict[Target, Tensor]] = defaultdict(dict)
     found: dict[str, np.ndarray] = {}
     for target, tensor in table.items():
@@ -403,7 +401,7 @@ def lora_tensors(
             raise InputError(
                 f"{target.path.removesuffix('/kernel')} has an adapter, but there are no keys of "
                 f"{keys} for that layer; leave it out of model.lora.targets"
-                + ("" if naming == "diffusers" else ", or give --keys diffusers")
+                + ("" if keys == "diffusers" else ", or give --keys diffusers")
             )
         tensor = table[target]
         key = tensor.key.removesuffix(".weight")
@@ -413,7 +411,7 @@ def lora_tensors(
         narrow = replace(tensor, shape=(adapter.rank, *tensor.shape[1:]))
         down, up = narrow.to_theirs(adapter.down), np.ascontiguousarray(adapter.up.T)
         up = up.reshape(*up.shape, *(1 for _ in tensor.shape[2:]))
-        if naming == "diffusers":
+        if keys == "diffusers":
             found[f"transformer.{key}.lora_A.weight"] = down
             found[f"transformer.{key}.lora_B.weight"] = up * np.float32(adapter.scale)
             if adapter.magnitude is not None:
@@ -422,8 +420,8 @@ def lora_tensors(
             found |= _with_alpha(key, down, up, adapter.scale)
             if adapter.magnitude is not None:
                 found[f"diffusion_model.{key}.dora_scale"] = adapter.magnitude[:, None]
-    for key, tensors in together.items():
-        parts = {tensors[target]: adapters[target] for target in tensors if target in adapters}
+    for key, targets in together.items():
+        parts = {targets[target]: adapters[target] for target in targets if target in adapters}
         if not parts:
             continue
         outputs, columns = next(iter(parts)).outputs, 0
@@ -440,7 +438,7 @@ def lora_tensors(
                 if adapter.magnitude is not None:
                     joint[tensor.rows, 0] = adapter.magnitude
             if np.isnan(joint).any():
-                others = ", ".join(target.path.removesuffix("/kernel") for target in tensors)
+                others = ", ".join(target.path.removesuffix("/kernel") for target in targets)
                 raise InputError(
                     f"{others} have one adapter with keys of {keys}, and with DoRA all of them "
                     "need one; add them to model.lora.targets, or give --keys diffusers"

@@ -27,6 +27,7 @@ from alload_jax.models.common.safetensor_files import (
     TEXT_LENGTH,
     WEIGHTS,
     Checkpoint,
+    Naming,
     Tensor,
     WeightsDtype,
     write_safetensors,
@@ -207,15 +208,20 @@ def save_weights(
     config: ModelConfig,
     dtype: WeightsDtype = "float32",
     shard_bytes: int = 5_000_000_000,
+    naming: Naming = "diffusers",
 ) -> list[Path]:
     """Writes parameters atomically as a `transformer/` folder that diffusers can load.
+
+    With the keys of the original repository, or ComfyUI's, it holds one file for other programs.
 
     Args:
       folder: folder to create; must be empty or not exist.
       params: nested dict of arrays, on any devices.
       config: config of the model.
       dtype: dtype of the files.
-      shard_bytes: maximum size of a file in bytes, and of the host memory in use at a time.
+      shard_bytes: maximum size of a file in bytes, and of the host memory in use at a time; that
+        of all weights with other keys than diffusers'.
+      naming: whose keys.
 
     Returns:
       The paths of the safetensors files.
@@ -231,7 +237,9 @@ def save_weights(
         notes[TEXT_LENGTH] = str(config.text.length)
     require_free(folder)
     arrays = flatten_dict(params, sep="/")
-    groups = _groups(family.tensors(config, "diffusers"), target.itemsize, shard_bytes)
+    tensors = family.tensors(config, naming)
+    is_whole = naming != "diffusers"
+    groups = [tensors] if is_whole else _groups(tensors, target.itemsize, shard_bytes)
     count = len(groups)
     names = [f"{STEM}-{n + 1:05d}-of-{count:05d}.safetensors" for n in range(count)]
     if count == 1:
@@ -245,11 +253,14 @@ def save_weights(
         (unfinished / "config.json").write_text(described)
         try:
             for name, group in zip(names, groups, strict=True):
-                content = {}
+                content: dict[str, np.ndarray] = {}
                 for tensor in group:
                     at = ... if tensor.layer is None else tensor.layer
-                    value = tensor.to_theirs(np.asarray(arrays[tensor.path][at]))
-                    content[tensor.key] = value.astype(target)
+                    value = tensor.to_theirs(np.asarray(arrays[tensor.path][at])).astype(target)
+                    whole = np.empty(
+                        tensor.stored_shape, target
+                    )  # several of ours may be one there
+                    content.setdefault(tensor.key, whole)[tensor.rows] = value
                 write_safetensors(unfinished / name, content, notes)
         except safetensors.SafetensorError as error:
             raise InputError(

@@ -144,6 +144,9 @@ def test_weights_go_out_and_come_back_bit_for_bit(case, tmp_path, monkeypatch):
         for name, content in ((naming, renamed), (f"{naming}_comfy", comfy)):
             written.append(f"{name}.safetensors")
             safetensors.numpy.save_file(content, tmp_path / written[-1])
+        save_weights(tmp_path / naming, params, config, naming=naming)
+        written.append(naming)
+        assert safetensors.numpy.load_file(tmp_path / naming / WEIGHTS).keys() == renamed.keys()
     for name in written:
         back = load_weights(tmp_path / name, config, MESH)
         jax.tree.map(np.testing.assert_array_equal, back, params)

@@ -15,6 +15,7 @@ from training_runs import Sections, computed, metrics_of
 from alload_jax import cli
 from alload_jax.data.store import StoreWriter
 from alload_jax.errors import InputError
+from alload_jax.models.common.safetensor_files import STEM
 
 MODEL = {
     "family": "hunyuan_video",
@@ -195,7 +196,11 @@ def test_adapters_and_all_weights_of_a_single_stream_go_from_data_to_clips(hunyu
     folder = hunyuan.train(**usual, planning=packed, validation=validation)
     assert all(np.isfinite(row[2]) for row in computed(folder))
     assert cli.main(["export", "--checkpoint", str(folder), "--out", "exported"]) == 0
+    there = ["export", "--checkpoint", str(folder), "--keys", "original", "--out", "there"]
+    assert cli.main(there) == 0
+    assert "single_blocks.1.linear1.weight" in load_file(f"there/{STEM}.safetensors")
     clip = drawn("run", folder, *size, "--guidance", "1")
+    np.testing.assert_allclose(drawn("there", "there", *size), clip, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(drawn("exported", "exported", *size), clip, rtol=1e-4, atol=1e-5)
     told = drawn("told", "exported", *size, "--embedded-guidance", "1")
     assert np.abs(told - clip).max() > 1e-5

@@ -235,9 +235,7 @@ class HunyuanVideo13bArchitecture(HunyuanVideoArchitecture):
     @override
     def from_fields(cls, fields: Mapping[str, Any]) -> Self:
         require_whole_numbers(fields, ("single_layers",))
-        optional: dict[str, Any] = {
-            name: fields.get(name) for name in ("pooled_dim", "embedded_guidance")
-        }
+        optional: dict[str, Any] = {n: fields.get(n) for n in ("pooled_dim", "embedded_guidance")}
         return dataclasses.replace(super().from_fields(fields), **optional)
 
     @override

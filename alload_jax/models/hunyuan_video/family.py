@@ -51,7 +51,7 @@ def _ratio(config: HunyuanVideoConfig) -> float:
 _TEXT, _REFINER = "condition_embedding/text", "context_embedder.token_refiner.refiner_blocks.{}"
 _REFINING = "txt_in.individual_token_refiner.blocks.{}"
 _TIMES, _BLOCK = "context_embedder.time_text_embed", "transformer_blocks.{}"
-_DOUBLE = "double_blocks.{}"
+_DOUBLE, _FORWARD = "double_blocks.{}", "blocks/condition/feed_forward"
 _NAMES = {
     "patch_embedding": ("x_embedder.proj", "img_in.proj"),
     "time_embedding/hidden": ("time_embed.timestep_embedder.linear_1", "time_in.mlp.0"),
@@ -97,11 +97,8 @@ _NAMES = {
     "blocks/condition/out": (f"{_BLOCK}.attn.to_add_out", f"{_DOUBLE}.txt_attn_proj"),
     "blocks/condition/query_norm": (f"{_BLOCK}.attn.norm_added_q", f"{_DOUBLE}.txt_attn_q_norm"),
     "blocks/condition/key_norm": (f"{_BLOCK}.attn.norm_added_k", f"{_DOUBLE}.txt_attn_k_norm"),
-    "blocks/condition/feed_forward/hidden": (
-        f"{_BLOCK}.ff_context.net.0.proj",
-        f"{_DOUBLE}.txt_mlp.fc1",
-    ),
-    "blocks/condition/feed_forward/out": (f"{_BLOCK}.ff_context.net.2", f"{_DOUBLE}.txt_mlp.fc2"),
+    f"{_FORWARD}/hidden": (f"{_BLOCK}.ff_context.net.0.proj", f"{_DOUBLE}.txt_mlp.fc1"),
+    f"{_FORWARD}/out": (f"{_BLOCK}.ff_context.net.2", f"{_DOUBLE}.txt_mlp.fc2"),
 }
 """Our layers; their names in diffusers and in HunyuanVideo 1.5's repository."""
 _JOINED = {ours: re.sub("_attn_[qkv]$", "_attn_qkv", names[1]) for ours, names in _NAMES.items()}

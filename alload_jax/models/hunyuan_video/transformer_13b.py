@@ -110,8 +110,7 @@ class SingleBlock(Stream):
                 sharding=sharding,
             )
         mixed = mixed.reshape(*y.shape[:2], -1)
-        kept = keeps_feed_forward(context.remat)
-        y = self.feed_forward(y, sharding, mixed, output_kept=kept)
+        y = self.feed_forward(y, sharding, mixed, output_kept=keeps_feed_forward(context.remat))
         return gated_add(x, y, gate, options), {}
 
 
@@ -123,10 +122,8 @@ class HunyuanVideo13bTransformer(HunyuanVideoTransformer):
     def __init__(self, config: HunyuanVideo13bConfig, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
         dim, pooled = config.dim, config.pooled_dim
-        with_guidance = config.embedded_guidance is not None
-        self.guidance_embedding = (
-            TimestepEmbedding(dim, FREQUENCIES, rngs=rngs) if with_guidance else None
-        )
+        told = config.embedded_guidance is not None
+        self.guidance_embedding = TimestepEmbedding(dim, FREQUENCIES, rngs=rngs) if told else None
         self.pooled_hidden = nnx.Linear(pooled, dim, rngs=rngs) if pooled else None
         self.pooled_out = nnx.Linear(dim, dim, rngs=rngs) if pooled else None
         keys = rngs.split(config.single_layers)

@@ -33,6 +33,8 @@ _TEXT_LENGTH = 512
 """Number of tokens to which Wan's pipelines pad texts; diffusers' config does not contain it."""
 
 
+_IMAGE, _CROSS = "condition_embedder.image_embedder", "blocks.{}.attn2"
+_THERE = "blocks.{}.cross_attn"
 _NAMES = {
     "patch_embedding": ("patch_embedding", "patch_embedding"),
     "time_embedding/hidden": ("condition_embedder.time_embedder.linear_1", "time_embedding.0"),
@@ -41,10 +43,7 @@ _NAMES = {
     "condition_embedding/hidden": ("condition_embedder.text_embedder.linear_1", "text_embedding.0"),
     "condition_embedding/out": ("condition_embedder.text_embedder.linear_2", "text_embedding.2"),
     "image_embedding/norm_in": ("condition_embedder.image_embedder.norm1", "img_emb.proj.0"),
-    "image_embedding/hidden": (
-        "condition_embedder.image_embedder.ff.net.0.proj",
-        "img_emb.proj.1",
-    ),
+    "image_embedding/hidden": (f"{_IMAGE}.ff.net.0.proj", "img_emb.proj.1"),
     "image_embedding/out": ("condition_embedder.image_embedder.ff.net.2", "img_emb.proj.3"),
     "image_embedding/norm_out": ("condition_embedder.image_embedder.norm2", "img_emb.proj.4"),
     "image_embedding/position": ("condition_embedder.image_embedder.pos_embed", "img_emb.emb_pos"),
@@ -63,18 +62,9 @@ _NAMES = {
     "blocks/cross_attention/out": ("blocks.{}.attn2.to_out.0", "blocks.{}.cross_attn.o"),
     "blocks/cross_attention/query_norm": ("blocks.{}.attn2.norm_q", "blocks.{}.cross_attn.norm_q"),
     "blocks/cross_attention/key_norm": ("blocks.{}.attn2.norm_k", "blocks.{}.cross_attn.norm_k"),
-    "blocks/cross_attention/image_key": (
-        "blocks.{}.attn2.add_k_proj",
-        "blocks.{}.cross_attn.k_img",
-    ),
-    "blocks/cross_attention/image_value": (
-        "blocks.{}.attn2.add_v_proj",
-        "blocks.{}.cross_attn.v_img",
-    ),
-    "blocks/cross_attention/image_key_norm": (
-        "blocks.{}.attn2.norm_added_k",
-        "blocks.{}.cross_attn.norm_k_img",
-    ),
+    "blocks/cross_attention/image_key": (f"{_CROSS}.add_k_proj", f"{_THERE}.k_img"),
+    "blocks/cross_attention/image_value": (f"{_CROSS}.add_v_proj", f"{_THERE}.v_img"),
+    "blocks/cross_attention/image_key_norm": (f"{_CROSS}.norm_added_k", f"{_THERE}.norm_k_img"),
     # The original numbers its norms in another order.
     "blocks/cross_norm": ("blocks.{}.norm2", "blocks.{}.norm3"),
     "blocks/feed_forward/hidden": ("blocks.{}.ffn.net.0.proj", "blocks.{}.ffn.0"),
