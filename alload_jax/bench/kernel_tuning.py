@@ -6,9 +6,6 @@ and compiling, which threads of one process do not share well.
 
 import itertools
 import multiprocessing
-import os
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -21,6 +18,7 @@ from jax.stages import Compiled
 
 from alload_jax.bench.device import device_time, rotating
 from alload_jax.bench.kernel import measure
+from alload_jax.processes import follow_parent
 from pallas_kernels.layernorm_modulate import triton
 from pallas_kernels.layernorm_modulate.operands import (
     NormOperands,
@@ -166,15 +164,7 @@ def _begin(lock: Any) -> None:
     """Begins a process, which ends with the one that began it and leaves Ctrl-C to that one."""
     global _measuring
     _measuring = lock
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def end_with_parent() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    follow_parent()
 
 
 def timed_now(group: Group) -> list[Timed]:
