@@ -11,7 +11,7 @@ import pyarrow.compute
 import pyarrow.parquet
 import pytest
 
-from alload_jax.commands.plan_tables import LABELS
+from alload_jax.commands.plan import LABELS
 from alload_jax.config import read_config
 from alload_jax.planning.cost import CostFile, MemoryModel, QuadraticCost, write_cost_file
 from alload_jax.planning.metrics import PlanMetrics
