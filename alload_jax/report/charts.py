@@ -70,7 +70,7 @@ def new_axes(width: float, height: float, rows: int = 1) -> tuple[Figure, list[A
 
 def scale_y(axes: Axes, high: float, title: str, *, percent: bool = False, parts: int = 5) -> None:
     """Lets y reach from 0 to `high` in about so many parts, with the title above."""
-    axes.set_ylim(0, high * 1.04 if math.isfinite(high) and high > 0 else 1)
+    axes.set_ylim(0, high * 1.04 if high > 0 else 1)
     axes.yaxis.set_major_locator(MaxNLocator(parts, steps=[1, 2, 2.5, 5, 10]))
     axes.yaxis.set_major_formatter(_formatter(percent_tick if percent else "{:,g}".format))
     axes.set_title(title)
@@ -231,7 +231,7 @@ def percent_tick(value: float) -> str:
 
 def cost_scale(high: float, unit: str) -> tuple[float, str]:
     """(factor, name) of a readable unit for costs up to `high`."""
-    if not math.isfinite(high) or high <= 0:
+    if high <= 0:
         return 1.0, unit
     if unit == "s":
         below = (scale[1:] for scale in _SECONDS if high < scale[0])

@@ -64,10 +64,8 @@ class LengthClasses:
     @classmethod
     def of(cls, seq_len: np.ndarray) -> "LengthClasses":
         """Classes for sequences of `seq_len` ([N] tokens): one per doubling, at most six."""
-        low, high = (int(seq_len.min()), int(seq_len.max())) if len(seq_len) else (1, 1)
-        low = max(low, 1)
-        doublings = math.ceil(math.log2(max(high, low) / low))
-        return cls(low, max(high, low), min(max(doublings, 1), _MAX_CLASSES))
+        low, high = int(seq_len.min()), int(seq_len.max())
+        return cls(low, high, min(max(math.ceil(math.log2(high / low)), 1), _MAX_CLASSES))
 
     def position(self, seq_len: np.ndarray, parts: int) -> np.ndarray:
         """[N] index of the part that each length lies in, of `parts` equal parts of the scale."""
@@ -135,8 +133,6 @@ def lengths_figure(seq_len: np.ndarray, cost: np.ndarray, classes: LengthClasses
 def _longest_sentence(seq_len: np.ndarray, cost: np.ndarray) -> str:
     """The share of tokens and cost in the longest tenth of the samples; ties count in part."""
     size = len(seq_len)
-    if not size:
-        return "The data set has no samples."
     wanted = _LONGEST_SHARE * size
     bar = np.partition(seq_len, size - math.ceil(wanted))[size - math.ceil(wanted)]
     above, ties = seq_len > bar, seq_len == bar
@@ -167,8 +163,6 @@ _STACKING = ("split", "whole", "padding")
 def bars_figure(policies: Sequence[PolicyPart], classes: LengthClasses, unit: str) -> str:
     """Draws steps of every policy on one scale; radio buttons choose the step."""
     count = min(max(len(policy.steps) for policy in policies), _MAX_STEPS)
-    if not count:
-        return ""
     drawn = [step for policy in policies for step in policy.steps[:count]]
     high = max(float(rank_totals(step).max()) for step in drawn)
     groups = [
@@ -338,13 +332,7 @@ _TIPS = 50
 
 def epoch_figure(policies: Sequence[PolicyPart]) -> str:
     """Imbalance over the steps of an epoch: lines of the mean, bands up to the maximum."""
-    known = [
-        (policy_colour(n, len(policies)), policy)
-        for n, policy in enumerate(policies)
-        if len(policy.imbalance)
-    ]
-    if not known:
-        return ""
+    known = [(policy_colour(n, len(policies)), policy) for n, policy in enumerate(policies)]
     chart, (axes,) = new_axes(_WIDTH, _HEIGHT)
     highs = []
     for colour, policy in known:
@@ -394,27 +382,20 @@ def curve_figure(values: np.ndarray, times: np.ndarray, chosen: float) -> str:
     """Draws the predicted time per epoch over M_comp and marks the chosen M_comp.
 
     Args:
-      values: [n] values of M_comp.
-      times: [n] predicted seconds per epoch; values that are not finite are skipped.
-      chosen: the chosen M_comp.
+      values: [n] values of M_comp, ascending from above 0.
+      times: [n] predicted seconds per epoch.
+      chosen: the chosen M_comp, one of them.
     """
-    keep = np.isfinite(times) & (values > 0)
-    if not keep.any():
-        return ""
-    order = np.argsort(values[keep], kind="stable")
-    values, times = values[keep][order], times[keep][order]
     factor, unit = cost_scale(float(times.max()), "s")
     chart, (axes,) = new_axes(_WIDTH, _HEIGHT)
     axes.plot(values, times * factor, "o-", color=COLOURS["best"], clip_on=False)
     scale_y(axes, float(times.max()) * factor, f"predicted time per epoch ({unit})")
-    low, high = min(values[0], chosen or np.inf), max(values[-1], chosen)
-    scale_x_log(axes, low, high, "M_comp (B·S^p, logarithmic)")
+    scale_x_log(axes, values[0], values[-1], "M_comp (B·S^p, logarithmic)")
     text = f"chosen: {compact(chosen)}"
-    if chosen > 0:
-        add_note(axes, chosen, 0.05, text)
-        height = float(np.interp(chosen, values, times)) * factor
-        (ring,) = axes.plot(chosen, height, "o", ms=7, clip_on=False, zorder=4)
-        ring.set(mec=COLOURS["ink"], mew=1.5, mfc=COLOURS["paper"])
+    add_note(axes, chosen, 0.05, text)
+    height = float(np.interp(chosen, values, times)) * factor
+    (ring,) = axes.plot(chosen, height, "o", ms=7, clip_on=False, zorder=4)
+    ring.set(mec=COLOURS["ink"], mew=1.5, mfc=COLOURS["paper"])
     tips = [f"{show_cost(b, 's')} at {compact(a)}" for a, b in zip(values, times, strict=True)]
     add_tips(axes, _between(values), tips)
     best = int(times.argmin())
@@ -433,9 +414,7 @@ def ranks_figure(
     over_ranks: Mapping[str, Sequence[tuple[int, float]]], policies: Sequence[PolicyPart]
 ) -> str:
     """Draws the imbalance of every policy over the number of ranks."""
-    series = {key: dict(sorted(points)) for key, points in over_ranks.items() if points}
-    if not series:
-        return ""
+    series = {key: dict(sorted(points)) for key, points in over_ranks.items()}
     names = [policy.name for policy in policies]
     colours = {
         key: policy_colour(names.index(key), len(names)) if key in names else f"p{1 + n % 4}"

@@ -128,7 +128,7 @@ def headline(policies: Sequence[PolicyPart]) -> str:
         """Adds a tile with two thin bars on one scale: the baseline above the best policy."""
         bars = ""
         if pair is not None:
-            known = [v if v is not None and math.isfinite(v) and v > 0 else 0.0 for v in pair]
+            known = [max(each or 0.0, 0.0) for each in pair]
             widths = (100 * each / (max(known) or 1.0) for each in known)
             bars = "".join(
                 f'<i style="background: var(--{colour}); width: {width:.1f}%"></i>'
@@ -141,9 +141,7 @@ def headline(policies: Sequence[PolicyPart]) -> str:
         )
 
     for name in ("idle", "imbalance"):
-        old, new = before.metrics.get(name), after.metrics.get(name)
-        if old is None:
-            continue
+        old, new = before.metrics[name], after.metrics[name]
         text, pair = f'<span class="from">{show(name, old)}</span>', None
         if len(policies) > 1:
             text += f'<span class="arrow" aria-label="to">→</span><b>{show(name, new)}</b>'
@@ -153,26 +151,24 @@ def headline(policies: Sequence[PolicyPart]) -> str:
     if gain is not None and len(policies) > 1:
         meaning = f"Samples in the same time, relative to {before.name}; predicted."
         add("Throughput", f"<b>{gain:.2f}×</b>", (1.0, gain), meaning)
-    return f'<div class="tiles">{"".join(tiles)}</div>' if tiles else ""
+    return f'<div class="tiles">{"".join(tiles)}</div>'
 
 
 def lede(policies: Sequence[PolicyPart]) -> str:
-    """The page's result in one sentence; "" if idle time is unknown."""
+    """The page's result in one sentence."""
     before, after = policies[0], policies[-1]
-    waits, waits_after = before.metrics.get("idle"), after.metrics.get("idle")
-    if waits is None:
-        return ""
-    text = f"With <b>{escape(before.name)}</b>, ranks wait <b>{percent(waits)}</b> of the time"
-    if len(policies) > 1 and waits_after is not None:
-        text += f"; with <b>{escape(after.name)}</b>, <b>{percent(waits_after)}</b>"
+    waits = [show("idle", policy.metrics["idle"]) for policy in (before, after)]
+    text = f"With <b>{escape(before.name)}</b>, ranks wait <b>{waits[0]}</b> of the time"
+    if len(policies) > 1:
+        text += f"; with <b>{escape(after.name)}</b>, <b>{waits[1]}</b>"
     return f'<p class="lede">{text}.</p>'
 
 
 def speedup(before: PolicyPart, after: PolicyPart) -> float | None:
-    """Ratio of the speeds of an epoch, from the first metric that both policies have."""
-    for name, faster in (("tokens_per_second", 1), ("seconds_per_epoch", -1), ("cost", -1)):
+    """Ratio of the speeds of an epoch; None where it costs nothing."""
+    for name, faster in (("tokens_per_second", 1), ("cost", -1)):
         first, last = before.metrics.get(name), after.metrics.get(name)
-        if first and last and math.isfinite(first) and math.isfinite(last):
+        if first and last:
             return (last / first) ** faster
     return None
 

@@ -2,6 +2,7 @@
 
 import functools
 import html
+import math
 import re
 import shutil
 import subprocess
@@ -65,10 +66,8 @@ def page(**values: object) -> PlanPage:
     return PlanPage(**(fields | values))
 
 
-NO_STEPS = policy("no steps", steps=(), imbalance=np.zeros(0))
-NOT_FINITE = {"imbalance": float("nan"), "cost": float("inf")}
 LONG = policy("name" * 30, imbalance=np.ones(100_000))
-NASTY_NAMES = (policy(NASTY, metrics={"idle": 0.1}), policy(NASTY + "2"))
+NASTY_NAMES = (policy(NASTY), policy(NASTY + "2"))
 PAGES = {
     "plain": {},
     "one policy, one rank, one step": {
@@ -76,20 +75,15 @@ PAGES = {
         "seq_len": np.full(9, 256),
         "sequence_cost": np.ones(9),
     },
-    "no optional part": {"curve": None, "over_ranks": None, "notes": (), "facts": {}}
-    | {"policies": (NO_STEPS,), "seq_len": np.zeros(0, np.int64), "sequence_cost": np.zeros(0)},
+    "no optional part": {"curve": None, "over_ranks": None, "notes": (), "facts": {}},
     "costs are zero": {
         "policies": (policy(steps=(bars(cost=0.0),), imbalance=np.zeros(9)),),
         "sequence_cost": np.zeros(500),
         "curve": (np.ones(1), np.zeros(1), 1.0),
         "over_ranks": {"equal_tokens": [(8, 0.0)]},
     },
-    "metrics are None, missing or not finite": {
-        "policies": (
-            *(policy(metrics=dict.fromkeys(METRICS)), policy("none", metrics={}), policy("b")),
-            policy("not finite", metrics=NOT_FINITE),
-        ),
-        "curve": (np.asarray([1e3, 1e4]), np.asarray([np.inf, np.nan]), 1e3),
+    "metrics are unknown": {
+        "policies": (policy(metrics=METRICS | {"utilisation": None, "longest_weight": math.nan}),)
     },
     "1,024 ranks": {"policies": (policy(steps=(bars(ranks=1024),)),) * 3},
     "nine policies": {"policies": tuple(policy(f"policy {n}", steps=(bars(),)) for n in range(9))}
@@ -196,9 +190,9 @@ def test_millions_of_samples_make_a_small_page():
 
 
 def test_speedup_uses_a_metric_that_both_policies_have():
-    slow, fast = policy(metrics={"seconds_per_epoch": 20.0}), policy(metrics=METRICS)
+    slow, fast = policy(metrics={"cost": 20.0}), policy(metrics=METRICS)
     assert speedup(slow, fast) is None
-    assert speedup(slow, policy(metrics={"seconds_per_epoch": 10.0})) == 2
+    assert speedup(slow, policy(metrics={"cost": 10.0})) == 2
     assert speedup(fast, policy(metrics={"tokens_per_second": 3e5})) == 3
 
 
@@ -207,10 +201,9 @@ def test_equal_pages_give_equal_files_written_atomically(tmp_path):
     assert (tmp_path / "new" / "page.html").read_text(encoding="utf-8") == text_of("plain")
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["page.html"]
     (tmp_path / "file").write_text("")
-    small = page(policies=(NO_STEPS,))
     for place, words in (("", "is a folder"), ("file/page.html", "cannot be written")):
         with pytest.raises(InputError, match=words):
-            write_page(tmp_path / place, small)
+            write_page(tmp_path / place, page())
 
 
 FRAME = '<iframe style="border:0;width:{width}px;height:900px" srcdoc="{page}"></iframe>'
