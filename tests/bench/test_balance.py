@@ -63,27 +63,6 @@ def test_figures_by_hand():
     assert "figures" not in content["cases"][1]
 
 
-@pytest.mark.parametrize(
-    ("flags", "reason"),
-    [
-        (("--cost-model", "nowhere.json"), "--cost-model nowhere.json: no such cost model"),
-        (("--cost-model", __file__), r"--cost-model .*test_balance\.py: is not valid JSON"),
-        (("--steps", "0"), "--steps is 0; it must be at least 1"),
-        (("--longest", "0"), "--longest is 0; it must be at least 1"),
-        (("--picture", "no/x.png"), "no/x.png: not a file in"),
-        (("--out", "no/such/x.json"), "not a file in an existing folder"),
-        (("--out", "/proc/x.json"), "/proc/x.json: cannot be written"),
-        (("--cases", "balance"), "--cases balance: .*unknown; use one of"),
-        (("--cases", "balanced:x"), "--cases balanced:x: .*no number of"),
-        (("--cases", "balanced:0"), "--cases balanced:0: .*no number of"),
-    ],
-)
-def test_invalid_flags_are_named(flags, reason, tmp_path):
-    base = ("--cost-model", str(COSTS), "--out", str(tmp_path / "x.json"))
-    with pytest.raises(InputError, match=reason):
-        main(["bench", "balance", *base, *flags])
-
-
 def test_a_failed_picture_is_one_line_after_the_json_is_written(balance, tmp_path):
     found = measured([1.0], [10.0]) | {"tokens": 600, "devices": 1, "device": None}
     found |= {"peak_bytes": [2, 5], "programs": 1, "compiled": 1, "compile_seconds": None}

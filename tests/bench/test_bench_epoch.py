@@ -86,22 +86,6 @@ def test_a_run_that_is_too_short_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (["--only", "none"], r"--only none: .*has only equal-tokens, sorted"),
-        (["--seconds", "0"], r"--seconds is 0.0; give a number above 0"),
-        (["--repeats", "0"], r"--repeats is 0; it must be at least 1"),
-        (["--out", "no/such.json"], "not a file in an existing folder"),
-        ([], r"--data .*data: no such folder; give --workload"),
-        (["--cases", "nowhere.yaml"], "nowhere.yaml: no such file"),
-    ],
-)
-def test_invalid_flags_are_named(words, reason, flags, tmp_path):
-    with pytest.raises(InputError, match=reason):
-        main([*flags, "--data", str(tmp_path / "data"), *words])
-
-
-@pytest.mark.parametrize(
     ("case", "reason"),
     [
         ({"planning": {"polcy": "x"}}, "polcy"),

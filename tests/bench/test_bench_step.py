@@ -107,32 +107,6 @@ def test_a_budget_in_which_nothing_fits_ends_no_other_case(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--remat", "most"], "invalid choice: 'most'"),
-        (["--out", "/no/such/step.json"], "not a file in an existing folder"),
-        (["--steps", "0"], "--steps is 0; it must be at least 1"),
-        (["--layers", "0"], "--layers is 0; it must be at least 1"),
-        (["--remat", "auto", "--memory-budget", "0"], "--memory-budget 0.0: it must be above 0"),
-        (["--memory-budget", "40"], "--memory-budget is for --remat auto"),
-        (["--latentz", "1", "1", "1"], "--latentz is unknown; did you mean --latents"),
-        (["--workload", "nobody"], "invalid choice"),
-        (["--same", "1", "32", "32", "--workload", "wan-480p"], "both given"),
-        (["--same", "1", "32", "32", "--m-mem", "0"], "--m-mem is 0; it must be at least 1"),
-        (["--same", "1", "0", "32"], "--same is 0; it must be at least 1"),
-        (["--cost-model", "/no/cost.json"], "no such file"),
-        (["--profile", "--same", "1", "32", "32"], "--profile and --same are both given"),
-        (["--keep-trace", "kept"], "--keep-trace needs --profile"),
-        (["--profile", "--keep-trace", "/dev/null"], "this is a file; name a folder"),
-    ],
-)
-def test_wrong_flags_are_one_line(flags, words, tmp_path):
-    with pytest.raises(InputError, match=words) as raised:
-        main(["bench", "step", "--out", str(tmp_path / "step.json"), *flags])
-    assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize(
     ("model", "parameters", "variants"),
     [("1.3b", 1_418_996_800, 5), ("hunyuan-video-1.5", 8_326_608_160, 6)],
 )

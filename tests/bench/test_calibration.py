@@ -318,25 +318,3 @@ def test_every_flag_is_passed_to_the_measuring_process(config, monkeypatch):
     flags = ["calibrate", "--config", "tiny.yaml", "--out", "b", "--set", "k", "v"]
     assert main([*flags, "--memory-check", "--memory-gb", "3.0"]) == 1
     assert commands == [[sys.executable, "-m", "alload_jax.cli", *flags, "--memory-gb", "3.0"]]
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--config", "none.yaml"], "none.yaml: no such config"),
-        (["--out", "no/c.json"], "not a file in an existing folder"),
-        (["--seconds", "0"], "must be above 0"),
-        (["--margin", "1"], "below 1"),
-        (["--layers", "0"], "at least 1"),
-        (["--longest", "300"], "further apart"),
-        (["--set", "model.dym", "3"], "model.dim"),
-        (["--memory-gb", "1e-5"], "before any token"),
-        (["--longst", "3"], "did you mean --longest"),
-    ],
-)
-def test_refusals_are_one_line(config, flags, words):
-    with pytest.raises(InputError, match=words) as raised:
-        main(["calibrate", "--config", "tiny.yaml", "--out", "c.json", *flags])
-    assert "\n" not in str(raised.value)
-    with pytest.raises(InputError, match="--config --from-run is required"):
-        main(["calibrate", "--out", "c.json"])

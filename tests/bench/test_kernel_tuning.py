@@ -23,7 +23,6 @@ from patience import PATIENCE, wait_until
 from alload_jax.bench import kernel_tuning
 from alload_jax.bench.kernel_tuning import Best, Timed, candidates, tuned, variants
 from alload_jax.cli import main
-from alload_jax.errors import InputError
 from pallas_kernels.layernorm_modulate import tuning
 from pallas_kernels.layernorm_modulate.tuning import Division, Pass, Tuned
 from pallas_kernels.triton_tiles import split_width
@@ -302,19 +301,3 @@ def test_the_table_holds_what_the_committed_search_found():
     for (kernel, dim), best in last.items():
         fields = {name: best[name] for name in Division.__dataclass_fields__ if name in best}
         assert tuning.MEASURED[kernel][dim] == Division(**fields)
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--dims", "0"], "--dims is 0; it must be at least 1"),
-        (["--check", "0"], "--check is 0; it must be at least 1"),
-        (["--processes", "0"], "--processes is 0; it must be at least 1"),
-        (["--seconds", "0"], "--seconds 0.0: it must be above 0"),
-        (["--out", "/no/such/tune.json"], "not a file in an existing folder"),
-        ([], "the backend is 'cpu'; kernels are measured on a GPU"),
-    ],
-)
-def test_wrong_flags_are_one_line(flags, words):
-    with pytest.raises(InputError, match=words):
-        main(["bench", "tune", *flags])

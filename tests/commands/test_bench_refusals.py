@@ -1,0 +1,89 @@
+"""Wrong flags of `alload bench` and `alload calibrate` are one line, before anything is written."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+COSTS = Path(__file__).parents[2] / "benchmarks" / "results" / "calibration_wan_1_3b_h200.json"
+CONFIG = {"run": {"folder": "run"}, "data": {"folder": "data"}, "planning": {"m_mem": 64}}
+CASES = {"sorted": {"planning": {"policy": "sorted"}}, "equal-tokens": {"planning": {"m_mem": 9}}}
+BASE = {
+    "balance": ["--cost-model", COSTS, "--out", "x.json"],
+    "calibrate": ["--config", "tiny.yaml", "--out", "x.json"],
+    "epoch": ["--config", "tiny.yaml", "--cases", "cases.yaml", "--data", "data"],
+}
+NO_FOLDER = "no/x.json: not a file in an existing folder"
+NO_GPU = "the backend is 'cpu'; kernels are measured on a GPU: install the extra cuda12 or cuda13"
+BOTH = ["--same", "1", "32", "32"]
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "words"),
+    [
+        ("balance", ["--cost-model", "none.json"], "--cost-model none.json: no such cost model"),
+        ("balance", ["--cost-model", "tiny.yaml"], "--cost-model tiny.yaml: is not valid JSON"),
+        ("balance", ["--steps", 0], "--steps is 0; it must be at least 1"),
+        ("balance", ["--picture", "no/x.png"], "no/x.png: not a file in"),
+        ("balance", ["--out", "no/x.json"], NO_FOLDER),
+        ("balance", ["--out", "/proc/x.json"], "/proc/x.json: cannot be written"),
+        ("balance", ["--cases", "balance"], "--cases balance: unknown; use one of"),
+        *(
+            ("balance", ["--cases", f"balanced:{x}"], f"balanced:{x}: M_mem {x} is no number of")
+            for x in ("x", 0)
+        ),
+        ("calibrate", ["--config", "none.yaml"], "none.yaml: no such config"),
+        ("calibrate", ["--out", "no/x.json"], NO_FOLDER),
+        ("calibrate", ["--seconds", 0], "--seconds is 0.0; it must be above 0"),
+        ("calibrate", ["--margin", 1], "--margin is 1.0; it must be from 0 to below 1"),
+        ("calibrate", ["--layers", 0], "--layers is 0; it must be at least 1"),
+        ("calibrate", ["--longest", 300], "a fit needs lengths further apart"),
+        ("calibrate", ["--set", "model.dym", 3], "did you mean model.dim?"),
+        ("calibrate", ["--memory-gb", 1e-5], "before any token"),
+        ("calibrate", ["--from-run", "run"], "--from-run: not allowed with argument --config"),
+        ("epoch", ["--only", "none"], "--only none: cases.yaml has only equal-tokens, sorted"),
+        ("epoch", ["--seconds", 0], "--seconds is 0.0; give a number above 0"),
+        ("epoch", ["--repeats", 0], "--repeats is 0; it must be at least 1"),
+        ("epoch", ["--out", "no/x.json"], NO_FOLDER),
+        ("epoch", [], "--data data: no such folder; give --workload"),
+        ("epoch", ["--cases", "none.yaml"], "none.yaml: no such file"),
+        ("kernel", [], NO_GPU),
+        ("kernel", ["--workloads", "wan"], "--workloads wan is unknown; there are wan-1.3b-480p"),
+        ("kernel", ["--functions", "norm"], "--functions norm is unknown; there are layernorm_mod"),
+        *(
+            ("kernel", ["--shape", x], f"'{x}' is not three whole numbers such as 1,4096,1536")
+            for x in ("1,2", "1,0,8")
+        ),
+        ("kernel", ["--out", "no/x"], NO_FOLDER),
+        ("sparse-attention", [], NO_GPU),
+        ("sparse-attention", ["--sparsities", 1], "1.0: it must be at least 0 and below 1"),
+        ("sparse-attention", ["--tokens", 0], "--tokens is 0; it must be at least 1"),
+        ("sparse-attention", ["--out", "no/x"], NO_FOLDER),
+        ("step", ["--remat", "most"], "invalid choice: 'most'"),
+        ("step", ["--out", "no/x.json"], NO_FOLDER),
+        ("step", ["--steps", 0], "--steps is 0; it must be at least 1"),
+        (
+            "step",
+            ["--remat", "auto", "--memory-budget", 0],
+            "--memory-budget 0.0: it must be",
+        ),
+        ("step", ["--memory-budget", 40], "--memory-budget is for --remat auto"),
+        ("step", ["--latentz", 1, 1, 1], "--latentz is unknown; did you mean --latents"),
+        ("step", [*BOTH, "--workload", "wan-480p"], "both given"),
+        ("step", [*BOTH, "--m-mem", 0], "--m-mem is 0; it must be at least 1"),
+        ("step", ["--same", 1, 0, 32], "--same is 0; it must be at least 1"),
+        ("step", ["--cost-model", "none.json"], "no such file"),
+        ("step", ["--profile", *BOTH], "--profile and --same are both given"),
+        ("step", ["--keep-trace", "kept"], "--keep-trace needs --profile"),
+        ("step", ["--profile", "--keep-trace", "tiny.yaml"], "this is a file; name a folder"),
+        ("tune", [], NO_GPU),
+        *(("tune", [f"--{x}", 0], f"--{x} is 0; it must") for x in ("dims", "check", "processes")),
+        ("tune", ["--seconds", 0], "--seconds 0.0: it must be above 0"),
+        ("tune", ["--out", "no/x.json"], NO_FOLDER),
+    ],
+)
+def test_wrong_flags_are_one_line(refused, tmp_path, command, flags, words):
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(CONFIG))
+    (tmp_path / "cases.yaml").write_text(yaml.safe_dump(CASES))
+    name = [command] if command == "calibrate" else ["bench", command]
+    refused(words, *name, *BASE.get(command, []), *flags)
