@@ -20,10 +20,11 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
+from operator import setitem
 from pathlib import Path
 from queue import Queue
 
@@ -58,11 +59,12 @@ PARTS = {
 """Patterns of files of code, and of the tests that answer for them."""
 PATIENCE = 180.0
 """Seconds of tests, as they were recorded, that a mutant gets at most."""
-SWAPS: dict[type[ast.AST], str] = {
-    ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==",
-    ast.In: "not in", ast.NotIn: "in", ast.Is: "is not", ast.IsNot: "is",
-    ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.Div: "*", ast.FloorDiv: "*", ast.Mod: "*",
-    ast.Pow: "*", ast.And: "or", ast.Or: "and",
+SWAPS: dict[type[ast.AST], type[ast.AST]] = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.In: ast.NotIn, ast.NotIn: ast.In,
+    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.And: ast.Or, ast.Or: ast.And,
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult, ast.Mod: ast.Mult, ast.Pow: ast.Mult,
 }  # fmt: skip
 NAMES = {"min": "max", "max": "min", "any": "all", "all": "any", "cumsum": "cumprod"}
 
@@ -153,69 +155,50 @@ def _seconds(file: Path) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Mutant:
-    """A change of the characters `begin` to `end` of a line, both counted from 0 in bytes."""
+    """One fault of a file, by its number among those of `faults`; `was` is the line's code."""
 
     file: str
     line: int
-    begin: int
-    end: int
-    text: str
+    number: int
+    was: str
 
     def apply(self, root: Path) -> str:
-        """Writes the fault; returns the file's text from before."""
+        """Writes the file with the fault; returns its text from before."""
         path = root / self.file
-        before = path.read_text()
-        lines = before.encode().split(b"\n")
-        old = lines[self.line - 1]
-        lines[self.line - 1] = old[: self.begin] + self.text.encode() + old[self.end :]
-        path.write_bytes(b"\n".join(lines))
+        tree = ast.parse(before := path.read_text())
+        list(faults(tree))[self.number][1]()
+        path.write_text(ast.unparse(tree))
         return before
 
 
 def mutants_of(file: Path) -> Iterator[Mutant]:
-    """All changes of a file that this program knows, each of one operator, number or name."""
-    source = file.read_text()
-    lines = source.encode().split(b"\n")
-    name = str(file.relative_to(ROOT))
-    tree = ast.parse(source)
+    """All faults that can be planted in a file."""
+    lines = (source := file.read_text()).splitlines()
+    for number, (line, _) in enumerate(faults(ast.parse(source))):
+        yield Mutant(str(file.relative_to(ROOT)), line, number, lines[line - 1].strip())
+
+
+def faults(tree: ast.AST) -> Iterator[tuple[int, Callable[[], None]]]:
+    """The line and what plants the fault in the tree, for each operator, number or name."""
     skipped = {id(part) for node in ast.walk(tree) for part in _skipped(node)}
-
-    def between(left: ast.expr, right: ast.expr, kind: ast.AST) -> Iterator[Mutant]:
-        if left.end_lineno == right.lineno and left.end_col_offset is not None:
-            begin, end = left.end_col_offset, right.col_offset
-            gap = lines[right.lineno - 1][begin:end]
-            if not gap.strip(b" <>=!+-*/%andorinst") and gap.strip():
-                yield Mutant(name, right.lineno, begin, end, f" {SWAPS[type(kind)]} ")
-
-    stack: list[ast.AST] = [tree]
+    stack = [tree]
     while stack:
-        node = stack.pop()
-        if id(node) in skipped:
+        if id(node := stack.pop()) in skipped:
             continue
         stack.extend(ast.iter_child_nodes(node))
         if isinstance(node, ast.Compare):
-            for left, kind, right in zip(
-                [node.left, *node.comparators], node.ops, node.comparators, strict=False
-            ):
-                yield from between(left, right, kind)
-        elif isinstance(node, ast.BinOp) and type(node.op) in SWAPS:
-            yield from between(node.left, node.right, node.op)
-        elif isinstance(node, ast.BoolOp):
-            for left, right in zip(node.values, node.values[1:], strict=False):
-                yield from between(left, right, node.op)
+            for place, kind in enumerate(node.ops):
+                yield node.lineno, partial(setitem, node.ops, place, SWAPS[type(kind)]())
+        elif isinstance(node, ast.BinOp | ast.BoolOp) and type(node.op) in SWAPS:
+            yield node.lineno, partial(setattr, node, "op", SWAPS[type(node.op)]())
         elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-            yield Mutant(name, node.lineno, node.col_offset, node.operand.col_offset, "")
-        elif isinstance(node, ast.Constant) and node.lineno == node.end_lineno:
-            changed = _changed(node.value)
-            if changed is not None:
-                assert node.end_col_offset is not None
-                yield Mutant(name, node.lineno, node.col_offset, node.end_col_offset, changed)
-        elif isinstance(node, ast.Call):
-            called = node.func
-            end = called.end_col_offset
-            word = getattr(called, "id", None) or getattr(called, "attr", None)
-            if word in NAMES and end is not None and called.end_lineno is not None:
-                yield Mutant(name, called.end_lineno, end - len(word), end, NAMES[word])
+            yield node.lineno, partial(setattr, node, "operand", ast.UnaryOp(node.op, node.operand))
+        elif isinstance(node, ast.Constant) and (changed := _changed(node.value)) is not None:
+            yield node.lineno, partial(setattr, node, "value", changed)
+        elif isinstance(node, ast.Name | ast.Attribute):
+            name = "id" if isinstance(node, ast.Name) else "attr"
+            if (other := NAMES.get(getattr(node, name))) is not None:
+                yield node.lineno, partial(setattr, node, name, other)
 
 
 def _skipped(node: ast.AST) -> Iterator[ast.AST]:
@@ -230,14 +213,12 @@ def _skipped(node: ast.AST) -> Iterator[ast.AST]:
         yield node
 
 
-def _changed(value: object) -> str | None:
+def _changed(value: object) -> bool | float | None:
     if isinstance(value, bool):
-        return str(not value)
+        return not value
     if isinstance(value, int):
-        return str(value + 1)
-    if isinstance(value, float) and value == value and abs(value) < 1e30:
-        return repr(value * 2 or 1.0)
-    return None
+        return value + 1
+    return value * 2 or 1.0 if isinstance(value, float) else None
 
 
 def drawn(part: str, number: int, seed: int) -> list[Mutant]:
