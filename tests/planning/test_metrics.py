@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import statistics
 import warnings
 from collections import Counter, defaultdict
@@ -23,7 +22,6 @@ from alload_jax.planning.metrics import (
     RepeatedNeighbours,
     SimulationSettings,
     coefficient_of_variation,
-    excess_over_bound,
     idle_fraction,
     imbalance,
     plan_metrics,
@@ -53,26 +51,7 @@ def epoch_of(lengths, ranks, rows=1, mode="independent", micro_batches=1):
     return Plan(samples, Fixed(rows), topology, seed=0).epoch(0), samples.seq_len
 
 
-# ---------------------------------------------------------------- by hand
-
-
-@pytest.mark.parametrize(
-    ("cost", "expected_imbalance", "expected_idle", "expected_cv"),
-    [
-        ([2, 4, 6], 0.5, 1 / 3, math.sqrt(8 / 3) / 4),
-        ([5, 0, 0, 0], 3, 0.75, math.sqrt(3)),
-        ([0, 0], 0, 0, 0),
-    ],
-)
-def test_metrics_of_a_step_worked_out_by_hand(cost, expected_imbalance, expected_idle, expected_cv):
-    cost = np.array(cost, float)
-    assert imbalance(cost) == pytest.approx(expected_imbalance)
-    assert idle_fraction(cost) == pytest.approx(expected_idle)
-    assert coefficient_of_variation(cost) == pytest.approx(expected_cv)
-    # 6 where 4 each would do; one sample of 6 cannot be split.
-    for costs, largest, excess in (([6, 2], 1, 0.5), ([6, 2], 6, 0), ([6, 2], 5, 0.2), ([0], 0, 0)):
-        found = excess_over_bound(np.array(costs, float), np.array(largest, float))
-        assert found == pytest.approx(excess)
+# ---------------------------------------------------------------- of steps and of samples
 
 
 @given(COSTS, st.floats(1e-3, 1e3))
@@ -88,30 +67,6 @@ def test_step_metrics_are_taken_over_the_last_axis_in_any_unit(costs, unit):
         assert function(array * unit) == pytest.approx(found, abs=1e-9)
     # Idle time and imbalance are two views of one ratio.
     assert 1 / (1 - idle_fraction(array)) - 1 == pytest.approx(imbalance(array), abs=1e-9)
-
-
-def test_metrics_of_a_plan_worked_out_by_hand():
-    synchronous = {"ranks": 2, "mode": "synchronous"}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        # Groups of 4 and of 1 sample, both of 4 rows.
-        found = plan_metrics(*epoch_of([10] * 5, rows=2, **synchronous), LINEAR, 25)
-        assert (found.steps, found.samples, found.tokens, found.cost) == (2, 5, 50, 2 * 20)
-        assert (found.padding, found.utilisation) == (1 - 50 / 80, 50 / (25 * 4))
-        # A rank without work; one sample cannot be split.
-        found = plan_metrics(*epoch_of([10], 4), LINEAR, None)
-        assert (found.imbalance, found.imbalance_max, found.idle, found.excess) == (3, 3, 0.75, 0)
-        assert [found.cost_cv, found.compute_cv] == pytest.approx([math.sqrt(3)] * 2)
-        assert found.utilisation is None
-        # Micro-batches of a rank add up, and the fixed cost counts for those of padding alone.
-        epoch = epoch_of([10] * 3, micro_batches=2, **synchronous)
-        found = plan_metrics(*epoch, QuadraticCost(5.0, 1.0, 0), None)
-        assert (found.steps, found.cost, found.imbalance) == (1, 2 * (5 + 10), 0)
-        found = plan_metrics(*epoch_of([10, 30], 2), PowerCost(2.0, a=0.0), None)
-    names = ("cost", "imbalance", "idle", "cost_cv", "step_cv", "excess", "tokens_per_second")
-    assert [getattr(found, name) for name in names] == [0] * 7
-    values = dataclasses.asdict(found).values()
-    assert {type(value) for value in values} <= {int, float, type(None)}
 
 
 def test_weights_of_long_samples_and_repeated_neighbours_worked_out_by_hand():

@@ -17,7 +17,6 @@ from alload_jax.planning.metrics import plan_metrics
 from alload_jax.planning.policies.bucketed import DualConstraint, EqualTokens, Fixed
 from alload_jax.planning.policies.ladder import choose_ladder
 from alload_jax.planning.settings import PlanningConfig
-from alload_jax.planning.workloads import make_workload
 
 LENGTHS = st.lists(st.integers(1, 100_000), min_size=1, max_size=12)
 COST = QuadraticCost(0.05, 1.7e-5, 1.0e-9, 5e-4)
@@ -62,15 +61,6 @@ def test_rows_are_those_of_the_papers_formulas(lengths, extra, p, share):
     for seq_len, rows in found.items():
         allowed = exact_quotients(m_comp, seq_len, p)
         assert rows in {max(1, min(m_mem // seq_len, by_compute)) for by_compute in allowed}
-
-
-@given(LENGTHS, st.integers(0, 10**6), st.sampled_from([1, 2, 3]))
-@examples(40)
-def test_dual_constraint_takes_its_default_m_comp_from_the_longest_alone(lengths, extra, p):
-    longest = max(lengths)
-    m_mem = longest + extra
-    expected = {s: max(1, min(m_mem // s, longest**p // s**p)) for s in lengths}
-    assert rows_by_length(DualConstraint(m_mem, None, float(p)), lengths) == expected
 
 
 def test_dual_constraint_is_exact_at_whole_numbers_of_rows_and_open_beyond_all_work():
@@ -144,15 +134,6 @@ def test_sorted_puts_neighbours_in_cost_into_a_step(case):
 def found_by(samples, ranks, costs=CostFile(quadratic=COST), **settings):  # noqa: B008
     plan = make_plan(PlanningConfig(**settings), samples, ranks, 0, costs)
     return plan_metrics(plan.epoch(0), samples.seq_len, COST, settings.get("m_mem"))
-
-
-def test_sorted_needs_no_more_programs_than_shapes_and_idles_hardly():
-    samples = make_workload("mixed-resolution", 10_000)
-    found = found_by(samples, 8, policy="sorted", m_mem=81_920, ranks_mode="independent")
-    assert found.idle < 0.01
-    assert found.buckets <= 64
-    assert found.padding < 0.05
-    assert abs(found.order_correlation) < 0.2
 
 
 # ---------------------------------------------------------------- ladders
