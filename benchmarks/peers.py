@@ -146,7 +146,7 @@ def padded_epoch(steps: Steps, seq_len: np.ndarray) -> EpochPlan:
     work = _columns(steps)
     work["rows"] = np.diff(work["offsets"])
     work["padded_len"] = np.maximum.reduceat(seq_len[work["sample"]], work["offsets"][:-1])
-    return EpochPlan(shape=np.zeros((len(work["rows"]), 3), np.int64), **work)
+    return EpochPlan(shape=np.zeros((len(work["rows"]), 3), np.int64), seq_len=seq_len, **work)
 
 
 def packed_epoch(steps: Steps, seq_len: np.ndarray, row_capacity: int) -> EpochPlan:
@@ -167,6 +167,7 @@ def packed_epoch(steps: Steps, seq_len: np.ndarray, row_capacity: int) -> EpochP
             offset=before - np.repeat(before[work["offsets"][:-1]], np.diff(work["offsets"])),
             is_split=np.zeros(len(tokens), bool),
         ),
+        seq_len=seq_len,
         **work,
     )
 

@@ -83,7 +83,7 @@ def measure(epoch: EpochPlan, case: Case, cost: QuadraticCost) -> Json:
     an epoch drops samples or leaves them over, time is taken in proportion to their cost.
     """
     seq_len, ranks = case.samples.seq_len, epoch.ranks
-    metrics = plan_metrics(epoch, seq_len, cost, case.m_mem)
+    metrics = plan_metrics(epoch, cost, case.m_mem)
     busy = np.unique(epoch.step * ranks + epoch.rank) // ranks
     uneven = np.bincount(busy, minlength=epoch.steps) < ranks
     work = cost.sequence_cost(seq_len)

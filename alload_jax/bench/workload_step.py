@@ -240,7 +240,7 @@ class _Runner:
         counted = []
         # Of the tokens of each step's samples, on which attention's cost depends: [steps].
         epoch = plan.epoch(0)
-        tokens = epoch.part_tokens(plan.samples.seq_len).astype(np.float64)
+        tokens = epoch.part_tokens().astype(np.float64)
         squares = np.bincount(epoch.step[epoch.micro_batch_of_part()], tokens**2, epoch.steps)
         by_program = programs_of(plan)
         for steps in by_program:

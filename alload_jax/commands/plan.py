@@ -165,11 +165,9 @@ def run(options: argparse.Namespace) -> int:
     else:
         _print_tables(inputs, cases)
     if options.out:
-        seq_len = study.samples_of(cases[0].config.policy).seq_len
         numbers = range(options.epoch, options.epoch + (options.epochs or 1))
         epochs = {number: cases[0].plan.epoch(number) for number in numbers}
-        table = plan_table(epochs, seq_len, _settings(options, inputs, cases[0]))
-        write_plan(options.out, table)
+        write_plan(options.out, plan_table(epochs, _settings(options, inputs, cases[0])))
         _print_unless_json(options, f"plan: {options.out}")
     if options.report:
         from alload_jax.report.plan_page import write_report

@@ -349,7 +349,7 @@ def _check_numbers(content: Mapping[str, Any], path: Path) -> None:
 
 
 def micro_batch_costs(
-    plan: EpochPlan, seq_len: np.ndarray, model: CostModel, seconds_per_split_token: float = 0.0
+    plan: EpochPlan, model: CostModel, seconds_per_split_token: float = 0.0
 ) -> np.ndarray:
     """Predicted cost of every micro-batch: [W] float64.
 
@@ -359,16 +359,16 @@ def micro_batch_costs(
 
     Args:
       plan: an epoch.
-      seq_len: [N] int64, tokens of every sample of the manifest.
       model: the cost model.
       seconds_per_split_token: cost of communication for each token of a rank that is split.
     """
     if plan.packing is None:
         return bucketed_cost(model, plan.rows, plan.padded_len)
-    marginal = marginal_cost(model, seq_len[plan.sample])
+    seq_len = plan.seq_len[plan.sample]
+    marginal = marginal_cost(model, seq_len)
     owner = plan.micro_batch_of_part()
     is_split, context = plan.packing.is_split, plan.packing.context
-    share = marginal * plan.packing.tokens / np.maximum(1, seq_len[plan.sample])
+    share = marginal * plan.packing.tokens / np.maximum(1, seq_len)
     whole = np.bincount(owner, weights=np.where(is_split, 0, marginal), minlength=len(plan.rows))
     split = np.bincount(owner, weights=np.where(is_split, share, 0), minlength=len(plan.rows))
     by_group = split.reshape(-1, context).mean(axis=1).repeat(context)
@@ -380,14 +380,11 @@ SQUARES = QuadraticCost(0.0, 0.0, 1.0)
 """The model by which a sequence costs S²."""
 
 
-def micro_batch_terms(
-    plan: EpochPlan, seq_len: np.ndarray, model: QuadraticCost = SQUARES
-) -> np.ndarray:
+def micro_batch_terms(plan: EpochPlan, model: QuadraticCost) -> np.ndarray:
     """What each micro-batch has of every term of a cost model.
 
     Args:
       plan: an epoch.
-      seq_len: [N] int64, tokens of every sample of the manifest.
       model: the cost model; its coefficients are not read.
 
     Returns:
@@ -397,7 +394,7 @@ def micro_batch_terms(
       `micro_batch_costs` without communication.
     """
     units = np.eye(len(model.coefficients))[3:].tolist()
-    attention = [micro_batch_costs(plan, seq_len, model.with_coefficients(unit)) for unit in units]
+    attention = [micro_batch_costs(plan, model.with_coefficients(unit)) for unit in units]
     sequences = plan.rows if plan.packing is None else plan.slots()
     columns = [np.ones(len(plan.rows)), sequences, plan.rows * plan.padded_len, *attention]
     return np.stack([np.asarray(column, np.float64) for column in columns], axis=1)
@@ -410,7 +407,7 @@ def rank_costs(plan: EpochPlan, cost: np.ndarray) -> np.ndarray:
     return total.reshape(plan.steps, plan.ranks)
 
 
-def largest_indivisible_cost(plan: EpochPlan, seq_len: np.ndarray, model: CostModel) -> np.ndarray:
+def largest_indivisible_cost(plan: EpochPlan, model: CostModel) -> np.ndarray:
     """[steps] cost of each step's most expensive sample, alone in a micro-batch.
 
     Split samples do not count because several ranks share them.
@@ -421,7 +418,8 @@ def largest_indivisible_cost(plan: EpochPlan, seq_len: np.ndarray, model: CostMo
         np.maximum.at(largest, plan.step, alone)
         return largest
     row = empty_row_cost(model, plan.padded_len, plan.slots())
-    marginal = np.where(plan.packing.is_split, 0, marginal_cost(model, seq_len[plan.sample]))
+    marginal = marginal_cost(model, plan.seq_len[plan.sample])
+    marginal = np.where(plan.packing.is_split, 0, marginal)
     owner = plan.micro_batch_of_part()
     np.maximum.at(largest, plan.step[owner], row[owner] + marginal)
     return largest

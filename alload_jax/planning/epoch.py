@@ -78,6 +78,7 @@ class EpochPlan:
       offsets: [W + 1] int64; micro-batch w holds `sample[offsets[w]:offsets[w + 1]]`.
       sample: [P] int64, the manifest's row numbers; each stands here once (or `counts` times), a
         split sample once for each rank that holds a part of it.
+      seq_len: [N] int64, tokens of every sample of the manifest.
       packing: where parts lie in packed rows; None for bucketed micro-batches, whose rows hold a
         sample each.
       counts: [N] int64, how often each sample stands in the epoch; None for once each.
@@ -95,6 +96,7 @@ class EpochPlan:
     shape: np.ndarray
     offsets: np.ndarray
     sample: np.ndarray
+    seq_len: np.ndarray
     packing: Packing | None = None
     counts: np.ndarray | None = None
     repetition: np.ndarray | None = None
@@ -149,9 +151,9 @@ class EpochPlan:
         """[P] int64: which of the sample's times in the epoch each part belongs to."""
         return np.zeros(len(self.sample), np.int64) if self.repetition is None else self.repetition
 
-    def part_tokens(self, seq_len: np.ndarray) -> np.ndarray:
-        """[P] int64: tokens of each part, from those of every sample of the manifest ([N])."""
-        return self.packing.tokens if self.packing else seq_len[self.sample]
+    def part_tokens(self) -> np.ndarray:
+        """[P] int64: tokens of each part."""
+        return self.packing.tokens if self.packing else self.seq_len[self.sample]
 
     def part_offsets(self) -> np.ndarray:
         """[P] int64: where each part begins in its micro-batch, rows laid end to end."""
@@ -373,28 +375,25 @@ def noise_epoch(epoch: int, repetition: int) -> int:
     return epoch + repetition * _EPOCHS
 
 
-def number_repetitions(plan: EpochPlan, seq_len: np.ndarray) -> np.ndarray:
+def number_repetitions(plan: EpochPlan) -> np.ndarray:
     """Numbers the times that each sample stands in an epoch, from 0 in the order of its steps.
-
-    Args:
-      plan: an epoch.
-      seq_len: [N] int64, tokens of every sample of the manifest.
 
     Returns:
       [P] int64; the parts of a split sample have the same number.
     """
-    work, tokens = plan.micro_batch_of_part(), plan.part_tokens(seq_len)
+    work, tokens = plan.micro_batch_of_part(), plan.part_tokens()
     order = np.lexsort((plan.part_offsets(), work, plan.sample))
     sample = plan.sample[order]
     # In this order the parts of one time lie side by side, and their tokens sum to the sample's.
     opens = np.r_[True, sample[1:] != sample[:-1]]
     before = np.cumsum(tokens[order]) - tokens[order]
     found = np.empty_like(order)
-    found[order] = (before - np.maximum.accumulate(np.where(opens, before, 0))) // seq_len[sample]
+    before -= np.maximum.accumulate(np.where(opens, before, 0))
+    found[order] = before // plan.seq_len[sample]
     return found
 
 
-def times_placed(plan: EpochPlan, seq_len: np.ndarray) -> np.ndarray:
+def times_placed(plan: EpochPlan) -> np.ndarray:
     """[N] float64: how often an epoch holds each sample; parts of split ones count in part."""
-    tokens = plan.part_tokens(seq_len).astype(np.float64)
-    return np.bincount(plan.sample, weights=tokens, minlength=len(seq_len)) / seq_len
+    tokens = plan.part_tokens().astype(np.float64)
+    return np.bincount(plan.sample, weights=tokens, minlength=len(plan.seq_len)) / plan.seq_len

@@ -170,7 +170,7 @@ def _with_best_m_comp(
     open_bound = curve.m_comp[-1].item() if config.traits.m_comp_by_default else None
     alone = longest_alone(make_policy(replace(config, m_comp=None), costs), samples)
     plans = [plan_at(m_comp) for m_comp in dict.fromkeys((curve.chosen, alone, open_bound))]
-    return min(plans, key=lambda plan: makespan(plan.epoch(0), samples.seq_len, model, split))
+    return min(plans, key=lambda plan: makespan(plan.epoch(0), model, split))
 
 
 _POINTS, _FINE_POINTS = 17, 10
@@ -349,7 +349,7 @@ def choose_policy(
             continue
         epoch, share = plan.epoch(0), len(samples_of(policy)) / len(samples)
         model, split = each.predictor(costs), each.seconds_per_split_token(costs)
-        time = share * makespan(epoch, samples.seq_len, model, split)
+        time = share * makespan(epoch, model, split)
         if unit:
             first_step = costs.first_step_seconds(programs_of(epoch))
             time = length.seconds(time, max(1, round(share * epoch.steps)), first_step)

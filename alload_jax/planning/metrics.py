@@ -118,7 +118,6 @@ class PlanMetrics:
 
 def plan_metrics(
     plan: EpochPlan,
-    seq_len: np.ndarray,
     cost_model: CostModel,
     m_mem: int | None,
     seconds_per_split_token: float = 0.0,
@@ -127,22 +126,20 @@ def plan_metrics(
 
     Args:
       plan: the epoch.
-      seq_len: [N] int64, tokens of every sample of the manifest.
       cost_model: the cost model.
       m_mem: maximum tokens of a micro-batch.
       seconds_per_split_token: cost of communication for each token of a rank that is split.
     """
-    cost = rank_costs(plan, micro_batch_costs(plan, seq_len, cost_model, seconds_per_split_token))
-    squares = rank_costs(plan, micro_batch_costs(plan, seq_len, SQUARES))
+    cost = rank_costs(plan, micro_batch_costs(plan, cost_model, seconds_per_split_token))
+    squares = rank_costs(plan, micro_batch_costs(plan, SQUARES))
     makespan = cost.max(axis=-1)
-    excess = excess_over_bound(cost, largest_indivisible_cost(plan, seq_len, cost_model))
+    excess = excess_over_bound(cost, largest_indivisible_cost(plan, cost_model))
     computed = int((plan.rows * plan.padded_len).sum())
-    part_tokens = plan.part_tokens(seq_len)
-    tokens = int(part_tokens.sum())
-    placed = times_placed(plan, seq_len)
-    wanted = np.ones(len(seq_len), np.int64) if plan.counts is None else plan.counts
-    per_step, total = samples_per_step(plan, seq_len), float(makespan.sum())
-    step, length = plan.step[plan.micro_batch_of_part()], seq_len[plan.sample]
+    tokens = int(plan.part_tokens().sum())
+    placed = times_placed(plan)
+    wanted = np.ones(len(plan.seq_len), np.int64) if plan.counts is None else plan.counts
+    per_step, total = samples_per_step(plan), float(makespan.sum())
+    step, length = plan.step[plan.micro_batch_of_part()], plan.seq_len[plan.sample]
     lengths, kind = np.unique(length, return_inverse=True)
     count = np.bincount(step, minlength=plan.steps)
     total_length = np.bincount(step, weights=length, minlength=plan.steps)
@@ -167,8 +164,8 @@ def plan_metrics(
         excess_max=float(excess.max()),
         order_correlation=correlation(np.arange(plan.steps), mean_length),
         length_share=len(np.unique(step * len(lengths) + kind)) / plan.steps / len(lengths),
-        longest_weight=weight_of_longest(plan, seq_len, by_step=False),
-        longest_weight_by_step=weight_of_longest(plan, seq_len, by_step=True),
+        longest_weight=weight_of_longest(plan, by_step=False),
+        longest_weight_by_step=weight_of_longest(plan, by_step=True),
         cost=total,
         tokens_per_second=tokens / total if total else 0.0,
         dropped=int((placed < wanted).sum()),
@@ -176,27 +173,27 @@ def plan_metrics(
     )
 
 
-def samples_per_step(plan: EpochPlan, seq_len: np.ndarray) -> np.ndarray:
-    """[steps] float64: samples of each step; `seq_len` is that of every sample of the manifest."""
-    share = plan.part_tokens(seq_len) / seq_len[plan.sample]
+def samples_per_step(plan: EpochPlan) -> np.ndarray:
+    """[steps] float64: samples of each step."""
+    share = plan.part_tokens() / plan.seq_len[plan.sample]
     step = plan.step[plan.micro_batch_of_part()]
     return np.bincount(step, weights=share, minlength=plan.steps)
 
 
-def weight_of_longest(plan: EpochPlan, seq_len: np.ndarray, by_step: bool) -> float:
+def weight_of_longest(plan: EpochPlan, by_step: bool) -> float:
     """Weight of the longest tenth of the samples in an epoch, over that of the shortest tenth.
 
     Samples of equal length have their mean weight. NaN where the shortest have none.
 
     Args:
       plan: the epoch.
-      seq_len: [N] int64, tokens of every sample of the manifest.
       by_step: whether the gradient of each step is divided by its own number of samples; else by
         the plan's mean.
     """
-    share = plan.part_tokens(seq_len) / seq_len[plan.sample]
+    seq_len = plan.seq_len
+    share = plan.part_tokens() / seq_len[plan.sample]
     if by_step:
-        share = share / samples_per_step(plan, seq_len)[plan.step[plan.micro_batch_of_part()]]
+        share = share / samples_per_step(plan)[plan.step[plan.micro_batch_of_part()]]
     weight = np.bincount(plan.sample, weights=share, minlength=len(seq_len))
     if plan.counts is not None:
         weight, seq_len = (column[plan.counts > 0] for column in (weight, seq_len))
@@ -220,18 +217,12 @@ class RepeatedNeighbours(NamedTuple):
     random: float
 
 
-def repeated_neighbours(
-    before: EpochPlan, after: EpochPlan, seq_len: np.ndarray
-) -> RepeatedNeighbours:
-    """Compares the company of samples in two epochs.
+def repeated_neighbours(before: EpochPlan, after: EpochPlan) -> RepeatedNeighbours:
+    """Compares the company of samples in two epochs of a plan.
 
     Neighbours are samples of one micro-batch. Split samples and repetitions are left out.
-
-    Args:
-      before, after: two epochs of a plan.
-      seq_len: [N] int64, tokens of every sample of the manifest.
     """
-    first, second = (_row_of_sample(epoch, len(seq_len)) for epoch in (before, after))
+    first, second = map(_row_of_sample, (before, after))
     both = np.flatnonzero((first >= 0) & (second >= 0))
     pairs = _pairs(second[both])
     if not pairs:
@@ -242,9 +233,9 @@ def repeated_neighbours(
     return RepeatedNeighbours(shared / pairs, chance)
 
 
-def _row_of_sample(plan: EpochPlan, samples: int) -> np.ndarray:
+def _row_of_sample(plan: EpochPlan) -> np.ndarray:
     """[N] int64: the micro-batch of each sample, or −1."""
-    row = np.full(samples, -1, np.int64)
+    row = np.full(len(plan.seq_len), -1, np.int64)
     split = plan.packing.is_split if plan.packing else np.zeros(len(plan.sample), bool)
     own = ~split & (plan.repetitions() == 0)
     row[plan.sample[own]] = plan.micro_batch_of_part()[own]
@@ -301,17 +292,15 @@ def step_metrics(
       seconds_per_split_token: cost of communication for each token of a rank that is split.
       terms_of: the model whose `cost_terms` are wanted, if `cost_model` is not quadratic.
     """
-    seq_len = plan.samples.seq_len
     part = plan.epoch_of_steps(step.epoch).only(plan.locate(step.index)[1])
-    each = micro_batch_costs(part, seq_len, cost_model, seconds_per_split_token)
-    [cost] = rank_costs(part, each)
+    [cost] = rank_costs(part, micro_batch_costs(part, cost_model, seconds_per_split_token))
     slowest = part.rank == int(cost.argmax())
     model = cost_model if isinstance(cost_model, QuadraticCost) else terms_of
-    terms = micro_batch_terms(part, seq_len, model)[slowest].sum(axis=0)
-    tokens = int(part.part_tokens(seq_len).sum())
+    terms = micro_batch_terms(part, model)[slowest].sum(axis=0)
+    tokens = int(part.part_tokens().sum())
     computed = int((part.rows * part.padded_len).sum())
     return StepMetrics(
-        samples=round(float(samples_per_step(part, seq_len).sum())),
+        samples=round(float(samples_per_step(part).sum())),
         tokens=tokens,
         predicted_cost=float(cost.max()),
         imbalance=float(imbalance(cost)),
@@ -363,7 +352,6 @@ class Simulation:
 
 def simulate(
     plan: EpochPlan,
-    seq_len: np.ndarray,
     model: CostModel,
     settings: SimulationSettings,
     seconds_per_split_token: float = 0.0,
@@ -372,12 +360,11 @@ def simulate(
 
     Args:
       plan: the epoch.
-      seq_len: [N] int64, tokens of every sample of the manifest.
       model: predicts what a micro-batch costs.
       settings: noise and the all-reduce.
       seconds_per_split_token: cost of communication for each token of a rank that is split.
     """
-    busy = rank_costs(plan, micro_batch_costs(plan, seq_len, model, seconds_per_split_token))
+    busy = rank_costs(plan, micro_batch_costs(plan, model, seconds_per_split_token))
     sigma = settings.noise
     if sigma:
         # Log-normal noise of mean 1: the work stays what it was on average.
@@ -385,7 +372,7 @@ def simulate(
         busy = busy * np.exp(sigma * normal - sigma**2 / 2)
     step = busy.max(axis=1) + settings.all_reduce
     total = float(step.sum())
-    tokens = int(plan.part_tokens(seq_len).sum())
+    tokens = int(plan.part_tokens().sum())
     waste = total * plan.ranks - float(busy.sum())
     return Simulation(
         seconds=total,

@@ -158,7 +158,7 @@ class Plan:
         plan = self.epoch_of_steps(epoch)
         upto = plan.of_step(within).start
         first = int(plan.offsets[upto])
-        tokens = plan.part_tokens(self.samples.seq_len)[:first].astype(np.float64)
+        tokens = plan.part_tokens()[:first].astype(np.float64)
         placed = np.bincount(plan.sample[:first], tokens, len(self.samples)) / self.samples.seq_len
         done = np.rint(placed).astype(np.int64)
         before = self.beginning.done if epoch == self.beginning.epoch else None
@@ -206,16 +206,15 @@ class Plan:
         rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self.seed, number])))
         cost = self.cost_model(number)
         policy = self.policy.recalibrated(cost) if cost else self.policy
-        counts, seq_len = self._counts(number, done), self.samples.seq_len
-        if counts is None:
+        if (counts := self._counts(number, done)) is None:
             return policy.plan_epoch(self.samples, self.topology, rng)
         found = policy.plan_epoch(self.samples.of_epoch(counts), self.topology, rng)
-        if not np.array_equal(times_placed(found, seq_len), counts):
+        if not np.array_equal(times_placed(found), counts):
             raise InputError(
                 f"planning.policy {policy.name} places every sample once and cannot follow "
                 "data.weights; choose another policy, or leave data.weights out"
             )
-        repetition = number_repetitions(found, seq_len)
+        repetition = number_repetitions(found)
         if done is not None:  # their noise is that of the times that are not done
             repetition = repetition + done[found.sample]
         return replace(found, counts=counts, repetition=repetition)
@@ -317,9 +316,7 @@ def current_identity(identity: Mapping[str, object]) -> dict[str, object]:
 METADATA_KEY = b"alload-plan"
 
 
-def plan_table(
-    plans: Mapping[int, EpochPlan], seq_len: np.ndarray, settings: Mapping[str, object]
-) -> pa.Table:
+def plan_table(plans: Mapping[int, EpochPlan], settings: Mapping[str, object]) -> pa.Table:
     """A row per placed sample, or per part of a split one, by epoch, step, micro_batch and rank.
 
     Columns: `epoch, step, rank, micro_batch, sample, seq_len, padded_len, tokens, offset, region,
@@ -337,15 +334,14 @@ def plan_table(
 
     Args:
       plans: the epochs by their numbers.
-      seq_len: [N] int64, tokens of every sample of the manifest.
       settings: how the plan was made and measured (ranks, mode, m_mem, cost_model, samples, …),
         JSON values; stored in the table's metadata.
     """
-    table = pa.concat_tables(_epoch_table(n, plan, seq_len) for n, plan in plans.items())
+    table = pa.concat_tables(_epoch_table(n, plan) for n, plan in plans.items())
     return table.replace_schema_metadata({METADATA_KEY: json.dumps(settings).encode()})
 
 
-def _epoch_table(number: int, plan: EpochPlan, seq_len: np.ndarray) -> pa.Table:
+def _epoch_table(number: int, plan: EpochPlan) -> pa.Table:
     counts = np.diff(plan.offsets)
     is_split = plan.packing.is_split if plan.packing else np.zeros(len(plan.sample), bool)
 
@@ -359,9 +355,9 @@ def _epoch_table(number: int, plan: EpochPlan, seq_len: np.ndarray) -> pa.Table:
             "rank": spread(plan.rank),
             "micro_batch": spread(plan.micro_batch),
             "sample": plan.sample,
-            "seq_len": seq_len[plan.sample],
+            "seq_len": plan.seq_len[plan.sample],
             "padded_len": spread(plan.padded_len),
-            "tokens": plan.part_tokens(seq_len),
+            "tokens": plan.part_tokens(),
             "offset": plan.part_offsets(),
             "region": pa.DictionaryArray.from_arrays(is_split.astype(np.int8), ["whole", "split"]),
             "split_tokens": spread(plan.packing.split_tokens if plan.packing else 0 * plan.rows),

@@ -153,16 +153,13 @@ class Study:
         if config.context == "auto":  # the plan has chosen it
             config = replace(config, context=getattr(plan.policy, "context", 1))
         epoch = plan.epoch(self.epoch)
-        seq_len = samples.seq_len
         seconds_per_split_token = config.seconds_per_split_token(self.costs)
         m_mem = config.tokens_bound(self.costs)
-        metrics = plan_metrics(epoch, seq_len, self.predictor, m_mem, seconds_per_split_token)
+        metrics = plan_metrics(epoch, self.predictor, m_mem, seconds_per_split_token)
         simulation = None
         if self.replay:
-            simulation = simulate(
-                epoch, seq_len, self.predictor, self.replay, seconds_per_split_token
-            )
-        neighbours = repeated_neighbours(epoch, plan.epoch(self.epoch + 1), seq_len)
+            simulation = simulate(epoch, self.predictor, self.replay, seconds_per_split_token)
+        neighbours = repeated_neighbours(epoch, plan.epoch(self.epoch + 1))
         return Case(
             case_name(config),
             ranks,

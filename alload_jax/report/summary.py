@@ -74,7 +74,7 @@ def show_opening(opening: Opening, changed: Sequence[str]) -> None:
 def opening_lines(opening: Opening) -> tuple[list[str], list[str]]:
     """Lines on what the run will do, and warnings about its plan."""
     plan, seq_len = opening.plan, opening.plan.samples.seq_len
-    found = plan_metrics(plan.epoch(0), seq_len, opening.cost_model, opening.m_mem)
+    found = plan_metrics(plan.epoch(0), opening.cost_model, opening.m_mem)
     epochs = opening.steps / found.steps
     lengths = f"{seq_len.min():,} to {seq_len.max():,} tokens"
     left_out = f" ({opening.excluded:,} left out)" if opening.excluded else ""

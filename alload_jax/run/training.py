@@ -397,7 +397,7 @@ def _step_weight(optimizer: OptimizerConfig, objective: Objective, plan: Plan) -
     by_token = getattr(objective, "weighting", "sample") == "token"
     if optimizer.gradient_mean == "step" or by_token:
         return None
-    times = times_placed(plan.epoch(0), plan.samples.seq_len)
+    times = times_placed(plan.epoch(0))
     return float(times.sum()) / plan.steps_per_epoch
 
 

@@ -124,19 +124,18 @@ def test_a_sequence_costs_the_sum_over_its_layers(densities, seq_len, terms):
 def test_terms_times_coefficients_are_the_predicted_cost(policy, context, model):
     config = PlanningConfig(policy, m_mem=80_000, context=context, link_bandwidth=1e30)
     epoch = make_plan(config, MIXED, 4, 0, CostFile(quadratic=model)).epoch(0)
-    terms = micro_batch_terms(epoch, MIXED.seq_len, model)
-    cost = micro_batch_costs(epoch, MIXED.seq_len, model)
+    terms = micro_batch_terms(epoch, model)
+    cost = micro_batch_costs(epoch, model)
     np.testing.assert_allclose(terms @ np.array(model.coefficients), cost, rtol=1e-9)
 
 
 def test_balance_splitting_and_simulation_follow_the_sparse_layers():
     config = PlanningConfig("balanced", m_mem=80_000, row_tokens=80_000, max_segments=60)
     plans = [make_plan(config, MIXED, 3, 0, CostFile(quadratic=each)) for each in (WAN, SPARSE)]
-    seq_len = MIXED.seq_len
-    dense, sparse = (plan_metrics(plan.epoch(0), seq_len, SPARSE, 80_000) for plan in plans)
+    dense, sparse = (plan_metrics(plan.epoch(0), SPARSE, 80_000) for plan in plans)
     assert sparse.idle < dense.idle
     assert plans[0].identity() != plans[1].identity()
-    found = simulate(plans[1].epoch(0), seq_len, SPARSE, SimulationSettings())
+    found = simulate(plans[1].epoch(0), SPARSE, SimulationSettings())
     assert found.seconds == pytest.approx(sparse.cost)
     # The longest clips cost 1.5 times a mean row while attention is dense, and less than one later.
     split = dataclasses.replace(config, context=3, split_above=1.2)

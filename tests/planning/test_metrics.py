@@ -46,9 +46,8 @@ LINEAR = PowerCost(1.0)
 
 
 def epoch_of(lengths, ranks, rows=1, mode="independent", micro_batches=1):
-    samples = of_lengths(*lengths)
     topology = RankTopology(ranks, mode, micro_batches)
-    return Plan(samples, Fixed(rows), topology, seed=0).epoch(0), samples.seq_len
+    return Plan(of_lengths(*lengths), Fixed(rows), topology, seed=0).epoch(0)
 
 
 # ---------------------------------------------------------------- of steps and of samples
@@ -72,28 +71,28 @@ def test_step_metrics_are_taken_over_the_last_axis_in_any_unit(costs, unit):
 def test_weights_of_long_samples_and_repeated_neighbours_worked_out_by_hand():
     samples = of_lengths(*[1] * 10, *[9] * 10)
     plan = Plan(samples, Fixed({"1": 10, "9": 1}), RankTopology(1), 0)
-    found = plan_metrics(plan.epoch(0), samples.seq_len, LINEAR, None)
+    found = plan_metrics(plan.epoch(0), LINEAR, None)
     # One step of ten short samples, and ten of a long one each.
     assert (found.longest_weight, found.longest_weight_by_step) == pytest.approx((1, 10))
-    epoch, seq_len = epoch_of([5] * 4, 1, rows=2)
+    epoch = epoch_of([5] * 4, 1, rows=2)
     before, same, other, alone = (
         dataclasses.replace(epoch, sample=np.array(order), offsets=np.array([0, 2, end]))
         for order, end in (([0, 1, 2, 3], 4), ([3, 2, 0, 1], 4), ([0, 2, 1, 3], 4), ([0, 2], 2))
     )
-    assert repeated_neighbours(before, same, seq_len) == pytest.approx((1, 2 / 6))
-    assert repeated_neighbours(before, other, seq_len) == pytest.approx((0, 2 / 6))
-    assert repeated_neighbours(before, alone, seq_len) == (0, 0)
+    assert repeated_neighbours(before, same) == pytest.approx((1, 2 / 6))
+    assert repeated_neighbours(before, other) == pytest.approx((0, 2 / 6))
+    assert repeated_neighbours(before, alone) == (0, 0)
     single = dataclasses.replace(epoch, sample=np.arange(2), offsets=np.array([0, 1, 2]))
-    assert repeated_neighbours(single, single, seq_len) == RepeatedNeighbours(0.0, 0.0)
+    assert repeated_neighbours(single, single) == RepeatedNeighbours(0.0, 0.0)
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=30))
 @examples(20)
 def test_dropped_and_duplicated_samples_are_counted(placements):
-    epoch, seq_len = epoch_of([5] * 10, 2, mode="synchronous")
+    epoch = epoch_of([5] * 10, 2, mode="synchronous")
     offsets = np.r_[np.zeros(len(epoch.rows), int), len(placements)]
     broken = dataclasses.replace(epoch, sample=np.array(placements), offsets=offsets)
-    found = plan_metrics(broken, seq_len, LINEAR, None)
+    found = plan_metrics(broken, LINEAR, None)
     assert found.dropped == 10 - len(set(placements))
     assert found.duplicated == len(placements) - len(set(placements))
 
@@ -103,7 +102,7 @@ def test_dropped_and_duplicated_samples_are_counted(placements):
 
 def rows_of(plan, epoch, path):
     """The lines of a plan's file."""
-    write_plan(path, plan_table({epoch: plan.epoch(epoch)}, plan.samples.seq_len, plan.identity()))
+    write_plan(path, plan_table({epoch: plan.epoch(epoch)}, plan.identity()))
     return read_plan(path)
 
 
@@ -234,9 +233,9 @@ def test_the_file_is_the_plan_and_all_metrics_follow_from_it(tmp_path_factory, c
             return rows * float(seq_len) ** model.p
         return model.c0 + model.c1 * rows * seq_len + model.c2 * rows * seq_len * seq_len
 
-    columns, seq_len = plan.epoch(epoch), plan.samples.seq_len
+    columns = plan.epoch(epoch)
     costs, expected = recomputed(rows, settings, cost, config.m_mem)
-    found = dataclasses.asdict(plan_metrics(columns, seq_len, model, config.m_mem))
+    found = dataclasses.asdict(plan_metrics(columns, model, config.m_mem))
     assert found.keys() == expected.keys() | {"longest_weight_by_step"}
     for name, value in expected.items():
         value = None if value is None else pytest.approx(value, rel=1e-9, abs=1e-9)
@@ -250,7 +249,7 @@ def test_the_file_is_the_plan_and_all_metrics_follow_from_it(tmp_path_factory, c
         work = shapes_of_work(held, settings).values()
         computed = sum(b * s for ranks in work for b, s, _ in ranks.values())
         assert step.padding == pytest.approx(1 - step.tokens / computed)
-    simulated = simulate(columns, seq_len, model, SimulationSettings())
+    simulated = simulate(columns, model, SimulationSettings())
     assert simulated.seconds == pytest.approx(expected["cost"])
     assert simulated.tokens_per_second == pytest.approx(expected["tokens_per_second"])
     assert simulated.samples_per_second == pytest.approx(len(rows) / expected["cost"])
@@ -285,7 +284,7 @@ def test_the_metrics_of_a_packed_plan_can_be_recomputed(tmp_path, policy, contex
     rows, _ = rows_of(plan, 0, tmp_path / "plan.parquet")
     turns = {(row["step"], row["micro_batch"]) for row in rows}
     costs = packed_costs(rows, plan, model, turns)
-    metrics = plan_metrics(plan.epoch(0), samples.seq_len, model, 81_920)
+    metrics = plan_metrics(plan.epoch(0), model, 81_920)
     assert metrics.steps == len(turns)
     assert metrics.cost == pytest.approx(sum(map(max, costs.values())))
     assert metrics.imbalance == pytest.approx(statistics.fmean(map(of_step, costs.values())))
@@ -303,18 +302,18 @@ def test_the_metrics_of_a_packed_plan_can_be_recomputed(tmp_path, policy, contex
 
 
 def test_the_all_reduce_delays_every_step_and_leaves_ranks_idle():
-    found = simulate(*epoch_of([10] * 4, 2), LINEAR, SimulationSettings(all_reduce=5.0))
+    found = simulate(epoch_of([10] * 4, 2), LINEAR, SimulationSettings(all_reduce=5.0))
     assert found.seconds == pytest.approx(2 * 15)
     assert found.idle == pytest.approx(5 / 15)
     assert found.imbalance == 0
-    free = simulate(*epoch_of([10, 20], 2), QuadraticCost(0, 0, 0), SimulationSettings())
+    free = simulate(epoch_of([10, 20], 2), QuadraticCost(0, 0, 0), SimulationSettings())
     assert (free.seconds, free.tokens_per_second, free.idle) == (0, 0, 0)
 
 
 def test_noise_keeps_the_work_but_makes_ranks_wait_and_depends_on_its_seed():
-    plan, seq_len = epoch_of([10] * 8000, 8)
+    plan = epoch_of([10] * 8000, 8)
     quiet, noisy, again, other = (
-        simulate(plan, seq_len, LINEAR, SimulationSettings(noise, 0.0, seed))
+        simulate(plan, LINEAR, SimulationSettings(noise, 0.0, seed))
         for noise, seed in ((0.0, 1), (0.05, 1), (0.05, 1), (0.05, 2))
     )
     # The mean of the largest of 8 standard normal numbers is 1.4236.

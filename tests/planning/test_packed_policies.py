@@ -136,7 +136,7 @@ def holds_no_more_samples_in_rows_and_regions_than_allowed(plan, policy, **_):
 def keeps_rows_of_several_samples_within_m_comp(plan, samples, policy, **_):
     if not isinstance(policy, Balanced) or policy.m_comp is None:
         return
-    cost = micro_batch_costs(plan, samples.seq_len, policy.cost)
+    cost = micro_batch_costs(plan, policy.cost)
     weighs = marginal_cost(policy.cost, samples.seq_len)[plan.sample] > 0
     several = np.bincount(plan.micro_batch_of_part()[weighs], minlength=len(cost)) > 1
     empty = empty_row_cost(policy.cost, plan.padded_len, plan.slots())
@@ -144,7 +144,7 @@ def keeps_rows_of_several_samples_within_m_comp(plan, samples, policy, **_):
 
 
 def is_no_faster_than_its_bound(plan, samples, policy, **_):
-    found = plan_metrics(plan, samples.seq_len, getattr(policy, "cost", WAN), policy.m_mem)
+    found = plan_metrics(plan, getattr(policy, "cost", WAN), policy.m_mem)
     assert found.excess >= -1e-9
     assert found.excess_max >= found.excess - 1e-9
 
@@ -316,10 +316,10 @@ def test_balanced_is_near_its_bound_and_full_and_mixes_every_epoch_anew(name, ro
     plan = plan_of(samples, ranks, row)
     epochs, neighbours = [plan.epoch(number) for number in range(4 if size < 9999 else 3)], []
     for epoch, after in itertools.pairwise(epochs):
-        neighbours.append(repeated_neighbours(epoch, after, samples.seq_len))
+        neighbours.append(repeated_neighbours(epoch, after))
         if size < 9999:  # an epoch of so few steps idles more
             continue
-        found = plan_metrics(epoch, samples.seq_len, WAN, row)
+        found = plan_metrics(epoch, WAN, row)
         assert found.idle < 0.01
         assert found.padding < 0.02
         assert abs(found.order_correlation) <= MOST_CORRELATION
@@ -346,7 +346,7 @@ def test_an_epochs_end_idles_no_rank_but_for_samples_that_no_rank_can_share():
     samples = make_workload("long-video-V60", 30_000)
     plan = plan_of(samples, 64, 350_000)
     epochs = [plan.epoch(number) for number in range(3)]
-    found = [plan_metrics(epoch, samples.seq_len, WAN, 350_000).excess for epoch in epochs]
+    found = [plan_metrics(epoch, WAN, 350_000).excess for epoch in epochs]
     assert np.mean(found) < 0.03
 
 
@@ -356,7 +356,7 @@ def efficiency(plan, epochs=3):
     work = WAN.sequence_cost(seq_len)
     found = [plan.epoch(number) for number in range(epochs)]
     placed = sum(float(work[epoch.sample].sum()) for epoch in found)
-    return placed / ranks / sum(makespan(epoch, seq_len, WAN) for epoch in found)
+    return placed / ranks / sum(makespan(epoch, WAN) for epoch in found)
 
 
 @pytest.mark.parametrize(
@@ -384,7 +384,7 @@ def test_rows_are_as_long_and_have_as_many_slots_as_saves_padding(lengths, ranks
     shuffled = np.random.default_rng(0).permutation(lengths).tolist()
     plan = planned(shuffled, ranks, m_mem, sample_spread=None)
     assert m_mem == 75_600 or plan.policy.row_tokens == 32_768  # room for one, in whole units
-    assert plan_metrics(plan.epoch(0), plan.samples.seq_len, WAN, m_mem).padding < padding
+    assert plan_metrics(plan.epoch(0), WAN, m_mem).padding < padding
 
 
 @given(st.lists(st.integers(16, 9000), min_size=1, max_size=40), st.integers(9000, 50_000))
@@ -400,7 +400,7 @@ def test_splitting_brings_a_step_with_one_long_video_near_the_mean():
     samples = of_lengths(*[50_000, *[500] * 700] * 20)
     policies = Balanced(60_000, WAN), Balanced(60_000, WAN, context=8)
     plans = [policy.plan_epoch(samples, RankTopology(8), rng()) for policy in policies]
-    whole, split = (plan_metrics(plan, samples.seq_len, WAN, 60_000).imbalance for plan in plans)
+    whole, split = (plan_metrics(plan, WAN, 60_000).imbalance for plan in plans)
     assert plans[1].packing.is_split.any()
     assert split < min(0.01, whole)
     # The ranks of a step hold each split sample from its first token to its last.
@@ -456,4 +456,4 @@ def test_a_window_is_not_deferred_whole_because_some_steps_hold_too_many_samples
     samples = make_workload("long-video-V60", 100_000)
     policy = Balanced(1_050_000, WAN, max_segments=500)
     plan = Plan(samples, policy, RankTopology(16), seed=0)
-    assert plan_metrics(plan.epoch(0), samples.seq_len, WAN, 1_050_000).idle < 0.02
+    assert plan_metrics(plan.epoch(0), WAN, 1_050_000).idle < 0.02

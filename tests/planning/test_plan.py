@@ -397,13 +397,12 @@ def test_every_plan_of_weighted_samples_keeps_its_promises(plan, index):
     is_whole_each_time_and_in_one_step(plan, placed)
     epochs = [plan.epoch(number) for number in range(EPOCHS)]
     has_shapes_that_are_known_from_the_start(plan, epochs)
-    seq_len = plan.samples.seq_len
     for epoch in epochs:
-        found = plan_metrics(epoch, seq_len, COSTS[0], None)
+        found = plan_metrics(epoch, COSTS[0], None)
         assert (found.dropped, found.duplicated) == (0, 0)
         assert found.longest_weight == pytest.approx(1)
     fewer = replace(epoch, counts=epoch.counts + 1)
-    assert plan_metrics(fewer, seq_len, COSTS[0], None).dropped == len(plan.samples)
+    assert plan_metrics(fewer, COSTS[0], None).dropped == len(plan.samples)
 
 
 @given(plans(), st.booleans(), st.integers(0, 40), st.integers(0, 99), st.integers(0, 9))

@@ -133,7 +133,7 @@ def test_sorted_puts_neighbours_in_cost_into_a_step(case):
 
 def found_by(samples, ranks, costs=CostFile(quadratic=COST), **settings):  # noqa: B008
     plan = make_plan(PlanningConfig(**settings), samples, ranks, 0, costs)
-    return plan_metrics(plan.epoch(0), samples.seq_len, COST, settings.get("m_mem"))
+    return plan_metrics(plan.epoch(0), COST, settings.get("m_mem"))
 
 
 # ---------------------------------------------------------------- ladders

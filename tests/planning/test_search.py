@@ -47,7 +47,7 @@ def test_the_curve_is_what_an_epoch_is_predicted_to_take_and_auto_takes_the_leas
     for m_comp, cost in list(zip(curve.m_comp, curve.cost, strict=True))[::8]:
         rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([0, 0])))
         plan = DualConstraint(4000, float(m_comp), 2.0).plan_epoch(samples, INDEPENDENT, rng)
-        assert cost == pytest.approx(plan_metrics(plan, samples.seq_len, COST, None).cost)
+        assert cost == pytest.approx(plan_metrics(plan, COST, None).cost)
     plan = make_plan(config(m_comp="auto"), samples, 4, 0, costs)
     assert plan.policy.m_comp == curve.chosen
     assert curve.cost[curve.m_comp == curve.chosen] == curve.cost.min()
@@ -73,7 +73,7 @@ def test_a_large_data_set_is_drawn_from_and_its_epoch_scaled():
     costs = CostFile(quadratic=COST)
     curve = m_comp_curve(config(), samples, INDEPENDENT, costs)
     whole = make_plan(config(m_comp=curve.chosen), samples, 4, 0, costs)
-    found = plan_metrics(whole.epoch(0), samples.seq_len, COST, None).cost
+    found = plan_metrics(whole.epoch(0), COST, None).cost
     assert curve.cost.min() == pytest.approx(found, rel=0.05)
 
 
@@ -86,7 +86,7 @@ def test_auto_is_never_slower_than_the_plan_that_memory_alone_bounds(name, mode)
     settings = PlanningConfig("dual_constraint", m_mem=350_000, ranks_mode=mode, m_comp="auto")
     found = make_plan(settings, samples, 8, 0, costs)
     open_bound = make_plan(replace(settings, m_comp=1e30), samples, 8, 0, costs)
-    times = [makespan(plan.epoch(0), samples.seq_len, COST) for plan in (found, open_bound)]
+    times = [makespan(plan.epoch(0), COST) for plan in (found, open_bound)]
     assert times[0] <= times[1]
 
 
@@ -134,7 +134,7 @@ def drawn_case(seed):
 
 def rate(plan):
     seq_len = plan.samples.seq_len
-    return seq_len.sum() / makespan(plan.epoch(0), seq_len, COSTS.quadratic)
+    return seq_len.sum() / makespan(plan.epoch(0), COSTS.quadratic)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_a_small_set_gets_rows_of_its_size():
     samples = of_lengths(*[1200] * 8)
     plan = make_plan(PlanningConfig("balanced", m_mem=60_000), samples, 8, 0, COSTS)
     assert plan.policy.row_tokens == 1200
-    assert plan_metrics(plan.epoch(0), samples.seq_len, COSTS.quadratic, 60_000).padding == 0
+    assert plan_metrics(plan.epoch(0), COSTS.quadratic, 60_000).padding == 0
     study = Study(samples, PlanningConfig(m_mem=60_000), COSTS)
     names = [case.name for case in study.cases(["sorted", "auto", "balanced"], [8])]
     assert names == ["balanced", "sorted (synchronous)"]  # what auto takes is planned once

@@ -112,7 +112,7 @@ def test_without_a_unit_of_cost_or_packed_rows_auto_is_as_fast_as_equal_tokens()
         times = []
         for config in (chosen, dataclasses.replace(auto, policy="equal_tokens")):
             epoch = make_plan(config, samples, ranks, seed=0).epoch(0)
-            times.append(makespan(epoch, samples.seq_len, PowerCost(2.0)))
+            times.append(makespan(epoch, PowerCost(2.0)))
         assert times[0] <= 1.02 * times[1]
 
 
@@ -125,7 +125,7 @@ def portfolio_seconds(samples, ranks, costs, packs, length):
             continue
         config = policy_config(PlanningConfig("balanced", m_mem=131_072), name)
         epoch = make_plan(config, samples, ranks, 0, costs).epoch(0)
-        time = makespan(epoch, samples.seq_len, costs.quadratic)
+        time = makespan(epoch, costs.quadratic)
         first_step = costs.first_step_seconds(programs_of(epoch))
         found[case_name(config)] = length.seconds(time, epoch.steps, first_step)
     return found
@@ -229,7 +229,7 @@ class OneEach(Policy):
 
     def plan_epoch(self, samples, topology, rng):
         epoch = PackedEpochBuilder(
-            RowShape(self.m_mem, segments=1, longest_whole=self.m_mem), topology
+            RowShape(self.m_mem, segments=1, longest_whole=self.m_mem), topology, samples.seq_len
         )
         step, rank = np.divmod(np.arange(len(samples)), topology.ranks)
         order = rng.permutation(len(samples))
@@ -246,7 +246,7 @@ def test_its_micro_batches_hold_every_sample_once_as_it_says():
     for policy in ("half_full", "one_each"):
         plan = plan_of(policy, micro_batches_per_step=2)
         for epoch in (0, 1):
-            found = plan_metrics(plan.epoch(epoch), plan.samples.seq_len, COST, 1000)
+            found = plan_metrics(plan.epoch(epoch), COST, 1000)
             assert (found.samples, found.dropped, found.duplicated) == (len(LENGTHS), 0, 0)
         assert step_metrics(plan.step(0), plan, COST).tokens > 0
     packed, bucketed = plan_of("one_each").step(0), plan_of("half_full").step(0)

@@ -215,7 +215,7 @@ class Balanced(Policy):
             steps=steps,
             rng=rng,
         )
-        epoch = PackedEpochBuilder(shape, topology)
+        epoch = PackedEpochBuilder(shape, topology, samples.seq_len)
         epoch.place(samples.shuffled(rng), footprint, steps * step_tokens, planner.place)
         return epoch.finish(rng)
 

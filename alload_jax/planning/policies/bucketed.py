@@ -179,6 +179,7 @@ class Bucketed(Policy):
             shape=buckets.shape[work_bucket],
             offsets=np.r_[0, np.cumsum(counts)],
             sample=np.concatenate(shuffled)[np.argsort(work_of_sample, kind="stable")],
+            seq_len=samples.seq_len,
         )
 
 

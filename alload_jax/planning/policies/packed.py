@@ -213,10 +213,17 @@ PlaceWindow = Callable[[Window], tuple[PlacedSteps, np.ndarray]]
 
 @dataclass
 class PackedEpochBuilder:
-    """Places windows, and joins their steps into an epoch."""
+    """Places windows, and joins their steps into an epoch.
+
+    Attributes:
+      shape: of the rows.
+      topology: ranks and steps.
+      seq_len: [N] int64, tokens of every sample of the manifest.
+    """
 
     shape: RowShape
     topology: RankTopology
+    seq_len: np.ndarray
     _windows: list[PlacedSteps] = field(default_factory=list)
 
     def place(
@@ -281,6 +288,7 @@ class PackedEpochBuilder:
             shape=np.zeros((turns * ranks, 3), np.int64),
             offsets=offsets,
             sample=self._column("sample")[order],
+            seq_len=self.seq_len,
             packing=Packing(
                 **vars(self.shape),
                 split_tokens=split_tokens,
@@ -368,7 +376,7 @@ class FirstFit(Policy):
         shape = row_shape(typical, self.m_mem, self.max_segments, self.align, _SLOT_FACTOR)
         refuse_unplaceable(samples, shape, self, topology.ranks)
         shape = replace(shape, longest_whole=int(samples.seq_len.max()))
-        epoch = PackedEpochBuilder(shape, topology)
+        epoch = PackedEpochBuilder(shape, topology, samples.seq_len)
 
         def place(window: Window) -> tuple[PlacedSteps, np.ndarray]:
             row, rows = first_fit_decreasing(window.footprint, shape)

@@ -353,15 +353,12 @@ def predicted_time(
       InputError: the policy cannot place a sample.
     """
     rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([0, 0])))
-    epoch = policy.plan_epoch(samples, topology, rng)
-    return makespan(epoch, samples.seq_len, model, seconds_per_split_token)
+    return makespan(policy.plan_epoch(samples, topology, rng), model, seconds_per_split_token)
 
 
-def makespan(
-    epoch: EpochPlan, seq_len: np.ndarray, model: CostModel, seconds_per_split_token: float = 0.0
-) -> float:
+def makespan(epoch: EpochPlan, model: CostModel, seconds_per_split_token: float = 0.0) -> float:
     """Sum over an epoch's steps of the predicted time of their slowest ranks."""
-    cost = rank_costs(epoch, micro_batch_costs(epoch, seq_len, model, seconds_per_split_token))
+    cost = rank_costs(epoch, micro_batch_costs(epoch, model, seconds_per_split_token))
     return float(cost.max(axis=1).sum())
 
 
