@@ -143,10 +143,9 @@ def measure(
     if measured and plan_digest in measured:
         return recorded | {"same_as": measured[plan_digest]}
     epoch, seq_len = plan.epoch(0), plan.samples.seq_len
-    split_seconds = config.seconds_per_split_token()
-    costs = micro_batch_costs(epoch, config.predictor(), split_seconds)
+    costs = micro_batch_costs(epoch, config.predictor())
     predicted = rank_costs(epoch, costs).max(axis=1)
-    metrics = plan_metrics(epoch, config.predictor(), config.m_mem, split_seconds)
+    metrics = plan_metrics(epoch, config.predictor(), config.m_mem)
     chosen = representative(range(epoch.steps), predicted, steps)
     try:
         found = run_steps(config_from_fields(model), mesh, plan, chosen, repeats)

@@ -348,19 +348,20 @@ def _check_numbers(content: Mapping[str, Any], path: Path) -> None:
             raise InputError(f"{path}: m_mem is {value}; it must be a whole number of tokens")
 
 
-def micro_batch_costs(
-    plan: EpochPlan, model: CostModel, seconds_per_split_token: float = 0.0
-) -> np.ndarray:
-    """Predicted cost of every micro-batch: [W] float64.
+def micro_batch_costs(plan: EpochPlan, model: CostModel) -> np.ndarray:
+    """Predicted cost of every micro-batch, with the communication of split samples: [W] float64."""
+    costs = computed_costs(plan, model)
+    if plan.packing is None:
+        return costs
+    return costs + plan.packing.seconds_per_split_token * plan.packing.split_tokens
+
+
+def computed_costs(plan: EpochPlan, model: CostModel) -> np.ndarray:
+    """Predicted cost of what every micro-batch computes: [W] float64.
 
     All tokens and slots of a packed row are computed, so its cost is that of an empty row plus the
     marginal cost of every sample. The marginal cost of a split sample is shared equally by the
     ranks of its group, which exchange heads for tokens.
-
-    Args:
-      plan: an epoch.
-      model: the cost model.
-      seconds_per_split_token: cost of communication for each token of a rank that is split.
     """
     if plan.packing is None:
         return bucketed_cost(model, plan.rows, plan.padded_len)
@@ -372,8 +373,7 @@ def micro_batch_costs(
     whole = np.bincount(owner, weights=np.where(is_split, 0, marginal), minlength=len(plan.rows))
     split = np.bincount(owner, weights=np.where(is_split, share, 0), minlength=len(plan.rows))
     by_group = split.reshape(-1, context).mean(axis=1).repeat(context)
-    row = empty_row_cost(model, plan.padded_len, plan.slots())
-    return row + whole + by_group + seconds_per_split_token * plan.packing.split_tokens
+    return empty_row_cost(model, plan.padded_len, plan.slots()) + whole + by_group
 
 
 SQUARES = QuadraticCost(0.0, 0.0, 1.0)
@@ -391,10 +391,10 @@ def micro_batch_terms(plan: EpochPlan, model: QuadraticCost) -> np.ndarray:
       [W, C] float64: micro-batches (1), sequences or slots for them, tokens with padding, and for
       each term of attention the sum over the sequences, such as that of S² (that of a split sample
       is shared equally by the ranks of its group). The product with the model's `coefficients` is
-      `micro_batch_costs` without communication.
+      `computed_costs`.
     """
     units = np.eye(len(model.coefficients))[3:].tolist()
-    attention = [micro_batch_costs(plan, model.with_coefficients(unit)) for unit in units]
+    attention = [computed_costs(plan, model.with_coefficients(unit)) for unit in units]
     sequences = plan.rows if plan.packing is None else plan.slots()
     columns = [np.ones(len(plan.rows)), sequences, plan.rows * plan.padded_len, *attention]
     return np.stack([np.asarray(column, np.float64) for column in columns], axis=1)

@@ -32,6 +32,7 @@ class RowShape:
       split_sizes: allowed values of A in all epochs, ascending from 0; each needs a program.
       region_segments: maximum number of samples that a group's ranks share.
       longest_whole: maximum tokens of a sample that is not split, in all epochs.
+      seconds_per_split_token: of communication, for each of the A tokens of a rank that are split.
     """
 
     capacity: int
@@ -41,6 +42,7 @@ class RowShape:
     split_sizes: tuple[int, ...] = (0,)
     region_segments: int = 0
     longest_whole: int = 0
+    seconds_per_split_token: float = 0.0
 
     def footprint(self, seq_len: np.ndarray) -> np.ndarray:
         """Tokens of a row that samples occupy, including alignment: [N] → [N] int64."""

@@ -157,8 +157,7 @@ def _with_best_m_comp(
     The search plans a draw of the samples, so the whole plans are compared.
     """
     typical = samples.typical()
-    curve = m_comp_curve(config, samples, topology, costs)
-    model, split = config.predictor(costs), config.seconds_per_split_token(costs)
+    curve, model = m_comp_curve(config, samples, topology, costs), config.predictor(costs)
 
     share = program_share(config, typical, topology, costs)
 
@@ -170,7 +169,7 @@ def _with_best_m_comp(
     open_bound = curve.m_comp[-1].item() if config.traits.m_comp_by_default else None
     alone = longest_alone(make_policy(replace(config, m_comp=None), costs), samples)
     plans = [plan_at(m_comp) for m_comp in dict.fromkeys((curve.chosen, alone, open_bound))]
-    return min(plans, key=lambda plan: makespan(plan.epoch(0), model, split))
+    return min(plans, key=lambda plan: makespan(plan.epoch(0), model))
 
 
 _POINTS, _FINE_POINTS = 17, 10
@@ -221,7 +220,7 @@ def m_comp_curve(
       InputError: the policy has no M_comp or cannot place a sample.
     """
     costs, samples = costs or config.costs(), samples.typical()
-    model, split = config.predictor(costs), config.seconds_per_split_token(costs)
+    model = config.predictor(costs)
 
     def policy_at(m_comp: float) -> Policy:
         return make_policy(replace(config, m_comp=m_comp), costs)
@@ -233,7 +232,7 @@ def m_comp_curve(
 
     def curve(values: np.ndarray) -> MCompCurve:
         plans = (policy_at(float(value)) for value in values)
-        cost = [predicted_time(plan, drawn, topology, model, split) for plan in plans]
+        cost = [predicted_time(plan, drawn, topology, model) for plan in plans]
         return MCompCurve(values, np.asarray(cost) * len(samples) / len(drawn))
 
     coarse = curve(np.unique(np.geomspace(least, most, _POINTS)))
@@ -348,8 +347,7 @@ def choose_policy(
             refusals.append(error)
             continue
         epoch, share = plan.epoch(0), len(samples_of(policy)) / len(samples)
-        model, split = each.predictor(costs), each.seconds_per_split_token(costs)
-        time = share * makespan(epoch, model, split)
+        time = share * makespan(epoch, each.predictor(costs))
         if unit:
             first_step = costs.first_step_seconds(programs_of(epoch))
             time = length.seconds(time, max(1, round(share * epoch.steps)), first_step)

@@ -13,6 +13,7 @@ from alload_jax.planning.cost import (
     SQUARES,
     CostModel,
     QuadraticCost,
+    computed_costs,
     largest_indivisible_cost,
     micro_batch_costs,
     micro_batch_terms,
@@ -116,22 +117,16 @@ class PlanMetrics:
     duplicated: int
 
 
-def plan_metrics(
-    plan: EpochPlan,
-    cost_model: CostModel,
-    m_mem: int | None,
-    seconds_per_split_token: float = 0.0,
-) -> PlanMetrics:
+def plan_metrics(plan: EpochPlan, cost_model: CostModel, m_mem: int | None) -> PlanMetrics:
     """Measures an epoch.
 
     Args:
       plan: the epoch.
       cost_model: the cost model.
       m_mem: maximum tokens of a micro-batch.
-      seconds_per_split_token: cost of communication for each token of a rank that is split.
     """
-    cost = rank_costs(plan, micro_batch_costs(plan, cost_model, seconds_per_split_token))
-    squares = rank_costs(plan, micro_batch_costs(plan, SQUARES))
+    cost = rank_costs(plan, micro_batch_costs(plan, cost_model))
+    squares = rank_costs(plan, computed_costs(plan, SQUARES))
     makespan = cost.max(axis=-1)
     excess = excess_over_bound(cost, largest_indivisible_cost(plan, cost_model))
     computed = int((plan.rows * plan.padded_len).sum())
@@ -277,11 +272,7 @@ class StepMetrics(NamedTuple):
 
 
 def step_metrics(
-    step: Step,
-    plan: Plan,
-    cost_model: CostModel,
-    seconds_per_split_token: float = 0.0,
-    terms_of: QuadraticCost = SQUARES,
+    step: Step, plan: Plan, cost_model: CostModel, terms_of: QuadraticCost = SQUARES
 ) -> StepMetrics:
     """Measures one step of a plan under a cost model.
 
@@ -289,11 +280,10 @@ def step_metrics(
       step: the step.
       plan: its plan.
       cost_model: the cost model.
-      seconds_per_split_token: cost of communication for each token of a rank that is split.
       terms_of: the model whose `cost_terms` are wanted, if `cost_model` is not quadratic.
     """
     part = plan.epoch_of_steps(step.epoch).only(plan.locate(step.index)[1])
-    [cost] = rank_costs(part, micro_batch_costs(part, cost_model, seconds_per_split_token))
+    [cost] = rank_costs(part, micro_batch_costs(part, cost_model))
     slowest = part.rank == int(cost.argmax())
     model = cost_model if isinstance(cost_model, QuadraticCost) else terms_of
     terms = micro_batch_terms(part, model)[slowest].sum(axis=0)
@@ -350,21 +340,15 @@ class Simulation:
     step_cv: float
 
 
-def simulate(
-    plan: EpochPlan,
-    model: CostModel,
-    settings: SimulationSettings,
-    seconds_per_split_token: float = 0.0,
-) -> Simulation:
+def simulate(plan: EpochPlan, model: CostModel, settings: SimulationSettings) -> Simulation:
     """Simulates an epoch: a step takes the time of its slowest rank plus the all-reduce.
 
     Args:
       plan: the epoch.
       model: predicts what a micro-batch costs.
       settings: noise and the all-reduce.
-      seconds_per_split_token: cost of communication for each token of a rank that is split.
     """
-    busy = rank_costs(plan, micro_batch_costs(plan, model, seconds_per_split_token))
+    busy = rank_costs(plan, micro_batch_costs(plan, model))
     sigma = settings.noise
     if sigma:
         # Log-normal noise of mean 1: the work stays what it was on average.

@@ -153,12 +153,11 @@ class Study:
         if config.context == "auto":  # the plan has chosen it
             config = replace(config, context=getattr(plan.policy, "context", 1))
         epoch = plan.epoch(self.epoch)
-        seconds_per_split_token = config.seconds_per_split_token(self.costs)
         m_mem = config.tokens_bound(self.costs)
-        metrics = plan_metrics(epoch, self.predictor, m_mem, seconds_per_split_token)
+        metrics = plan_metrics(epoch, self.predictor, m_mem)
         simulation = None
         if self.replay:
-            simulation = simulate(epoch, self.predictor, self.replay, seconds_per_split_token)
+            simulation = simulate(epoch, self.predictor, self.replay)
         neighbours = repeated_neighbours(epoch, plan.epoch(self.epoch + 1))
         return Case(
             case_name(config),

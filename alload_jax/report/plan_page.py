@@ -234,24 +234,22 @@ def write_report(
 
 
 def _policy_part(case: Case, study: Study) -> PolicyPart:
-    epoch, seconds = case.epoch, case.config.seconds_per_split_token(study.costs)
-    cost = rank_costs(epoch, micro_batch_costs(epoch, study.predictor, seconds))
+    epoch = case.epoch
+    cost = rank_costs(epoch, micro_batch_costs(epoch, study.predictor))
     metrics = {k: v for k, v in case.figures()["metrics"].items() if k in METRICS}
     if case.in_seconds:
         metrics["seconds_per_epoch"] = metrics.pop("cost")
     else:
         del metrics["tokens_per_second"]
     drawn = sorted({int(share * (epoch.steps - 1)) for share in _DRAWN_AT})
-    bars = tuple(_bars(epoch, step, study.predictor, seconds) for step in drawn)
+    bars = tuple(_bars(epoch, step, study.predictor) for step in drawn)
     return PolicyPart(case.name, metrics, bars, imbalance(cost))
 
 
-def _bars(
-    epoch: EpochPlan, step: int, model: CostModel, seconds_per_split_token: float
-) -> StepBars:
+def _bars(epoch: EpochPlan, step: int, model: CostModel) -> StepBars:
     """The samples and padding that each rank of a step computes, with their costs."""
     part = epoch.only(step)
-    total = micro_batch_costs(part, model, seconds_per_split_token)
+    total = micro_batch_costs(part, model)
     owner, lengths = part.micro_batch_of_part(), part.seq_len[part.sample]
     if part.packing is None:
         cost, is_split = model.sequence_cost(lengths), np.zeros(len(lengths), bool)

@@ -155,7 +155,6 @@ class RunPlan:
         self.costs = planning.costs() if costs is None else costs
         self._every_epoch = planning.recalibrate == "epoch"
         self._predictor = planning.predictor(costs)
-        self._seconds_per_split_token = planning.seconds_per_split_token(costs)
         self._cluster, self._excluded, self._manifest = cluster, excluded, manifest
         self._number = int if manifest is None else manifest.number
         self._decided = 0  # the last epoch whose cost model is settled
@@ -201,8 +200,7 @@ class RunPlan:
         if layers and isinstance(model, SparseCost):
             model = model.at(layers)
         terms_of = SparseCost(0.0, 0.0, 0.0, layers=layers) if layers else SQUARES
-        split = self._seconds_per_split_token
-        found = step_metrics(step, self.plan, model, split, terms_of)
+        found = step_metrics(step, self.plan, model, terms_of)
         return found._replace(samples=found.samples - count_excluded(step, self._excluded))
 
     def content(self, number: int) -> list[Json]:

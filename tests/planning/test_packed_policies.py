@@ -12,9 +12,9 @@ from alload_jax.planning.cost import (
     CostFile,
     PowerCost,
     QuadraticCost,
+    computed_costs,
     empty_row_cost,
     marginal_cost,
-    micro_batch_costs,
 )
 from alload_jax.planning.epoch import RowShape
 from alload_jax.planning.factory import make_plan
@@ -136,7 +136,7 @@ def holds_no_more_samples_in_rows_and_regions_than_allowed(plan, policy, **_):
 def keeps_rows_of_several_samples_within_m_comp(plan, samples, policy, **_):
     if not isinstance(policy, Balanced) or policy.m_comp is None:
         return
-    cost = micro_batch_costs(plan, policy.cost)
+    cost = computed_costs(plan, policy.cost)
     weighs = marginal_cost(policy.cost, samples.seq_len)[plan.sample] > 0
     several = np.bincount(plan.micro_batch_of_part()[weighs], minlength=len(cost)) > 1
     empty = empty_row_cost(policy.cost, plan.padded_len, plan.slots())

@@ -78,7 +78,8 @@ def test_a_policy_has_the_bounds_of_the_config_and_else_those_of_the_cost_model(
     quadratic = QuadraticCost(**QUADRATIC)
     for sent, expected in ((8e6, 8e6 * 3 / 4 / 1e9), (None, 0.0)):
         found = CostFile(quadratic=quadratic, bytes_per_split_token=sent)
-        assert split.seconds_per_split_token(found) == pytest.approx(expected)
+        plan = make_plan(split, of_lengths(30, *[4] * 9), 4, 0, found).epoch(0)
+        assert plan.packing.seconds_per_split_token == pytest.approx(expected)
     assert split.seconds_per_split_token(CostFile(bytes_per_split_token=8e6)) == 0
     # One without M_mem does not stand in for it, nor does one that is not there.
     dual["cost_model"] = cost_file(quadratic=QUADRATIC)

@@ -192,6 +192,7 @@ class Balanced(Policy):
             split_sizes=tuple(rule.split_sizes.tolist()),
             region_segments=rule.segments,
             longest_whole=int(samples.seq_len[~rule.applies(footprint)].max(initial=1)),
+            seconds_per_split_token=self.seconds_per_split_token,
         )
         mean_row_tokens = self._mean_row_tokens(shape, held, held_weights)
         step_tokens = topology.ranks * mean_row_tokens
@@ -207,7 +208,6 @@ class Balanced(Policy):
             weights=weights,
             empty_cost=self._empty_row_cost(shape.segments),
             token_cost=float(self._model.padding_cost(np.asarray(self.capacity))) / self.capacity,
-            split_token_cost=self.seconds_per_split_token,
             max_load=self._max_load(shape),
             bounds=bounds,
             ranks=topology.ranks,
@@ -365,8 +365,7 @@ class RowTrials:
 
     def time_of(self, policy: Balanced) -> float:
         """Predicted time of all ranks for a token."""
-        split = policy.seconds_per_split_token
-        time = predicted_time(policy, self.samples, self.topology, policy.cost, split)
+        time = predicted_time(policy, self.samples, self.topology, policy.cost)
         return self._per_token * time
 
     @property

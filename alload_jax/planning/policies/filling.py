@@ -85,7 +85,6 @@ class WindowPlanner:
       weights: [N], what each sample of the manifest costs beyond padding of its length.
       empty_cost: cost of a row of padding.
       token_cost: what a token of padding costs.
-      split_token_cost: cost of communication for each of the A tokens of a rank.
       max_load: most weight of a row that holds more than one sample; None without M_comp.
       bounds: on the samples of a step; None for none.
       ranks: data-parallel ranks.
@@ -100,7 +99,6 @@ class WindowPlanner:
     weights: np.ndarray
     empty_cost: float
     token_cost: float
-    split_token_cost: float
     max_load: float | None
     bounds: SampleBounds | None
     ranks: int
@@ -205,7 +203,8 @@ class WindowPlanner:
         region_tokens = np.repeat(regions.tokens, context)
         bins = Bins(
             free=self.shape.capacity - region_tokens,
-            load=np.repeat(regions.load / context, context) + self.split_token_cost * region_tokens,
+            load=np.repeat(regions.load / context, context)
+            + self.shape.seconds_per_split_token * region_tokens,
             free_slots=np.full(len(region_tokens), self.shape.segments),
             max_load=max_load,
         )

@@ -341,11 +341,7 @@ class Policy(PolicyTraits, ABC):
 
 
 def predicted_time(
-    policy: Policy,
-    samples: Samples,
-    topology: RankTopology,
-    model: CostModel,
-    seconds_per_split_token: float = 0.0,
+    policy: Policy, samples: Samples, topology: RankTopology, model: CostModel
 ) -> float:
     """Predicted time of a policy's first epoch, in the cost model's unit.
 
@@ -353,13 +349,12 @@ def predicted_time(
       InputError: the policy cannot place a sample.
     """
     rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([0, 0])))
-    return makespan(policy.plan_epoch(samples, topology, rng), model, seconds_per_split_token)
+    return makespan(policy.plan_epoch(samples, topology, rng), model)
 
 
-def makespan(epoch: EpochPlan, model: CostModel, seconds_per_split_token: float = 0.0) -> float:
+def makespan(epoch: EpochPlan, model: CostModel) -> float:
     """Sum over an epoch's steps of the predicted time of their slowest ranks."""
-    cost = rank_costs(epoch, micro_batch_costs(epoch, model, seconds_per_split_token))
-    return float(cost.max(axis=1).sum())
+    return float(rank_costs(epoch, micro_batch_costs(epoch, model)).max(axis=1).sum())
 
 
 _NAMED = 5
