@@ -116,8 +116,7 @@ def record(part: str, cache: Path, workers: int) -> Reached:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "mutants", "-m", MARKS]
         command += ["-n", str(workers), "--dist", "loadfile", *_found(tests)]
         command += [f"--junitxml={times}.new", "-o", "junit_duration_report=total"]
-        include = ",".join(patterns).replace("**/", "")
-        recorded = {"MUTANTS_RECORD": str(data), "MUTANTS_PATTERNS": include}
+        recorded = {"MUTANTS_RECORD": str(data), "MUTANTS_PATTERNS": ",".join(patterns)}
         subprocess.run(command, cwd=ROOT, env=_environment(ROOT) | recorded, check=True)
         Path(f"{times}.new").rename(times)
     reached: dict[tuple[str, int], set[str]] = defaultdict(set)
