@@ -383,8 +383,7 @@ def _expected(points: Sequence[Point], case: Case) -> float:
     if not points:
         return 0.0
     if len(points) >= 6:
-        model = fit_quadratic(points).model
-        return float(bucketed_cost(model, case.rows, case.seq_len))  # type: ignore[arg-type]
+        return float(bucketed_cost(fit_quadratic(points), case.rows, case.seq_len))  # type: ignore[arg-type]
     last = points[-1]
     return last.seconds * max(1.0, case.tokens * case.seq_len / (last.tokens * last.seq_len))
 

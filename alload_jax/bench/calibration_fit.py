@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 import jax
 
@@ -15,7 +14,6 @@ from alload_jax.planning.analytic import bytes_per_split_token
 from alload_jax.planning.architecture import from_fields
 from alload_jax.planning.cost import CostFile, PowerCost, QuadraticCost, SparseTerms, without_layers
 from alload_jax.planning.fit import (
-    Fit,
     Point,
     evaluate,
     fit_power,
@@ -41,34 +39,30 @@ class Fits:
       quadratic: c0 + c_sequence·B + c1·ΣS + c2·ΣS².
       three_term: the same without c_sequence.
       power: a·B·S^p, fitted to the point with most rows of each length, because it has no fixed
-        cost and policies fill micro-batches. Its goodness is over all fitted points. None if
-        costs do not grow with length.
+        cost and policies fill micro-batches. None if costs do not grow with length.
     """
 
     points: list[Point]
     held_out: list[bool]
-    quadratic: Fit[QuadraticCost]
-    three_term: Fit[QuadraticCost]
-    power: Fit[PowerCost] | None
+    quadratic: QuadraticCost
+    three_term: QuadraticCost
+    power: PowerCost | None
 
     def summary(self) -> Json:
         """Coefficients, R² and MAPE of each form, over fitted and held-out points."""
-        held = [p for p, out in zip(self.points, self.held_out, strict=True) if out]
-        forms: dict[str, Fit[Any] | None] = {
-            "quadratic": self.quadratic,
-            "three_term": self.three_term,
-            "power": self.power,
-        }
-        return {
-            name: {
-                "coefficients": asdict(fit.model),
-                "r2": fit.goodness.r2,
-                "mape": fit.goodness.mape,
-                "held_out_mape": evaluate(fit.model, held).mape if held else None,
-            }
-            for name, fit in forms.items()
-            if fit
-        }
+        points = list(zip(self.points, self.held_out, strict=True))
+        fitted, held = ([p for p, out in points if out == kind] for kind in (False, True))
+        found = {}
+        for name in ("quadratic", "three_term", "power"):
+            if model := getattr(self, name):
+                goodness = evaluate(model, fitted)
+                found[name] = {
+                    "coefficients": asdict(model),
+                    "r2": goodness.r2,
+                    "mape": goodness.mape,
+                    "held_out_mape": evaluate(model, held).mape if held else None,
+                }
+        return found
 
 
 def fit_points(points: Sequence[Point]) -> Fits:
@@ -89,8 +83,7 @@ def fit_points(points: Sequence[Point]) -> Fits:
     fitted = [point for point, out in zip(points, held, strict=True) if not out]
     fullest = {p.seq_len: p for p in sorted(fitted, key=lambda p: p.rows)}
     try:
-        model = fit_power(list(fullest.values())).model
-        power = Fit(model, evaluate(model, fitted))
+        power = fit_power(list(fullest.values()))
     except InputError:  # the fixed cost of a tiny model dominates; the other forms are still valid
         power = None
     return Fits(
@@ -105,7 +98,7 @@ def fit_points(points: Sequence[Point]) -> Fits:
 def point_rows(fits: Fits, outcomes: Sequence[Outcome]) -> list[Json]:
     """Each measured point with the prediction of the quadratic form."""
     measured = [o for o in outcomes if o.seconds is not None]
-    seconds = predicted(fits.quadratic.model, fits.points).tolist()
+    seconds = predicted(fits.quadratic, fits.points).tolist()
     return [
         {
             **o.fields(),
@@ -175,21 +168,17 @@ def fit_sparse_outcomes(
     ]
     if len(points) < LEAST_SPARSE_POINTS:
         return None, {"points": [], "skipped": skipped}
-    fit = fit_sparse(points, quadratic)
-    terms = without_layers(fit.model)[1]
+    model = fit_sparse(points, quadratic)
+    terms, goodness = without_layers(model)[1], evaluate(model, points)
+    seconds = predicted(model, points).tolist()
     rows = [
         o.fields() | {"seconds": o.seconds, "predicted_seconds": found, "residual": residual}
-        for o, found, residual in zip(
-            measured,
-            predicted(fit.model, points).tolist(),
-            fit.goodness.residuals,
-            strict=True,
-        )
+        for o, found, residual in zip(measured, seconds, goodness.residuals, strict=True)
     ]
     return terms, {
         "coefficients": asdict(terms) if terms else {},
-        "r2": fit.goodness.r2,
-        "mape": fit.goodness.mape,
+        "r2": goodness.r2,
+        "mape": goodness.mape,
         "held_out_mape": None,
         "points": rows,
         "skipped": skipped,
@@ -234,11 +223,11 @@ def calibrated(
     }
     terms = None
     if config := step.model.sparse_attention:
-        terms, details["sparse"] = fit_sparse_outcomes(sparse, fits.quadratic.model, config)
+        terms, details["sparse"] = fit_sparse_outcomes(sparse, fits.quadratic, config)
     itemsize = step.model.compute_dtype.itemsize
     return CostFile(
-        power=fits.power.model if fits.power else None,
-        quadratic=fits.quadratic.model,
+        power=fits.power,
+        quadratic=fits.quadratic,
         sparse=terms,
         memory=finding.model,
         m_mem=finding.m_mem,

@@ -205,7 +205,7 @@ def analytic_costs(
     if trained != ALL_TRAINED:
         details["trained"] = dataclasses.asdict(trained)
     return CostFile(
-        power=fit_power([Point(*values) for values in columns]).model,
+        power=fit_power([Point(*values) for values in columns]),
         quadratic=quadratic,
         sparse=assumed_terms(quadratic),
         memory=memory,

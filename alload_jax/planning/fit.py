@@ -4,7 +4,7 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,8 +18,6 @@ from alload_jax.planning.cost import (
     SparseLayers,
     bucketed_cost,
 )
-
-ModelT = TypeVar("ModelT", bound=CostModel)
 
 
 @dataclass(frozen=True)
@@ -55,14 +53,6 @@ class Goodness:
     residuals: tuple[float, ...]
 
 
-@dataclass(frozen=True)
-class Fit(Generic[ModelT]):
-    """A model and its accuracy on the points that it was fitted to."""
-
-    model: ModelT
-    goodness: Goodness
-
-
 def predicted(model: CostModel, points: Sequence[Point]) -> np.ndarray:
     """Predicted seconds of each point, by a `SparseCost` with the point's layers: [N] float64."""
     rows, seq_len, _ = _columns(points)
@@ -81,18 +71,14 @@ def evaluate(model: CostModel, points: Sequence[Point]) -> Goodness:
     """
     if not points:
         raise InputError("fit: no points to compare a cost model with; measure at least one")
-    return _goodness(predicted(model, points), _columns(points)[2])
-
-
-def _goodness(found: np.ndarray, seconds: np.ndarray) -> Goodness:
-    """The accuracy of predictions: [N] seconds, and those measured."""
+    found, (_, _, seconds) = predicted(model, points), _columns(points)
     residuals = found / seconds - 1
     spread = float(((seconds - seconds.mean()) ** 2).sum())
     r2 = 1 - float(((seconds - found) ** 2).sum()) / spread if spread else None
     return Goodness(r2, float(np.abs(residuals).mean()), tuple(residuals.tolist()))
 
 
-def fit_quadratic(points: Sequence[Point], *, per_sequence: bool = True) -> Fit[QuadraticCost]:
+def fit_quadratic(points: Sequence[Point], *, per_sequence: bool = True) -> QuadraticCost:
     """c0 + c_sequence·B + c1·ΣS + c2·ΣS² with no coefficient below 0.
 
     Least squares of the relative error: a step of 50 ms counts as much as one of 5 s.
@@ -108,8 +94,7 @@ def fit_quadratic(points: Sequence[Point], *, per_sequence: bool = True) -> Fit[
     rows, seq_len, seconds = _columns(points)
     sequences = rows if per_sequence else np.zeros_like(rows)
     terms = np.stack([np.ones_like(rows), sequences, rows * seq_len, rows * seq_len**2], axis=1)
-    model = fit_terms(terms, seconds)
-    return Fit(model, evaluate(model, points))
+    return fit_terms(terms, seconds)
 
 
 def fit_terms(terms: np.ndarray, seconds: np.ndarray) -> QuadraticCost:
@@ -126,7 +111,7 @@ def fit_terms(terms: np.ndarray, seconds: np.ndarray) -> QuadraticCost:
     return kind(0.0, 0.0, 0.0).with_coefficients(found)
 
 
-def fit_sparse(points: Sequence[Point], quadratic: QuadraticCost) -> Fit[SparseCost]:
+def fit_sparse(points: Sequence[Point], quadratic: QuadraticCost) -> SparseCost:
     """c3, c4 and c5, from what steps take beyond the cost of everything else.
 
     Least squares of the relative error with no coefficient below 0, as for `fit_quadratic`.
@@ -150,8 +135,7 @@ def fit_sparse(points: Sequence[Point], quadratic: QuadraticCost) -> Fit[SparseC
     terms = np.stack([predicted(unit, points) for unit in units], axis=1)
     known = predicted(SparseCost(**vars(quadratic)), points)
     c3, c4, c5 = _least_squares(terms, seconds - known, seconds)
-    model = SparseCost(**vars(quadratic), c3=c3, c4=c4, c5=c5)
-    return Fit(model, _goodness(predicted(model, points), seconds))
+    return SparseCost(**vars(quadratic), c3=c3, c4=c4, c5=c5)
 
 
 def _least_squares(terms: np.ndarray, seconds: np.ndarray, unit: np.ndarray) -> list[float]:
@@ -166,7 +150,7 @@ def _least_squares(terms: np.ndarray, seconds: np.ndarray, unit: np.ndarray) -> 
     return [float(value) for value in solution / scale]
 
 
-def fit_power(points: Sequence[Point]) -> Fit[PowerCost]:
+def fit_power(points: Sequence[Point]) -> PowerCost:
     """a·B·S^p: a line through log(t / B) over log S.
 
     Raises:
@@ -179,8 +163,7 @@ def fit_power(points: Sequence[Point]) -> Fit[PowerCost]:
     p, log_a = np.polyfit(np.log(seq_len), np.log(seconds / rows), 1)
     if p <= 0:
         raise InputError(f"fit: p comes out as {p:.3f}; measure longer sequences, it must exceed 0")
-    model = PowerCost(float(p), float(np.exp(log_a)))
-    return Fit(model, evaluate(model, points))
+    return PowerCost(float(p), float(np.exp(log_a)))
 
 
 def fit_memory(rows: Sequence[int], tokens: Sequence[int], bytes_: Sequence[float]) -> MemoryModel:

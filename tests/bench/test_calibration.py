@@ -271,7 +271,7 @@ def test_held_out_points_do_not_affect_the_fit():
         Point(p.rows, p.seq_len, p.seconds * (9 if out else 1))
         for p, out in zip(points, held, strict=True)
     ]
-    assert fit_points(spoilt).quadratic.model == fit_points(points).quadratic.model
+    assert fit_points(spoilt).quadratic == fit_points(points).quadratic
     assert fit_points(spoilt).summary()["quadratic"]["held_out_mape"] == pytest.approx(8 / 9)
     outcomes = [calibration.Outcome(c, p.seconds) for c, p in zip(cases, spoilt, strict=True)]
     for row in point_rows(fit_points(spoilt), outcomes):

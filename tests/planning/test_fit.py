@@ -69,22 +69,22 @@ def test_the_coefficients_of_exact_points_are_found_and_noise_changes_prediction
     model, seed
 ):
     exact = points_of(model)
-    fit = fit_quadratic(exact, per_sequence=model.c_sequence > 0)
-    assert fit.model.coefficients == pytest.approx(model.coefficients, rel=1e-6)
-    assert fit.goodness.mape < 1e-8
-    assert fit.goodness.r2 == pytest.approx(1)
+    found = fit_quadratic(exact, per_sequence=model.c_sequence > 0)
+    assert found.coefficients == pytest.approx(model.coefficients, rel=1e-6)
+    goodness = evaluate(found, exact)
+    assert goodness.mape < 1e-8
+    assert goodness.r2 == pytest.approx(1)
     noise = np.random.default_rng(seed).normal(1, 0.02, len(GRID))
     noisy = measured([p.seconds * n for p, n in zip(exact, noise, strict=True)])
-    assert evaluate(fit_quadratic(noisy).model, exact).mape < 0.05
+    assert evaluate(fit_quadratic(noisy), exact).mape < 0.05
 
 
 @given(st.floats(0.2, 3), st.floats(1e-12, 1e3))
 @examples(30)
 def test_a_power_law_is_found(p, a):
-    fit = fit_power(points_of(PowerCost(p, a)))
-    assert fit.model.p == pytest.approx(p, abs=1e-9)
-    assert fit.model.a == pytest.approx(a, rel=1e-6)
-    assert fit.goodness.mape < 1e-8
+    found = fit_power(points_of(PowerCost(p, a)))
+    assert found.p == pytest.approx(p, abs=1e-9)
+    assert found.a == pytest.approx(a, rel=1e-6)
 
 
 @given(TIMES, QUADRATICS)
@@ -92,7 +92,7 @@ def test_a_power_law_is_found(p, a):
 def test_no_coefficient_is_negative_and_goodness_is_by_the_usual_formulas(seconds, model):
     points = measured(seconds)
     for per_sequence in (True, False):
-        fitted = fit_quadratic(points, per_sequence=per_sequence).model
+        fitted = fit_quadratic(points, per_sequence=per_sequence)
         assert min(fitted.coefficients) >= 0
         assert np.isfinite(predicted(fitted, points)).all()
     found = [
@@ -139,11 +139,11 @@ def test_sparse_terms_are_recovered(coefficients, seed, noise):
             points.append(Point(1, seq_len, seconds, layers))
     found = fit_sparse(points, PLANNED)
     if not noise:
-        np.testing.assert_allclose(found.model.coefficients, model.coefficients, 1e-5, 1e-15)
-    assert found.goodness.mape < 0.01
+        np.testing.assert_allclose(found.coefficients, model.coefficients, 1e-5, 1e-15)
+    assert evaluate(found, points).mape < 0.01
     # What the fit is for: other densities and lengths, and some layers dense.
     other = [Point(2, 50_000, 1.0, SparseLayers(0.8, each)) for each in (0.05, 0.5)]
-    np.testing.assert_allclose(predicted(found.model, other), predicted(model, other), rtol=0.03)
+    np.testing.assert_allclose(predicted(found, other), predicted(model, other), rtol=0.03)
 
 
 GOOD = Point(1, 20_000, 1.0, SparseLayers(1.0, 0.1))
