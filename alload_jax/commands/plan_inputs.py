@@ -493,5 +493,6 @@ def _repeated_samples(samples: Samples, paths: np.ndarray | None) -> str:
     count = f"{len(again):,} sample{'s have' if len(again) > 1 else ' has'}"
     return (
         f"{count} the path and the size of another one, such as row {row} and row "
-        f"{first[keys[row]]} ({paths[row]}); each is planned. Remove what is there twice"
+        f"{first[keys[row]]} ({paths[row]}); each is planned. They are clips of one video, or the "
+        "same sample: remove what is there twice"
     )
