@@ -89,9 +89,14 @@ def of_each_expert(
       as_files: whether outputs are files, not folders.
 
     Raises:
-      InputError: a LoRA file is that of one model.
+      InputError: a LoRA file is that of one model, or the second expert is missing.
     """
     places, given, found = expert_places(vars(options)[name]), vars(options), []
+    if gone := [str(place) for place in places[1:] if not place.exists()]:
+        raise InputError(
+            f"{gone[0]}: is not there, so that the second expert was not trained yet; train it, "
+            f"or name {places[0]} alone"
+        )
     for number, place in enumerate(places if len(places) > 1 else ()):
         out, loras = Path(options.out or ""), []
         for file, scale in map(lora_name, given.get("lora", ())):
@@ -100,7 +105,7 @@ def of_each_expert(
                     f"--lora {file}: {given[name]} holds two experts; give x.safetensors for the "
                     "files x_high_noise.safetensors and x_low_noise.safetensors"
                 )
-            loras.append(f"{both[number]}:{scale:g}")
+            loras.append(f"{both[number]}:{scale}")
         out = expert_file(out, EXPERTS[number]) if as_files else out / TRANSFORMERS[number]
         base = expert_places(options.base)[-number] if given.get("base") else None
         own = {name: str(place), "lora": loras, "out": str(out), "base": base and str(base)}
