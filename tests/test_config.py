@@ -193,7 +193,7 @@ def test_weights_without_a_description_need_a_model_that_gives_one(tmp_path):
     for place, words in (
         ("gone", "gone, which is not there; name a transformer folder, or"),
         (tmp_path, "no config.json there describes the model"),
-        (folder, f"is {folder}; did you mean {folder / 'transformer'}?"),
+        (folder, f"{folder}: is a whole pipeline; did you mean {folder / 'transformer'}?"),
     ):
         assert words in refusal([*BASE, "--run.initial_weights", str(place)])
     files = [tmp_path / "a.yaml", tmp_path / "b.yaml"]

@@ -30,6 +30,7 @@ from alload_jax.data.store import mean_square
 from alload_jax.distributed.cluster import Cluster, Consensus, first_process
 from alload_jax.distributed.initialize import initialize
 from alload_jax.errors import InputError, print_stderr
+from alload_jax.models.weights import require_same_architecture
 from alload_jax.objectives import Objective
 from alload_jax.planning.epoch import times_placed
 from alload_jax.planning.plan import Plan
@@ -68,7 +69,9 @@ from alload_jax.training.remat_choice import (
 from alload_jax.training.restore import (
     CHECKPOINTS,
     WeightsKind,
+    described_model,
     find_step,
+    is_run,
     new_state,
     restore_weights,
     state_of_checkpoint,
@@ -116,7 +119,10 @@ def run(config: Config, argv: Sequence[str]) -> int:
     ):
         stop = StopRequest()
         remedy = partial(continue_with, Path(config.run.folder), config.cluster)
-        for each in experts_of(config):
+        experts = experts_of(config)
+        with cluster.report_failures():
+            _require_second(config, experts)
+        for each in experts:
             if any(cluster.all_gather(stop.number)):  # while the expert before was trained
                 return config.run.status_when_stopped
             if config.experts is not None and first_process():
@@ -126,6 +132,32 @@ def run(config: Config, argv: Sequence[str]) -> int:
                 status = train(with_context(each), argv, cluster, stop, watchdog, config)
             gc.collect()  # the next expert needs the memory
         return status
+
+
+def _require_second(config: Config, experts: Sequence[Config]) -> None:
+    """Refuses before the first expert is trained what the second would be refused for.
+
+    Raises:
+      InputError: the second one's weights are missing or another model's, or the boundary is no
+        longer that of the run.
+    """
+    if config.experts is None:
+        return
+    folder, (first, second) = Path(config.run.folder), experts
+    before = values_in(folder / "config.yaml").get("experts.boundary", config.experts.boundary)
+    if before != config.experts.boundary and is_run(first.run.folder):
+        raise InputError(
+            f"experts.boundary is {config.experts.boundary}, but {first.run.folder} was trained "
+            f"with {before}; set it to this, or name another run.folder"
+        )
+    if second.run.initial_weights is None or is_run(second.run.folder):
+        return
+    place = Path(second.run.initial_weights)
+    if not place.exists():
+        raise InputError(f"experts.low_noise is {place}, which is not there; name its weights")
+    model = None if is_run(place) else described_model(place)
+    if model is not None:
+        require_same_architecture(config.model, model, place)
 
 
 def train(

@@ -93,6 +93,12 @@ class ExpertsConfig:
 
     def __post_init__(self) -> None:
         require_fields("experts.", self, "boundary", lambda v: 0 < v < 1, "between 0 and 1")
+        if (self.high_noise is None) != (self.low_noise is None):
+            lacking = "high_noise" if self.high_noise is None else "low_noise"
+            raise InputError(
+                f"experts.{lacking} is null, so that only one expert has weights to start from; "
+                "give both, or neither"
+            )
 
 
 @dataclass(frozen=True)

@@ -250,7 +250,7 @@ def described_model(place: Path) -> ModelConfig | None:
         )
     inner = place / "transformer"
     if not (place / "config.json").is_file() and (inner / "config.json").is_file():
-        raise InputError(f"run.initial_weights is {place}; did you mean {inner}?")
+        raise InputError(f"{place}: is a whole pipeline; did you mean {inner}?")
     if place.is_file():
         with Checkpoint(place) as checkpoint:
             shapes = {key: checkpoint.header_of(key)[0] for key in checkpoint.keys}

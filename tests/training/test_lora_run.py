@@ -316,7 +316,15 @@ def test_two_experts_are_two_runs_that_are_drawn_merged_and_continued_as_one(lor
     assert run_here("--config", "run/config.yaml").returncode == 0
     assert computed(folder / "low_noise") == before
 
-    assert alload(["lora", "export", "--checkpoint", "run", "--out", "x.safetensors"]) == 0
+    moved = run_here("--config", "run/config.yaml", "--experts.boundary", "0.7")
+    assert "is 0.7, but run/high_noise was trained with 0.6" in moved.stderr
+    export = ["lora", "export", "--checkpoint", "run", "--out", "x.safetensors"]
+    (folder / "low_noise").rename("later")
+    with pytest.raises(InputError, match="low_noise: is not there, so that the second expert"):
+        alload(export)
+    assert not Path("x_high_noise.safetensors").exists()
+    Path("later").rename(folder / "low_noise")
+    assert alload(export) == 0
     convert = ["lora", "convert", "x.safetensors", "--model", "WAN", "--keys", "original"]
     assert alload([*convert, "--out", "y.safetensors"]) == 0
     merge = ["lora", "merge", "--model", "WAN", "--lora", "y.safetensors", "--out", "merged"]
@@ -362,6 +370,17 @@ def test_experts_that_cannot_be_meant_are_refused(lora):
             none | {"objective": {"timesteps": {"highest": 0.5}}},
             "timesteps is given beside experts",
         ),
-        (none | {"experts": {"boundary": 0.5, "high_noise": "x"}, "model": {}}, "x: no such file"),
+        (
+            none | {"experts": {"boundary": 0.5, "high_noise": str(WEIGHTS)}},
+            "experts.low_noise is null, so that only one expert has weights",
+        ),
+        (
+            none | {"experts": {"boundary": 0.5, "high_noise": str(WEIGHTS), "low_noise": "x"}},
+            "experts.low_noise is x, which is not there",  # before the first one is trained
+        ),
+        (
+            none | {"experts": {"boundary": 0.5, "high_noise": "x", "low_noise": str(WEIGHTS)}},
+            "x: no such file",
+        ),
     ):
         assert words in lora.refused(**{"experts": {"boundary": 0.9}} | changes)
