@@ -48,7 +48,7 @@ from alload_jax.report.summary import (
 from alload_jax.run.prepare import make_collator, plan_run, read_data
 from alload_jax.sampling.samples import SampleWriter
 from alload_jax.sharding.mesh import group_meshes, make_mesh
-from alload_jax.training import RunConfig
+from alload_jax.training import EXPERTS, RunConfig
 from alload_jax.training.callbacks import Callback, CallbackContext
 from alload_jax.training.callbacks.telemetry import LayerLog, Telemetry
 from alload_jax.training.callbacks.validating import Checkpointing, Drawing, Evaluation, Validating
@@ -121,7 +121,7 @@ def run(config: Config, argv: Sequence[str]) -> int:
         remedy = partial(continue_with, Path(config.run.folder), config.cluster)
         experts = experts_of(config)
         with cluster.report_failures():
-            _require_second(config, experts)
+            _require_experts(config, experts)
         for each in experts:
             if any(cluster.all_gather(stop.number)):  # while the expert before was trained
                 return config.run.status_when_stopped
@@ -134,16 +134,24 @@ def run(config: Config, argv: Sequence[str]) -> int:
         return status
 
 
-def _require_second(config: Config, experts: Sequence[Config]) -> None:
+def _require_experts(config: Config, experts: Sequence[Config]) -> None:
     """Refuses before the first expert is trained what the second would be refused for.
 
     Raises:
-      InputError: the second one's weights are missing or another model's, or the boundary is no
-        longer that of the run.
+      InputError: the second one's weights are missing or another model's; the boundary is no longer
+        that of the run; or the folder has a run of one model, or of two where there are no experts.
     """
+    folder = Path(config.run.folder)
     if config.experts is None:
+        if is_run(folder / EXPERTS[0]):
+            raise InputError(
+                f"{folder}: two experts were trained there; restore experts in the config, or name "
+                "another run.folder"
+            )
         return
-    folder, (first, second) = Path(config.run.folder), experts
+    if is_run(folder):
+        raise InputError(f"{folder}: one model was trained there; name another run.folder")
+    first, second = experts
     before = values_in(folder / "config.yaml").get("experts.boundary", config.experts.boundary)
     if before != config.experts.boundary and is_run(first.run.folder):
         raise InputError(

@@ -318,6 +318,11 @@ def test_two_experts_are_two_runs_that_are_drawn_merged_and_continued_as_one(lor
 
     moved = run_here("--config", "run/config.yaml", "--experts.boundary", "0.7")
     assert "is 0.7, but run/high_noise was trained with 0.6" in moved.stderr
+    one = ("--run.initial_weights", "WAN/transformer", "--run.folder")
+    plain = run_here("--config", "run/config.yaml", "--experts", "null", *one, "run")
+    assert "run: two experts were trained there" in plain.stderr
+    both = run_here("--config", "run/config.yaml", "--run.folder", "alone/high_noise")
+    assert "alone/high_noise: one model was trained there" in both.stderr
     export = ["lora", "export", "--checkpoint", "run", "--out", "x.safetensors"]
     (folder / "low_noise").rename("later")
     with pytest.raises(InputError, match="low_noise: is not there, so that the second expert"):
