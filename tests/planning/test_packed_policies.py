@@ -393,7 +393,16 @@ def test_rows_divide_into_windows_where_the_longest_leaves_room(lengths, m_mem):
     tokens = planned(lengths, 2, m_mem).policy.row_tokens
     assert max(lengths) <= tokens <= m_mem
     unit = 2 ** int(np.log2(max(1, tokens / 256)))
-    assert tokens % unit == 0 or -(-max(lengths) // unit) * unit > m_mem
+    assert tokens % unit == 0 or tokens == m_mem or -(-max(lengths) // unit) * unit > m_mem
+
+
+@pytest.mark.parametrize(
+    ("lengths", "m_mem"),
+    [([667] * 60 + [1400] * 2, 2001), ([32_760] * 40 + [1560] * 10 + [60_000], 65_520)],
+)
+def test_rows_are_as_long_as_m_mem_where_that_just_holds_several_samples(lengths, m_mem):
+    """In the nearest whole units there is room for one sample less."""
+    assert planned(lengths, 2, m_mem).policy.row_tokens == m_mem
 
 
 def test_splitting_brings_a_step_with_one_long_video_near_the_mean():

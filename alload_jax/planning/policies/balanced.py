@@ -320,7 +320,10 @@ _SLOT_FACTORS_TRIED = (1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)
 _AMPLE = 4.0
 """Slots while tokens are chosen, over that mean."""
 _FEWEST_UNITS = 256
-"""T that is chosen is a multiple of a power of two, at least so many times."""
+"""T is a multiple of a power of two, at least so many times, unless that costs more."""
+_ODD_PRICE = 1.2
+"""Time with other rows, over that predicted: matrix products copy operands, and attention within
+rows that do not divide into windows takes longer. Measured on an H200."""
 _WORTH_OF_SLOTS = 0.003
 """Share of the time that more slots must save."""
 
@@ -374,7 +377,7 @@ class RowTrials:
         return self.topology.ranks / float(self.samples.seq_len.sum())
 
     def best_tokens(self, below: float = np.inf, trials: int = TRIALS) -> tuple[int, float]:
-        """T with the least predicted time, up to the policy's M_mem, and that `time`.
+        """T with the least `time` times its `_price`, up to the policy's M_mem, and that product.
 
         The smallest that is tried is the longest sample, or its share where it is split. If the
         longest does not fit, T is M_mem. Where the policy says T, that is taken.
@@ -392,13 +395,14 @@ class RowTrials:
         if self.policy.row_tokens is None:
             values = self._candidates(footprint, longest, most)
         bound = self._lower_bounds(values, footprint)
-        times = np.full(len(values), np.inf)
+        times, price = np.full(len(values), np.inf), self._price(values)
+        bound *= price
 
         def try_out(places: Iterable[int], trials: int) -> None:
             for place in sorted(places, key=lambda place: float(bound[place])):
                 if trials and np.isinf(times[place]) and bound[place] < min(below, times.min()):
                     slots = slots_for(self.samples, int(values[place]), _AMPLE)
-                    times[place] = self.time(int(values[place]), slots)
+                    times[place] = float(price[place]) * self.time(int(values[place]), slots)
                     trials -= 1
 
         try_out({*range(0, len(values), _COARSE), len(values) - 1}, trials)
@@ -422,9 +426,8 @@ class RowTrials:
     def _candidates(self, footprint: np.ndarray, least: int, most: int) -> np.ndarray:
         """[K] int64, ascending: T evenly on a logarithmic scale, and sums of common lengths.
 
-        Matrix products of an odd number of tokens, and attention within rows that do not divide
-        into windows, take up to half as long again. So T is a multiple of a power of two, of less
-        than a hundredth of it.
+        All are whole units, but M_mem may be just the sum of some samples: it is among them as it
+        is, too.
         """
         align, count = self.policy.align, int(np.ceil(np.log(most / least) / np.log(_STEP))) + 1
         even = np.geomspace(least, most, count)
@@ -436,12 +439,14 @@ class RowTrials:
         total = int(footprint.sum())
         rows = self.topology.ranks * np.arange(1, 5)
         found = np.ceil(np.r_[least, even, total / rows, list(sums), most]).astype(np.int64)
-        units = np.log2(np.maximum(found / _FEWEST_UNITS, 1)).astype(np.int64)
-        units = np.lcm(align, 2**units)
+        units = np.lcm(align, _units(found))
         found = -(-found // units) * units
-        found = np.r_[found, most // units[-1] * units[-1]]
-        found = found[(found >= least) & (found <= most)]
-        return np.unique(found) if len(found) else np.r_[most // align * align or most]
+        found = np.r_[found, most // units[-1] * units[-1], most // align * align]
+        return np.unique(found[(found >= least) & (found <= most)])
+
+    def _price(self, values: np.ndarray) -> np.ndarray:
+        """[K]: time with rows of these tokens ([K]), over what the cost model predicts."""
+        return np.where(values % _units(values), _ODD_PRICE, 1.0)
 
     def _lower_bounds(self, values: np.ndarray, footprint: np.ndarray) -> np.ndarray:
         """[K]: what `time` is at least with rows of these tokens ([K])."""
@@ -454,3 +459,8 @@ class RowTrials:
             upto = np.cumsum(weight[::ranks])
             least = np.maximum(least, upto[np.minimum(steps, len(upto)) - 1])
         return np.asarray(self._per_token * (steps * empty + least))
+
+
+def _units(tokens: np.ndarray) -> np.ndarray:
+    """Powers of two of which rows of about so many tokens are multiples, [K] int64 each."""
+    return 2 ** np.log2(np.maximum(tokens / _FEWEST_UNITS, 1)).astype(np.int64)
