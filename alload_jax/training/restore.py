@@ -32,7 +32,7 @@ from alload_jax.models.families import (
 )
 from alload_jax.models.weights import load_weights, read_transformer, require_same_architecture
 from alload_jax.processes import waits
-from alload_jax.sharding.mesh import MeshConfig, make_mesh
+from alload_jax.sharding.mesh import MeshConfig, make_mesh, on_device
 from alload_jax.training import RunConfig
 from alload_jax.training.checkpoint import Checkpoints, best_step
 from alload_jax.training.checkpoint_files import (
@@ -387,7 +387,7 @@ def _with_magnitudes(given: PyTree, config: ModelConfig) -> PyTree:
     for name in flatten_dict(abstract_model(config).params, sep="/"):
         kernel = kernels.get(name.removesuffix(MAGNITUDE) + "kernel")
         if name.endswith(MAGNITUDE) and kernel is not None:
-            lengths = output_lengths(kernel[...])
+            lengths = output_lengths(jax.tree.map(on_device, kernel)[...])
             found = flat.get(name, jnp.nan)
             flat[name] = jnp.where(jnp.isnan(found), lengths, found)
     return unflatten_dict(flat, sep="/")

@@ -251,7 +251,7 @@ def test_frozen_weights_in_the_hosts_memory_train_the_same_adapters(lora, dtype)
     """A continued run, too; XLA rounds elsewhere where weights arrive by copies."""
     fields = {
         "parameters": {"frozen_dtype": dtype},
-        "model": {"lora": {"rank": 4}, "remat": "offload"},
+        "model": {"lora": {"rank": 4, "dora": dtype == "bfloat16"}, "remat": "offload"},
         "optimizer": {"learning_rate": 0.01, "warmup_steps": 0, "schedule": "constant"},
     }
     folder = lora.train(folder="device", **fields)
