@@ -112,8 +112,12 @@ def apply_layers(
         step = rematerialise(partial(apply_layer, policy), policy, in_loop=True)
         x, stacked = jax.lax.scan(step, x, layers)
         return x, by_sample(stacked, sample_axes)
-    grouped = jax.tree.map(lambda leaf: leaf.reshape(-1, len(policies), *leaf.shape[1:]), layers)
-    steps = [_of_group(apply_layer, *each) for each in enumerate(policies)]
+    if len(policies) == 1:  # a part of a group would be kept beside the group itself
+        grouped, steps = layers, [partial(apply_layer, *policies)]
+    else:
+        shape = (-1, len(policies))
+        grouped = jax.tree.map(lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), layers)
+        steps = [_of_group(apply_layer, *each) for each in enumerate(policies)]
     # XLA would compute all layers of an iteration again before it needs the first.
     wrap = partial(rematerialise, in_loop=len(policies) == 1)
     if offloaded:

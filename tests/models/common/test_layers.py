@@ -22,6 +22,7 @@ from alload_jax.models.common.stored import (
 )
 from alload_jax.models.families import abstract_model, config_from_fields, gradient_dtypes
 from alload_jax.sharding.mesh import HOST_MEMORY, MeshConfig, make_mesh
+from alload_jax.training.parameters import ParametersConfig
 from alload_jax.training.state import abstract_state
 from alload_jax.training.step import make_accumulate, zero_accumulator
 from alload_jax.training.trial_step import random_batch, training_spec
@@ -34,19 +35,44 @@ def config_of(family, dtype="bfloat16", **fields):
     return config_from_fields(FIELDS | {"family": family, "dtype": dtype} | fields)
 
 
-@pytest.mark.parametrize(
-    ("policies", "barriers"), [(["full"], 0), (["full", "attention", "full", "attention"], 4)]
-)
-def test_layers_of_an_iteration_are_computed_again_in_turn(policies, barriers):
-    spec = training_spec(config_of("wan", num_layers=4, remat="none", remat_layers=policies))
+def equations(jaxpr):
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from equations(inner)
+
+
+def gradient_of(spec):
+    """The traced program of a micro-batch."""
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     weights = abstract_state(spec, mesh, 0).weights
     batch = jax.eval_shape(lambda: random_batch(spec.model, (1, 1, 4, 4), 1))
     sums = jax.eval_shape(lambda: zero_accumulator(spec, mesh, weights, batch, single=True))
     key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
-    text = make_accumulate(spec, mesh, single=True).lower(weights, sums, batch, key).as_text()
+    return make_accumulate(spec, mesh, single=True).trace(weights, sums, batch, key)
+
+
+@pytest.mark.parametrize(
+    ("policies", "barriers"), [(["full"], 0), (["full", "attention", "full", "attention"], 4)]
+)
+def test_layers_of_an_iteration_are_computed_again_in_turn(policies, barriers):
+    spec = training_spec(config_of("wan", num_layers=4, remat="none", remat_layers=policies))
+    text = gradient_of(spec).lower().as_text()
     of_timesteps = 1
     assert text.count("stablehlo.optimization_barrier") == of_timesteps + barriers
+
+
+def test_the_backward_pass_keeps_no_weights_that_are_in_the_hosts_memory():
+    parameters = ParametersConfig(frozen_memory="host").with_lora()
+    spec = training_spec(config_of("wan", lora={"rank": 2}), parameters=parameters)
+    loops = [
+        each
+        for each in equations(gradient_of(spec).jaxpr.jaxpr)
+        if each.primitive.name in ("scan", "while")
+    ]
+    of_all_layers = [(3, 32, 32), (3, 32, 64), (3, 64, 32)]
+    assert loops
+    assert not [v for each in loops for v in each.outvars if v.aval.shape in of_all_layers]
 
 
 # ---------------------------------------------------------------- stacked kernels
@@ -96,12 +122,6 @@ def test_a_kernel_in_float8_stays_in_float8():
 
 
 def test_layers_compiled_one_by_one_split_no_kernels_in_float32():
-    def equations(jaxpr):
-        for equation in jaxpr.eqns:
-            yield equation
-            for inner in jaxprs_in_params(equation.params):
-                yield from equations(inner)
-
     def split(scan):
         config = config_of("wan", scan_layers=scan)
         graph, shapes = abstract_model(config)[:2]
