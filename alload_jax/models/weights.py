@@ -257,10 +257,9 @@ def save_weights(
                 for tensor in group:
                     at = ... if tensor.layer is None else tensor.layer
                     value = tensor.to_theirs(np.asarray(arrays[tensor.path][at])).astype(target)
-                    whole = np.empty(
-                        tensor.stored_shape, target
-                    )  # several of ours may be one there
-                    content.setdefault(tensor.key, whole)[tensor.rows] = value
+                    if tensor.key not in content:  # several of ours may be one there
+                        content[tensor.key] = np.empty(tensor.stored_shape, target)
+                    content[tensor.key][tensor.rows] = value
                 write_safetensors(unfinished / name, content, notes)
         except safetensors.SafetensorError as error:
             raise InputError(
