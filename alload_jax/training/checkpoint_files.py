@@ -202,13 +202,13 @@ def difference(theirs: object, ours: object, defaults: Mapping[str, object] | No
 def _remedy(theirs: object, ours: object) -> str:
     plans = [each if isinstance(each, dict) else {} for each in (theirs, ours)]
     ranks = [each.get("ranks") for each in plans]
+    rows, given = plans[0].get("row_tokens"), ("policy", "m_mem", "samples", "ranks", "context")
+    chosen = rows not in (None, plans[1].get("row_tokens"))
+    if chosen and all(plans[0].get(name) == plans[1].get(name) for name in given):
+        return f"another version chose those rows: give --planning.row_tokens {rows}"
     if any(each.get("context", 1) != 1 for each in plans):
         return "restore the config, with mesh and number of devices, or choose another run.folder"
     if ranks[0] is None or ranks[0] == ranks[1]:
-        rows = plans[0].get("row_tokens")
-        chosen = all(plans[0].get(n) == plans[1].get(n) for n in ("policy", "m_mem", "samples"))
-        if rows is not None and rows != plans[1].get("row_tokens") and chosen:
-            return f"another version chose those rows: give --planning.row_tokens {rows}"
         return "restore the config or choose another run.folder"
     return (
         f"on another number of devices give --planning.ranks {ranks[0]}; else restore the config "

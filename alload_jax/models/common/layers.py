@@ -113,7 +113,8 @@ def apply_layers(
         x, stacked = jax.lax.scan(step, x, layers)
         return x, by_sample(stacked, sample_axes)
     if len(policies) == 1:  # a part of a group would be kept beside the group itself
-        grouped, steps = layers, [partial(apply_layer, *policies)]
+        grouped = layers
+        steps: list[Callable] = [partial(apply_layer, *policies)]
     else:
         shape = (-1, len(policies))
         grouped = jax.tree.map(lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), layers)
