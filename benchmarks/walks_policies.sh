@@ -9,7 +9,7 @@ data=${1:?$usage} minutes=${2:?$usage} clips=${3:?$usage}
 shift 3
 python=${PYTHON:-python} gpus=$(nvidia-smi -L | wc -l)
 mkdir -p "$data/policies"
-runs=() drawn=()
+runs=() drawn=() parts=()
 for seed in 0 1; do
     for policy in equal_tokens:independent sorted:independent balanced:synchronous; do
         name=${policy%:*}_$seed
@@ -17,17 +17,19 @@ for seed in 0 1; do
         runs+=("$run") drawn+=("$data/policies/drawn_$name")
         $python train.py --config configs/walks.yaml --data.folder "$data/store" --run.folder "$run" \
             --run.seed "$seed" --run.steps 100000 --planning.policy "${policy%:*}" \
-            --planning.ranks_mode "${policy#*:}" --optimizer.schedule constant --validation.every 250 \
+            --planning.ranks_mode "${policy#*:}" --optimizer.schedule constant \
+            --optimizer.warmup_steps 100 --optimizer.ema_decay 0.99 --validation.every 50 \
             --callbacks "[{name: time_limit, minutes: $minutes}]" --sampling.prompts '[]' "$@"
     done
 done
 for number in "${!runs[@]}"; do
     $python benchmarks/walks.py list --out "${drawn[$number]}" --clips "$clips"
-    CUDA_VISIBLE_DEVICES=$((number % gpus)) $python -m alload_jax.cli sample --checkpoint "${runs[$number]}" \
+    CUDA_VISIBLE_DEVICES=$((number % gpus)) XLA_PYTHON_CLIENT_MEM_FRACTION=0.15 \
+        $python -m alload_jax.cli sample --checkpoint "${runs[$number]}" \
         --list "${drawn[$number]}/list.jsonl" --steps 30 --guidance 2.5 --batch 8 &
-    test $(((number + 1) % gpus)) != 0 || wait
+    parts+=($!)
 done
-wait
+for part in "${parts[@]}"; do wait "$part"; done
 $python benchmarks/walks.py score --reader "$data/reader.safetensors" --real "$data/held_out" \
     --drawn "${drawn[@]}" --workers "$(nproc)" --out "$data/policies.json"
 $python benchmarks/walks.py trained --runs "${runs[@]}" --score "$data/policies.json"
