@@ -18,7 +18,7 @@ for seed in 0 1; do
         $python train.py --config configs/walks.yaml --data.folder "$data/store" --run.folder "$run" \
             --run.seed "$seed" --run.steps 100000 --planning.policy "${policy%:*}" \
             --planning.ranks_mode "${policy#*:}" --optimizer.schedule constant \
-            --optimizer.warmup_steps 100 --optimizer.ema_decay 0.99 --validation.every 50 \
+            --optimizer.warmup_steps 100 --optimizer.ema_decay 0.99 --validation.every 100 \
             --callbacks "[{name: time_limit, minutes: $minutes}]" --sampling.prompts '[]' "$@"
     done
 done
