@@ -74,7 +74,7 @@ class Telemetry(Callback):
     def on_start(self, run: Loop) -> None:
         # All at once: each by itself, they would be computed behind the step in flight.
         self._first = run.done
-        self._rates = np.asarray(jax.vmap(self._schedule)(np.arange(run.done, run.total)))
+        self._rates = np.asarray(jax.jit(jax.vmap(self._schedule))(np.arange(run.done, run.total)))
         self._bar.start()
         self._restart_clock()
 
