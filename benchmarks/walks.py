@@ -241,14 +241,19 @@ def score(options: argparse.Namespace) -> None:
 def trained(options: argparse.Namespace) -> None:
     """Adds to a score how long its runs took and what their validations measured."""
     report = Record(options.score)
-    report.content = json.loads(options.score.read_text())
+    if options.score.exists():
+        report.content = json.loads(options.score.read_text())
     for folder in options.runs:
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         steps = {line["step"]: line for line in lines if "step_seconds" in line}
         found = {"folder": folder.name, "steps": len(steps)}
         for name in ("samples", "tokens", "step_seconds"):
             found[name] = sum(line[name] for line in steps.values())
-        found["validation"] = [line for line in lines if "validation/loss" in line]
+        found["validation"] = [
+            {"seconds": sum(each["step_seconds"] for n, each in steps.items() if n <= at), **line}
+            for line in lines
+            if "validation/loss" in line and (at := line["step"])
+        ]
         found["starts"] = json.loads((folder / "environment.json").read_text())
         report.add(found, to="runs")
 
@@ -263,8 +268,11 @@ def wanted(clips: int) -> Iterator[dict[str, object]]:
 
 
 def continued(clips: int, rendered: Path, out: Path) -> Iterator[dict[str, object]]:
-    """The captions of rendered clips of 65 frames and their first frames, written as pictures."""
-    for path in sorted(rendered.glob("*.mp4")):
+    """The captions of rendered clips of 65 frames and their first frames, written as pictures.
+
+    Names begin with the place and the part: in another order, all would be of few places.
+    """
+    for path in np.random.default_rng(0).permutation(sorted(rendered.glob("*.mp4"))):
         with av.open(str(path)) as file:
             if file.streams.video[0].frames != 65:
                 continue
@@ -320,7 +328,7 @@ def draw_picture(options: argparse.Namespace) -> None:
         append_images=pages[1:],
         duration=1000 // FPS,
         loop=0,
-        quality=70,
+        quality=80,
         method=6,
     )
 
