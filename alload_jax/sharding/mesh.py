@@ -314,6 +314,8 @@ def is_local(mesh: Mesh) -> bool:
 def part_of_group(tree: PyTree, shardings: PyTree) -> PyTree:
     """The part of a tree of global arrays that lies on a group's devices. Copies nothing.
 
+    The arrays of a group of one device have the sharding of that device, which is quicker to make.
+
     Args:
       tree: arrays that are replicated over the groups, or whose first axis numbers the groups; or
         their shapes.
@@ -326,6 +328,8 @@ def part_of_group(tree: PyTree, shardings: PyTree) -> PyTree:
         if isinstance(array, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(shape, array.dtype, sharding=sharding)
         own = [s.data for s in array.addressable_shards if s.device in sharding.device_set]
+        if sharding.mesh.size == 1:
+            return own[0]
         return jax.make_array_from_single_device_arrays(shape, sharding, own)
 
     return jax.tree.map(part, tree, shardings)

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.stages import Compiled, Wrapped
 
 from alload_jax.data.batch import AnyBatch, signature
@@ -88,13 +88,15 @@ class Trainer:
         )
         # Weights, sums and key by mesh; the sums of a group are [1, ...].
         self._local: dict[Mesh, tuple[Weights, GradientAccumulator, jax.Array]] = {}
-        self._shardings: GradientAccumulator | None = None
+        # Of the sums of all groups, and of each group's weights, sums and key.
+        self._joined: GradientAccumulator | None = None
+        self._parts: dict[Mesh, tuple[Weights, GradientAccumulator, NamedSharding]] = {}
 
     @property
     def _accumulator(self) -> GradientAccumulator:
         """The sums, of all groups if there are any: each array [groups, ...]."""
         sums = [each for _, each, _ in self._local.values()]
-        return join_groups(sums, self._shardings) if self._groups else sums[0]
+        return join_groups(sums, self._joined) if self._groups else sums[0]
 
     @_accumulator.setter
     def _accumulator(self, accumulator: GradientAccumulator) -> None:
@@ -103,16 +105,16 @@ class Trainer:
         if not self._groups:
             self._local[self._mesh] = weights, accumulator, key
             return
-        self._shardings = accumulator_shardings(accumulator, spec, self._mesh, grouped=True)
-        for mesh in filter(is_local, dict.fromkeys(self._groups)):
-            sums = accumulator_shardings(accumulator, spec, mesh, grouped=True)
-            self._local[mesh] = (
-                part_of_group(
-                    weights, weights_shardings(weights, mesh, spec.rules, spec.parameters)
-                ),
-                part_of_group(accumulator, sums),
-                part_of_group(key, replicated(mesh)),
-            )
+        if not self._parts:
+            self._joined = accumulator_shardings(accumulator, spec, self._mesh, grouped=True)
+            for mesh in filter(is_local, dict.fromkeys(self._groups)):
+                self._parts[mesh] = (
+                    weights_shardings(weights, mesh, spec.rules, spec.parameters),
+                    accumulator_shardings(accumulator, spec, mesh, grouped=True),
+                    replicated(mesh),
+                )
+        for mesh, shardings in self._parts.items():
+            self._local[mesh] = part_of_group((weights, accumulator, key), shardings)
 
     def begin(self, state: TrainState) -> None:
         """Takes the state whose shapes it has compiled for."""
@@ -153,6 +155,14 @@ class Trainer:
 
         def compile_for(mesh: Mesh, shape: AnyBatch) -> Compiled:
             weights, sums, key = self._local[mesh]
+            if self._groups:
+                weights, sums, key = jax.tree.map(
+                    lambda part, sharding: jax.ShapeDtypeStruct(
+                        part.shape, part.dtype, sharding=sharding
+                    ),
+                    self._local[mesh],
+                    self._parts[mesh],
+                )
             return self._accumulate.lower(weights, sums, on_mesh(shape, mesh), key).compile()
 
         def compile_one(shape: AnyBatch) -> dict[Mesh, Compiled]:
