@@ -368,11 +368,15 @@ class _Parser(ArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         cause: BaseException | None = ex
-        while cause is not None:
-            if isinstance(cause, InputError):
-                raise cause
+        while cause is not None and not isinstance(cause, InputError):
             cause = cause.__cause__ or cause.__context__
-        raise InputError(self._one_line(message)) from ex
+        # An optional section has a parser of its own, which does not know where it is.
+        section, text = re.match(r'Parser key "([\w.]+)"', message), str(cause)
+        if section and (unknown := re.search(r"key (\w+) is unknown", text)):
+            cause, message = None, f"Key '{section[1]}.{unknown[1]}' is not expected"
+        elif section and text.startswith('key "'):
+            cause, message = None, text.replace('"', f'"{section[1]}.', 1)
+        raise cause or InputError(self._one_line(message)) from ex
 
     def _one_line(self, message: str) -> str:
         for pattern, key in (

@@ -110,6 +110,8 @@ def test_what_is_required_is_named():
     [
         ("model", "dim", "x", 'key "model.dim": expected int. Got value: x'),
         ("run", "stepz", "3", "key run.stepz is unknown; did you mean run.steps?"),
+        ("experts", "x", "3", "key experts.x is unknown; did you mean experts?"),
+        ("experts", "boundary", "x", 'key "experts.boundary": expected float. Got value: x'),
     ],
 )
 def test_the_place_of_what_is_wrong_is_a_file_or_the_command_line(
