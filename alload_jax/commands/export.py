@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 import sys
 
-from alload_jax.commands.flags import KEYS, KEYS_HELP, add_run_flags, of_each_expert
+from alload_jax.commands.flags import KEYS, KEYS_HELP, add_run_flags, run_each_expert
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Writes the folder, or that of each expert, and prints how to load it."""
-    return max(_run(each) for each in of_each_expert(options, "checkpoint"))
+    return run_each_expert(_run, options, "checkpoint")
 
 
 def _run(options: argparse.Namespace) -> int:

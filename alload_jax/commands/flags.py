@@ -113,6 +113,25 @@ def of_each_expert(
     return found or [options]
 
 
+def run_each_expert(
+    run: Callable[[argparse.Namespace], int],
+    options: argparse.Namespace,
+    name: str,
+    as_files: bool = False,
+) -> int:
+    """Runs a command for each of two experts, or one model, if all that it writes can be written.
+
+    Raises:
+      InputError: an output exists, or as `of_each_expert`.
+    """
+    from alload_jax.models import lora_files, weights  # import JAX, which takes a second
+
+    every = of_each_expert(options, name, as_files)
+    for out in (Path(each.out) for each in every):
+        lora_files.require_writable(out, options.force) if as_files else weights.require_free(out)
+    return max(map(run, every))
+
+
 def _step(text: str) -> int | Literal["best"]:
     if text == "best":
         return "best"

@@ -13,7 +13,7 @@ from alload_jax.commands.flags import (
     AddFlag,
     add_run_flags,
     add_skip_unknown,
-    of_each_expert,
+    run_each_expert,
 )
 
 if TYPE_CHECKING:  # these modules import JAX, which takes a second
@@ -58,7 +58,7 @@ def _add_output(add: AddFlag) -> None:
 def _of_each(
     run: Callable[[argparse.Namespace], int], name: str, as_files: bool = True
 ) -> Callable[[argparse.Namespace], int]:
-    return lambda options: max(map(run, of_each_expert(options, name, as_files)))
+    return lambda options: run_each_expert(run, options, name, as_files)
 
 
 def _export(options: argparse.Namespace) -> int:

@@ -454,6 +454,18 @@ def _with_alpha(key: str, down: np.ndarray, up: np.ndarray, scale: float) -> dic
     return {f"{name}.lora_down.weight": down, f"{name}.lora_up.weight": up, f"{name}.alpha": alpha}
 
 
+def require_writable(file: Path, force: bool) -> None:
+    """Checks that `write_lora` may write a file, which `force` may replace.
+
+    Raises:
+      InputError: the file has another suffix, or exists.
+    """
+    if file.suffix != ".safetensors" or file.is_dir():
+        raise InputError(f"{file}: name a file that ends in .safetensors")
+    if file.exists() and not force:
+        raise InputError(f"{file}: exists already; give --force to replace it, or name another")
+
+
 def write_lora(
     file: Path,
     adapters: dict[Target, Adapter],
@@ -483,10 +495,7 @@ def write_lora(
       InputError: the file exists or cannot be written, or there are no keys for a layer.
     """
     tensors = lora_tensors(adapters, config, keys)
-    if file.suffix != ".safetensors" or file.is_dir():
-        raise InputError(f"{file}: name a file that ends in .safetensors")
-    if file.exists() and not force:
-        raise InputError(f"{file}: exists already; give --force to replace it, or name another")
+    require_writable(file, force)
     content = {
         # alpha and magnitudes stay exact
         key: value.astype(jnp.dtype(dtype)) if key.endswith(".weight") else value

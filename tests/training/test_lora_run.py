@@ -329,12 +329,22 @@ def test_two_experts_are_two_runs_that_are_drawn_merged_and_continued_as_one(lor
         alload(export)
     assert not Path("x_high_noise.safetensors").exists()
     Path("later").rename(folder / "low_noise")
-    assert alload(export) == 0
+    Path("x_low_noise.safetensors").touch()
+    with pytest.raises(InputError, match=r"x_low_noise\.safetensors: exists already"):
+        alload(export)
+    assert not Path("x_high_noise.safetensors").exists()
+    assert alload([*export, "--force"]) == 0
     convert = ["lora", "convert", "x.safetensors", "--model", "WAN", "--keys", "original"]
     assert alload([*convert, "--out", "y.safetensors"]) == 0
     merge = ["lora", "merge", "--model", "WAN", "--lora", "y.safetensors", "--out", "merged"]
     assert alload([*merge, "--dtype", "float32"]) == 0
-    assert alload(["export", "--checkpoint", "run", "--out", "full"]) == 0
+    full = ["export", "--checkpoint", "run", "--out", "full"]
+    Path("full/transformer_2/x").mkdir(parents=True)
+    with pytest.raises(InputError, match="transformer_2: exists already"):
+        alload(full)
+    assert not Path("full/transformer").exists()
+    Path("full/transformer_2/x").rmdir()
+    assert alload(full) == 0
     flags = ["--frames", "1", "--height", "4", "--width", "4", "--vae-stride", "1", "1", "1"]
     flags += ["--guidance", "1", "--steps", "6", "--shift", "1", "--dtype", "float32"]
     flags += ["--prompt-embeds", "text.safetensors", "--force", "--out", "a.safetensors"]
