@@ -1,5 +1,6 @@
 """What `alload prepare media` finds in folders, tables and tar shards."""
 
+import gzip
 import io
 import json
 import os
@@ -282,6 +283,20 @@ def test_tar_members_with_one_stem_belong_together(media, tmp_path):
     found = rows(tmp_path / "out" / "manifest.parquet")
     expected = [(1, "a cat"), (9, "a dog"), (1, "")]
     assert [(row["frames"], row["caption"]) for row in found] == expected
+
+
+def test_compressed_shards_beside_others_are_listed(media):
+    picture(media / "a.png")
+    for name in ("a.TAR", "b.tar.gz", "c.TGZ", "d.tar.zst"):
+        write_tar(media / name, {"0.png": (media / "a.png").read_bytes()})
+        if name != "a.TAR":
+            (media / name).write_bytes(gzip.compress((media / name).read_bytes()))
+    items = find_items(media)
+    assert [item.name for item in items if item.source] == ["a.TAR/0.png"]
+    assert {*reasons(items)} == {"b.tar.gz", "c.TGZ", "d.tar.zst"}
+    assert all("unpack it by gunzip" in reason for reason in reasons(items).values())
+    (media / "a.TAR").unlink()  # then they are media's neighbours
+    assert [item.name for item in find_items(media) if item.source] == ["a.png"]
 
 
 def test_members_that_lead_out_of_a_tar_are_refused(media, tmp_path):

@@ -3,6 +3,7 @@
 import csv
 import io
 import os
+import re
 import tarfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -92,12 +93,12 @@ def _item(name: str, find: Callable[[], tuple[Source, list[str]]]) -> Item:
     return Item(name, source, first, alternatives=tuple(captions[1:]))
 
 
-_PACKED = (".tar.gz", ".tgz")
-_UNPACK = "is compressed; unpack it by gunzip, a .tar is read as it is"
+_PACKED = re.compile(r"\.(tar\.(gz|bz2|xz|zst)|tgz)$", re.IGNORECASE)
+_UNPACK = "is compressed; unpack it by gunzip, bunzip2, unxz or unzstd, a .tar is read as it is"
 
 
 def _require_media(name: str) -> None:
-    if name.lower().endswith(_PACKED):
+    if _PACKED.search(name):
         raise UnusableError(_UNPACK)
     if (suffix := suffix_of(name)) not in MEDIA:
         raise UnusableError(f"suffix {suffix or 'missing'}: not an image or video")
@@ -267,6 +268,7 @@ def _items(path: Path, rule: CaptionRule) -> list[Item]:
             members.extend(archive)
     except (tarfile.TarError, OSError, ValueError) as error:
         damage = f"cannot be read as an uncompressed .tar ({short(error)})"
+        damage = _UNPACK if _PACKED.search(path.name) else damage
     # A member has the same name whether it is clip.mp4 or ./clip.mp4.
     named = [(str(PurePosixPath(each.name)), each) for each in members if not each.isdir()]
     texts, by_name = CaptionFiles([name for name, _ in named], by_first_dot=True), dict(named)
@@ -345,11 +347,13 @@ def find_items(
         items = table_items(tables[0] if tables else place, path_column, rule, media_root)
     elif media_root:
         raise InputError(f"--media-root {media_root} needs a table, and {place} is none")
-    elif place.name.lower().endswith(_PACKED):
+    elif _PACKED.search(place.name):
         raise InputError(f"{place}: {_UNPACK}")
     elif place.is_dir():
-        tars = sorted(place.glob("*.tar"))
-        items = tar_items(tars, rule) if tars else folder_items(place, rule)
+        there = sorted(place.iterdir())
+        tars = [path for path in there if path.suffix.lower() == ".tar"]
+        packed = [path for path in there if _PACKED.search(path.name)]
+        items = tar_items([*tars, *packed], rule) if tars else folder_items(place, rule)
     elif place.suffix.lower() == ".tar":
         items = tar_items([place], rule)
     else:
