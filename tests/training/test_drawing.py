@@ -70,6 +70,25 @@ def test_what_was_drawn_is_shown():
     assert shown == [*expected, *expected, "closed"]
 
 
+@pytest.mark.parametrize(("seconds", "said"), [(5.0, []), (6.0, ["6% of the time, 6.0 s every 2"])])
+def test_drawings_that_take_long_are_said_once(seconds, said, capsys, monkeypatch):
+    clock, durations = SimpleNamespace(now=0.0), iter([50.0, seconds, seconds, seconds])
+
+    def draw():
+        clock.now += next(durations)  # the first time compiles
+
+    monkeypatch.setattr("time.monotonic", lambda: clock.now)
+    drawing = Drawing(writer_of({Path("a.png"): draw})[0], 2, Shown(), Progress())
+    for _ in range(4):
+        clock.now += 100 - seconds
+        drawing.act(RUN)
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == len(said)
+    for line, words in zip(told, said, strict=True):
+        assert words in line
+        assert "with sampling.every 3 it takes 5%" in line
+
+
 @pytest.mark.parametrize(("count", "every"), [(0, 2), (1, 3), (1, None)])
 def test_nothing_is_missed_where_nothing_is_drawn(count, every):
     assert not Drawing(SimpleNamespace(count=count), every, Shown(), Progress()).missed(RUN)

@@ -1,5 +1,6 @@
 """Saves checkpoints, validates on held-out samples, draws samples and evaluates the model."""
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,9 @@ from alload_jax.training.run_plan import RunPlan
 from alload_jax.training.trackers import Tracker
 from alload_jax.training.validation import LOSS, MEASURED_SET, finite, validation_figures
 from alload_jax.training.validation.validator import Validator
+
+_LARGEST_SHARE = 0.05
+"""Share of a run's time above which drawing samples is said to take long."""
 
 
 class Checkpointing(Callback):
@@ -232,6 +236,8 @@ class Drawing(Callback):
         """
         self._writer, self._every, self._tracker = writer, every, tracker
         self._progress = progress
+        self._drawn_at: float | None = None
+        self._share = _LARGEST_SHARE
 
     @override
     def due(self, run: Loop) -> bool:
@@ -243,7 +249,19 @@ class Drawing(Callback):
 
     @override
     def act(self, run: Loop) -> None:
+        began = time.monotonic()
         self._draw(run, lambda name: None)
+        now, before = time.monotonic(), self._drawn_at
+        self._drawn_at = now
+        # The first time compiles.
+        share = 0.0 if before is None else (now - began) / (now - before)
+        if share > self._share and self._every and first_process():
+            self._share = 1.0  # said once
+            enough = math.ceil(self._every * (1 / _LARGEST_SHARE - 1) * share / (1 - share))
+            print_stderr(
+                f"note: drawing samples takes {share:.0%} of the time, {now - began:.1f} s every "
+                f"{self._every} steps; with sampling.every {enough} it takes {_LARGEST_SHARE:.0%}"
+            )
 
     @override
     def on_finish(self, run: Loop) -> None:
