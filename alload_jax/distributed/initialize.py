@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -127,7 +128,11 @@ def initialize(config: ClusterConfig, folder: str | Path) -> Cluster:
             connect(process, max(100.0, 4 * config.lost_after), gone, certificates)
     except RuntimeError as error:
         raise InputError(_not_connected(process, first_line(error))) from error
-    if process.process_id != 0:  # file descriptor 1, because gloo prints from C++
+    # Gloo prints from C++ to file descriptor 1, which prints of process 0 then leave.
+    if process.process_id == 0 and sys.stdout:
+        sys.stdout.flush()
+        sys.stdout = os.fdopen(os.dup(1), "w", 1, sys.stdout.encoding, sys.stdout.errors)
+    if process.process_id != 0 or "NCCL_DEBUG" not in os.environ:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     seal = agree_on_seal(process.process_id, process.num_processes, Path(folder))
     return Cluster(process, config.lost_after, seal)

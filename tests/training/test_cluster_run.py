@@ -71,6 +71,7 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step(runs, stopped):
     out, steps = stopped[0][1], len(runs.metrics())
     assert f"SIGTERM: saved step {steps} of 4000" in out
     assert "--cluster.processes 4 --cluster.process <0 to 3>" in out
+    assert "[Gloo]" not in out
     assert (runs.folder / "run" / "checkpoints" / str(steps)).exists()
 
 
