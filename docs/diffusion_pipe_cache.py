@@ -109,5 +109,5 @@ if __name__ == "__main__":
         raise SystemExit("give the cache of a model and the data folder to write")
     try:
         main(*map(Path, sys.argv[1:]))
-    except InputError as error:
+    except (InputError, OSError) as error:
         raise SystemExit(f"error: {error}") from error
