@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import is_dataclass, replace
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol, get_args, get_type_hints
@@ -318,11 +319,13 @@ class ModelParts(NamedTuple):
     variables: PyTree
 
 
+@cache
 def abstract_model(config: ModelConfig) -> ModelParts:
-    """Returns a model's structure with shapes and dtypes in place of values."""
+    """Returns a model's structure with shapes and dtypes in place of values, once for a config."""
     return split_model(nnx.eval_shape(lambda: build_model(config, nnx.Rngs(0))))
 
 
+@cache
 def training_graph(config: ModelConfig) -> tuple[nnx.GraphDef, PyTree]:
     """Returns the structure of a model in training, and the shapes of its `DropoutKey`s.
 
@@ -346,6 +349,7 @@ def compiler_options(
     return COMPILER_OPTIONS
 
 
+@cache
 def gradient_dtypes(config: ModelConfig) -> dict[str, jnp.dtype]:
     """The kernels whose gradient is computed in 16 bits, with its dtype; see `SlottedKernel`."""
     model = nnx.eval_shape(lambda: build_model(config, nnx.Rngs(0)))
