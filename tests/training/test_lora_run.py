@@ -1,5 +1,6 @@
 """Runs of train.py that train adapters beside frozen weights in a folder."""
 
+import contextlib
 import shutil
 from pathlib import Path
 
@@ -45,9 +46,8 @@ def data(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def lora(tmp_path, data, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(scope="module")
+def sections(data):
     return Sections(
         run={"steps": 4, "initial_weights": str(WEIGHTS)},
         data={"folder": str(data)},
@@ -56,6 +56,25 @@ def lora(tmp_path, data, monkeypatch):
         optimizer={"learning_rate": 0.01, "warmup_steps": 0},
         checkpoint={"every": 2},
     )
+
+
+@pytest.fixture
+def lora(tmp_path, sections, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return sections
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, sections):
+    """A run of this config."""
+    with contextlib.chdir(tmp_path_factory.mktemp("finished")):
+        return sections.train()
+
+
+@pytest.fixture
+def folder(lora, finished):
+    """A copy of it in this folder."""
+    return shutil.copytree(finished, Path("run").absolute())
 
 
 def values_of(folder, weights="raw"):
@@ -77,15 +96,14 @@ def stored(folder):
     return (folder / "checkpoints" / "4" / "state" / "_METADATA").read_text()
 
 
-def test_adapters_are_trained_beside_weights_that_checkpoints_leave_out(lora):
-    folder = lora.train()
-    found = values_of(folder)
+def test_adapters_are_trained_beside_weights_that_checkpoints_leave_out(finished):
+    found = values_of(finished)
     for name, value in released().items():
         np.testing.assert_array_equal(found[name], np.asarray(value.astype("bfloat16")))
     assert all(found[name].any() for name in found if name.endswith("lora_up"))
-    assert "lora_down" in stored(folder)
-    assert "frozen" not in stored(folder)
-    assert "kernel" not in stored(folder)
+    assert "lora_down" in stored(finished)
+    assert "frozen" not in stored(finished)
+    assert "kernel" not in stored(finished)
 
 
 @pytest.mark.parametrize(
@@ -165,8 +183,7 @@ def test_frozen_weights_that_are_others_or_have_moved_are_named(lora, data, caps
 
 
 @pytest.mark.slow
-def test_adapters_are_exported_merged_sampled_and_trained_further(lora, capsys):
-    folder = lora.train()
+def test_adapters_are_exported_merged_sampled_and_trained_further(lora, folder, capsys):
     assert alload(["lora", "export", "--checkpoint", str(folder), "--out", "x.safetensors"]) == 0
     keys = ["--keys", "original", "--out", "y.safetensors"]
     assert alload(["lora", "convert", "x.safetensors", "--model", str(WEIGHTS), *keys]) == 0
@@ -206,8 +223,7 @@ def test_adapters_are_exported_merged_sampled_and_trained_further(lora, capsys):
 
 
 @pytest.mark.slow
-def test_a_run_is_a_place_of_initial_weights(lora):
-    folder = lora.train()
+def test_a_run_is_a_place_of_initial_weights(lora, folder):
     changes = {"run": {"initial_weights": str(folder), "steps": 1}, "optimizer": STILL}
     # The same adapters go on; others begin beside weights that hold them.
     first = values_of(folder, "ema")
@@ -228,12 +244,12 @@ def test_a_run_is_a_place_of_initial_weights(lora):
 
 
 @pytest.mark.slow
-def test_a_run_without_a_moving_average_samples_from_its_weights(lora):
+def test_a_run_without_a_moving_average_samples_from_its_weights(lora, finished):
     average = {"optimizer": {"ema_decay": None}}
     folder = lora.train(**average)
     assert "'ema'" not in stored(folder)
     names = ("loss", "grad_norm")
-    averaged = computed(lora.train(folder="averaged"), names)  # by another program
+    averaged = computed(finished, names)  # by another program
     np.testing.assert_allclose(computed(folder, names), averaged, rtol=1e-6)
     assert alload(["lora", "export", "--checkpoint", str(folder), "--out", "x.safetensors"]) == 0
     adapters = read_lora("x.safetensors", find_run(folder).config).adapters
