@@ -229,31 +229,17 @@ def test_processes_that_are_left_are_seen(tmp_path):
 # ---------------------------------------------------------------- runs
 
 
-@pytest.mark.slow
-def test_a_fault_that_is_planted_in_a_run_is_seen(tmp_path, monkeypatch):
-    """A sample that is left out after the interruption, as if its place were lost."""
-    from chaos_runs import Campaign
-    from chaos_starts import ENVIRONMENT
-
-    for name, value in ENVIRONMENT.items():  # which the campaign sets
-        monkeypatch.setenv(name, value)
-    campaign = Campaign(tmp_path / "work", steps=20)
-    chance = random.Random(0)
-    assert campaign.kill("run", "classes", "commit", "SIGKILL", chance).faults == []
-    (tmp_path / "exclude.txt").write_text("\n".join(map(str, range(12))))
-    flags = campaign.flags
-    extra = ["--data.exclude", str(tmp_path / "exclude.txt")]
-    monkeypatch.setattr(campaign, "flags", lambda *given: [*flags(*given), *extra])
-    faults = campaign.finish("run", "classes")
-    assert "samples or their losses differ" in faults
-    assert any(fault.startswith("last arrays differ") for fault in faults)
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """The folder of a campaign, whose runs that are never stopped both tests share."""
+    return tmp_path_factory.mktemp("campaign") / "work"
 
 
 @pytest.mark.slow
-def test_a_short_campaign_finds_nothing(tmp_path):
+def test_a_short_campaign_finds_nothing(tmp_path, work):
     result = tmp_path / "chaos.json"
     parts = {"kills": "3", "disks": "0", "flips": "100", "inputs": "12", "steps": "40"}
-    places = {"work": tmp_path / "work", "out": result}
+    places = {"work": work, "out": result}
     flags = [part for name, value in (parts | places).items() for part in (f"--{name}", str(value))]
     done = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / "chaos.py"), *flags],
@@ -268,3 +254,23 @@ def test_a_short_campaign_finds_nothing(tmp_path):
     assert sum(flips) == 100
     assert found["inputs"]["given"] == 12
     assert len(found["series"]) == 1
+
+
+@pytest.mark.slow
+def test_a_fault_that_is_planted_in_a_run_is_seen(tmp_path, work, monkeypatch):
+    """A sample that is left out after the interruption, as if its place were lost."""
+    from chaos_runs import Campaign
+    from chaos_starts import ENVIRONMENT
+
+    for name, value in ENVIRONMENT.items():  # which the campaign sets
+        monkeypatch.setenv(name, value)
+    campaign = Campaign(work, steps=40)
+    chance = random.Random(0)
+    assert campaign.kill("run", "classes", "commit", "SIGKILL", chance).faults == []
+    (tmp_path / "exclude.txt").write_text("\n".join(map(str, range(12))))
+    flags = campaign.flags
+    extra = ["--data.exclude", str(tmp_path / "exclude.txt")]
+    monkeypatch.setattr(campaign, "flags", lambda *given: [*flags(*given), *extra])
+    faults = campaign.finish("run", "classes")
+    assert "samples or their losses differ" in faults
+    assert any(fault.startswith("last arrays differ") for fault in faults)
