@@ -68,44 +68,45 @@ def best_of(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("step", "logged", "saved"), [(6, True, 6), (6, False, 4), (8, False, 8)])
 def test_a_crashed_run_continues_with_equal_validations_and_best_checkpoints(
-    runs, train, monkeypatch, step, logged, saved
+    runs, train, monkeypatch
 ):
     """The validation of a step fails, before or after its line is in the log."""
     flags = (*SHARE, *EVERY, "--checkpoint.keep_best", "2", "--checkpoint.keep", "1")
     whole = train(*flags, folder="whole")
     assert "\nvalidation: " in runs.told
     assert "validation at step 2: loss " in runs.told
-    validate = Validating.act
-
-    def failing(self, run):
-        if run.done < step or logged:
-            validate(self, run)
-        if run.done >= step:
-            raise RuntimeError("power is out")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Validating, "act", failing)
-        with pytest.raises(RuntimeError, match="power is out"):
-            train(*flags)
-    assert checkpoints(whole.parent / "run")[-1] == saved
-    folder = train(*flags)
     assert [row["step"] for row in validations(whole)] == [2, 4, 6, 8]
-    assert validations(folder) == validations(whole)
-    assert steps_of(folder) == steps_of(whole)
     losses = {row["step"]: row["validation/loss"] for row in validations(whole)}
     lowest = sorted(losses, key=losses.get)[:2]
-    for run in (whole, folder):
-        assert best_of(run) == [{"step": step, "loss": losses[step]} for step in lowest]
-        assert checkpoints(run) == sorted({*lowest, 8})
-        assert find_step(run / "checkpoints", "best") == lowest[0]
-    summary = json.loads((folder / "summary.json").read_text())
-    assert summary["validation_loss"] == losses[8]
-    assert summary["validation_loss_best"] == min(losses.values())
-    assert summary["validation_step_best"] == lowest[0]
-    events = b"".join(path.read_bytes() for path in (folder / "tensorboard").glob("events*"))
-    assert b"validation/loss/5x8x8" in events
+    validate = Validating.act
+    for step, logged, saved in ((6, True, 6), (6, False, 4), (8, False, 8)):
+
+        def failing(self, run, step=step, logged=logged):
+            if run.done < step or logged:
+                validate(self, run)
+            if run.done >= step:
+                raise RuntimeError("power is out")
+
+        name = f"run-{step}-{logged}"
+        with monkeypatch.context() as patched:
+            patched.setattr(Validating, "act", failing)
+            with pytest.raises(RuntimeError, match="power is out"):
+                train(*flags, folder=name)
+        assert checkpoints(runs.folder / name)[-1] == saved
+        folder = train(*flags, folder=name)
+        assert validations(folder) == validations(whole)
+        assert steps_of(folder) == steps_of(whole)
+        for run in (whole, folder):
+            assert best_of(run) == [{"step": step, "loss": losses[step]} for step in lowest]
+            assert checkpoints(run) == sorted({*lowest, 8})
+            assert find_step(run / "checkpoints", "best") == lowest[0]
+        summary = json.loads((folder / "summary.json").read_text())
+        assert summary["validation_loss"] == losses[8]
+        assert summary["validation_loss_best"] == min(losses.values())
+        assert summary["validation_step_best"] == lowest[0]
+        events = b"".join(path.read_bytes() for path in (folder / "tensorboard").glob("events*"))
+        assert b"validation/loss/5x8x8" in events
 
 
 def test_held_out_samples_are_not_trained_on_and_another_share_is_refused(runs, train, tmp_path):
