@@ -39,8 +39,7 @@ def test_a_signal_saves_and_the_run_continues_bit_for_bit(runs, default_signals)
     stopped = len(runs.metrics())
     assert (folder / "checkpoints" / str(stopped)).exists()
     steps = str(max(stopped + 4, 14))
-    finished = runs.run("--config", str(folder / "config.yaml"), "--run.steps", steps)
-    assert finished.returncode == 0, finished.stderr
+    runs.finish("--config", str(folder / "config.yaml"), "--run.steps", steps)
     assert [row["step"] for row in runs.metrics()] == list(range(1, int(steps) + 1))
     runs.finish("--run.folder", "whole", "--run.steps", steps, *constant)
     assert computed(folder) == computed(runs.folder / "whole")
@@ -58,8 +57,7 @@ def test_a_run_killed_while_saving_continues_bit_for_bit(runs, unbroken):
     process.kill()
     process.communicate()
     assert not (runs.folder / "run" / "summary.json").exists()
-    finished = runs.run()
-    assert finished.returncode == 0, finished.stderr
+    runs.finish()
     assert computed(runs.folder / "run") == computed(unbroken[0].folder / "run")
     starts = json.loads((runs.folder / "run" / "environment.json").read_text())
     assert 0 < starts[1]["step"] < 14
@@ -215,8 +213,7 @@ def test_a_run_resumed_in_the_middle_of_a_switch_goes_on_as_if_never_stopped(run
     assert [len(row["cost_terms"]) for row in rows] == [7] * 14
     assert [row["cost_terms"][4] > 0 for row in rows] == [False] * 7 + [True] * 7
     forget_last(folder, 14)
-    again = runs.run(*flags)
-    assert again.returncode == 0, again.stderr
+    again = runs.finish(*flags)
     assert "weights: checkpoint of step 10" in again.stdout
     names = ("loss", "grad_norm", "attention_density", "attention_recall")
     names += ("samples", "predicted_cost", "cost_terms")

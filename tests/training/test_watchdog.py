@@ -233,9 +233,7 @@ def test_processes_that_wait_for_a_stalled_one_name_it(runs, monkeypatch):
     assert "it waits for the loader to read its samples" in line
     assert "Thread" in (runs.folder / "run" / stacks_name(1)).read_text()
     # The run's folder is free, and its newest checkpoint whole.
-    monkeypatch.undo()
-    again = runs.run("--planning.ranks", "2", "--run.steps", str(lines_of(metrics) + 1))
-    assert again.returncode == 0, again.stderr
+    runs.finish("--planning.ranks", "2", "--run.steps", str(lines_of(metrics) + 1))
 
 
 def ends_of(processes, stopped):
