@@ -1,3 +1,5 @@
+import subprocess
+
 import jax
 import pytest
 from training_runs import Runs
@@ -22,6 +24,18 @@ def digits_folder(tmp_path_factory):
 @pytest.fixture
 def runs(tmp_path, digits_folder):
     return Runs(tmp_path, digits_folder)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 1.5 MB."""
+    place = tmp_path / "small"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1500k", "tmpfs", str(place)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("only root can mount a file system")
+    yield place
+    subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
 @pytest.fixture(scope="session")

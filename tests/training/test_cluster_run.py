@@ -59,8 +59,7 @@ def alone(runs, stopped):
     """The same by one process with four devices, for some steps more."""
     steps = str(len(runs.metrics()) + 6)
     flags = ("--run.folder", "alone", "--run.steps", steps, *PLAIN)
-    done = runs.run(*RANKS, *CONSTANT, *runs.damaged, *flags, devices=4)
-    assert done.returncode == 0, done.stderr
+    runs.finish(*RANKS, *CONSTANT, *runs.damaged, *flags, devices=4)
     return runs.metrics("alone")
 
 
@@ -93,8 +92,7 @@ def test_two_processes_and_then_one_go_on_where_four_were(runs, stopped, alone):
     assert [(status, errors(err)) for status, _, err in two] == [(0, [])] * 2
     assert "finished at step" in two[0][1]
     assert list((runs.folder / "run" / "samples").glob("*/1x8x8.png"))
-    one = runs.run(*config, *PLAIN, "--run.steps", str(len(alone)))
-    assert one.returncode == 0, one.stderr
+    runs.finish(*config, *PLAIN, "--run.steps", str(len(alone)))
     rows = runs.metrics()
     assert_the_same(rows, alone)
     epochs = [
@@ -149,25 +147,15 @@ def test_too_many_damaged_records_stop_all_processes(runs):
 
 
 @pytest.mark.slow
-def test_a_full_disk_of_one_process_ends_all_and_whole_checkpoints_stay(runs, tmp_path):
-    """A file system of 1.5 MB, and then of 100."""
-    place = tmp_path / "small"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1500k", "tmpfs", str(place)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("only root can mount a file system")
-    flags = ("--run.folder", str(place / "run"), *PLAIN, "--planning.ranks", "2")
+def test_a_full_disk_of_one_process_ends_all_and_whole_checkpoints_stay(runs, small_disk):
+    flags = ("--run.folder", str(small_disk / "run"), *PLAIN, "--planning.ranks", "2")
     often = ("--checkpoint.every", "2", "--checkpoint.keep", "100", "--run.steps", "2000")
-    try:
-        both = finished(runs.start_together(2, *flags, *often))
-        assert sorted(status for status, _, _ in both) in ([1, 2], [2, 2])
-        for _, _, err in both:
-            (line,) = errors(err)
-            assert "cannot be written (" in line
-        subprocess.run(["mount", "-o", "remount,size=100m", str(place)], check=True)
-        steps = str(lines_of(place / "run" / "metrics.jsonl") + 2)
-        continued = runs.run(*flags, "--run.steps", steps, devices=2)
-        assert continued.returncode == 0, continued.stderr
-        assert "weights: checkpoint of step" in continued.stdout
-    finally:
-        subprocess.run(["umount", "--lazy", str(place)], check=True)
+    both = finished(runs.start_together(2, *flags, *often))
+    assert sorted(status for status, _, _ in both) in ([1, 2], [2, 2])
+    for _, _, err in both:
+        (line,) = errors(err)
+        assert "cannot be written (" in line
+    subprocess.run(["mount", "-o", "remount,size=100m", str(small_disk)], check=True)
+    steps = str(lines_of(small_disk / "run" / "metrics.jsonl") + 2)
+    continued = runs.finish(*flags, "--run.steps", steps, devices=2)
+    assert "weights: checkpoint of step" in continued.stdout
