@@ -8,6 +8,7 @@ import contextlib
 import importlib
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import time
@@ -24,7 +25,7 @@ _PRELOADED += ["chaos_phases", "tensorboardX"]  # which imports PyTorch where it
 ENVIRONMENT = {
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    "XLA_FLAGS": "",
+    "XLA_FLAGS": re.sub(r"\S+device_count=\d+", "", os.environ.get("XLA_FLAGS", "")),
 }
 """Tiny programs compile far longer than they compute, each once; a process has one device."""
 _POLL_SECONDS = 0.004
