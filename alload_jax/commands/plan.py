@@ -25,7 +25,7 @@ from alload_jax.planning.analytic import FROZEN_BYTES, SHORTEST, USABLE_SHARE, s
 from alload_jax.planning.architecture import model_names
 from alload_jax.planning.devices import device_named
 from alload_jax.planning.plan import plan_table, replaceable, write_plan
-from alload_jax.planning.policies import AUTO, policy_names
+from alload_jax.planning.policies import policy_names
 from alload_jax.planning.policies.policy import MOST_RANKS
 from alload_jax.planning.remat import OFFLOADED, RematPolicy, host_bytes
 from alload_jax.planning.samples import Geometry
@@ -106,7 +106,6 @@ def _add_costs(group: argparse._ArgumentGroup) -> None:
 def _add_policies(group: argparse._ArgumentGroup) -> None:
     policies = policy_names()
     special: dict[str, dict[str, object]] = {
-        "policy": {"choices": (AUTO, *policies)},
         "ranks": {
             "nargs": "+",
             "default": None,

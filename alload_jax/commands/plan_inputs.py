@@ -270,8 +270,8 @@ class PlanRequest:
           InputError: one is not valid, or missing.
         """
         named = self.options.compare or [self.fields.get("policy", AUTO)]
-        kinds = (config_type(each.partition(":")[0]) for each in named)
-        kind = next((each for each in kinds if each is not PlanningConfig), PlanningConfig)
+        kinds = (each for each in map(config_type, named) if each is not PlanningConfig)
+        kind = next(kinds, PlanningConfig)
         known = {field.name for field in dataclasses.fields(kind)}
         return kind(**{name: value for name, value in self.fields.items() if name in known})
 

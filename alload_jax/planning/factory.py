@@ -44,7 +44,7 @@ def make_policy(config: PlanningConfig, costs: CostFile | None = None) -> Policy
             f"planning.options is {config.options!r}, but policy {policy.name} has no options; "
             "leave it out"
         )
-    config = with_policy(config, policy.name)
+    config = with_policy(config, config.policy)
     return policy.from_config(config, costs or config.costs())
 
 
@@ -132,7 +132,11 @@ def with_best_context(
 
     def best_tokens(context: int, below: float, trials: int) -> tuple[int, float]:
         policy = make_policy(replace(config, context=context, m_comp=None), costs)
-        assert isinstance(policy, Balanced)
+        if not isinstance(policy, Balanced):
+            raise InputError(
+                f"planning.context is auto, which is known for balanced and not for "
+                f"{config.policy}; give a number"
+            )
         return RowTrials(policy, typical, topology).best_tokens(below, trials)
 
     for context in range(1, min(_MOST_CONTEXT, topology.ranks) + 1):

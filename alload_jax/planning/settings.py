@@ -49,9 +49,17 @@ class PlanningConfig(FixedSettings, BalancedSettings):
             )
 
 
+def _name_and_mode(policy: str) -> tuple[str, str]:
+    """The parts of `equal_tokens:independent` or `module:Class:independent`; no mode is ""."""
+    parts = policy.split(":")
+    own = 1 if parts[0] in (AUTO, *policy_names()) else 2
+    return ":".join(parts[:own]), ":".join(parts[own:])
+
+
 def config_type(policy: str) -> type[PlanningConfig]:
     """The dataclass of the planning section for a policy; that of all for an unknown one."""
-    own = find_policy(policy).config if policy in policy_names() else None
+    name, _ = _name_and_mode(str(policy))
+    own = find_policy(name).config if name in policy_names() or ":" in name else None
     return cast(type[PlanningConfig], own or PlanningConfig)
 
 
@@ -61,7 +69,7 @@ def policy_config(config: PlanningConfig, policy: str) -> PlanningConfig:
     Raises:
       InputError: the policy or the mode is unknown.
     """
-    name, _, mode = policy.partition(":")
+    name, mode = _name_and_mode(policy)
     traits = find_policy(name)
     if mode and mode not in get_args(RanksMode):
         raise InputError(

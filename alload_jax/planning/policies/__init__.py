@@ -2,7 +2,8 @@
 
 To add a policy, write a frozen dataclass that is a `Policy` (`policy.py`), or a `Bucketed` one with
 `rows_per_bucket` like `EqualTokens` (`bucketed.py`): it says what it can do and builds itself from
-the config. Name it in the table below, or decorate it with `register_policy` in code of your own.
+the config. Name it in the table below, or decorate it with `register_policy` in code of your own;
+or name it `module:Class` in the config.
 Nothing here imports a policy: settings know policies by this module, and policies know settings.
 """
 
@@ -59,6 +60,7 @@ _POLICIES: Registry[type[PolicyTraits]] = Registry(
         "first_fit": "alload_jax.planning.policies.packed:FirstFit",
         "balanced": "alload_jax.planning.policies.balanced:Balanced",
     },
+    "plan_epoch",
 )
 
 PolicyT = TypeVar("PolicyT", bound=type[PolicyTraits])

@@ -74,8 +74,8 @@ class PlanSettings:
     Attributes:
       policy: bucketed fixed, equal_tokens, sorted or dual_constraint; packed first_fit or balanced,
         where attention runs on packed rows (NVIDIA Hopper or newer); the name of a registered
-        policy; or auto, which is balanced unless another that the devices can run is predicted to
-        be more than 2 % faster over the run, time to its first step included.
+        policy, or module:Class; or auto, which is balanced unless another that the devices can run
+        is predicted to be more than 2 % faster over the run, time to its first step included.
       ranks_mode: of bucketed policies: synchronous (ranks share a bucket) or independent (each
         shape group draws its own; groups of one rank are AdaptiveLoad's setting). Null is
         synchronous, and the faster one where the policy is auto.
@@ -121,7 +121,7 @@ class PlanSettings:
 
     def __post_init__(self) -> None:
         choices = {
-            "policy": (AUTO, *policy_names()),
+            "policy": (self.policy,) if ":" in str(self.policy) else (AUTO, *policy_names()),
             "ranks_mode": (None, *get_args(RanksMode)),
             "recalibrate": (None, "epoch"),
         }
