@@ -8,6 +8,7 @@ here: two frameworks in a process would share the device's memory.
 """
 
 import contextlib
+import functools
 import importlib
 import json
 import math
@@ -25,7 +26,9 @@ os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
 
 import torch
 import torch._dynamo
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from typing_extensions import override
 
 from alload_jax.bench.harness import provenance
@@ -159,14 +162,15 @@ class Settings:
       model: arguments of diffusers' class.
       batch: samples a step.
       latents: frames, height, width of a latent clip.
-      remat: full: every block is recomputed in the backward pass (gradient checkpointing).
+      remat: full: every block is recomputed in the backward pass (gradient checkpointing);
+        attention: all of it but the outputs of attention.
       compile: by torch.compile: the whole model, which takes far longer than each block, or none.
       attention: the backend that attention must take; default: PyTorch's choice.
       masked: whether attention gets masks, as diffusers' model makes them where texts have padding.
         Here no text has any, so that attention without a mask computes the same.
       precision: autocast: float32 weights, each operation casts what it takes. bf16_copy: bfloat16
         weights for forward and backward, float32 ones for the optimizer, as mixed-precision
-        trainers do.
+        trainers do. sharded: float32 weights, which FSDP2 gathers in bfloat16.
       warmup: steps before those that are timed.
       steps: timed steps.
       learning_rate: AdamW's, constant.
@@ -176,11 +180,11 @@ class Settings:
     model: Json
     batch: int
     latents: tuple[int, int, int]
-    remat: Literal["full", "none"] = "full"
+    remat: Literal["full", "attention", "none"] = "full"
     compile: Literal["whole", "blocks", "no"] = "blocks"
     attention: Literal["cudnn", "flash", "efficient", "default"] = "default"
     masked: bool = False
-    precision: Literal["autocast", "bf16_copy"] = "autocast"
+    precision: Literal["autocast", "bf16_copy", "sharded"] = "autocast"
     warmup: int = 3
     steps: int = 8
     learning_rate: float = 1e-4
@@ -215,7 +219,7 @@ class Weights:
         self.optimizer = torch.optim.AdamW(
             groups, lr=settings.learning_rate, betas=BETAS, eps=EPS, fused=True
         )
-        self.average = [master.detach().clone() for master in self.masters]
+        self.average = [local(master).clone() for master in self.masters]
 
     def update(self) -> None:
         """Clips the gradient, updates the weights and their average, drops the gradient."""
@@ -225,23 +229,34 @@ class Weights:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         with torch.no_grad():
-            torch._foreach_lerp_(self.average, self.masters, 1 - EMA_DECAY)
+            torch._foreach_lerp_(self.average, [*map(local, self.masters)], 1 - EMA_DECAY)
             if self.copies:
                 copies, masters = zip(*self.copies, strict=True)
                 torch._foreach_copy_(list(copies), list(masters))
 
 
+def local(weight: Any) -> Any:
+    """What this process holds of a weight, without gradient."""
+    return getattr(weight, "to_local", weight.detach)().detach()
+
+
 class Trainer:
-    """A model on random clips and conditions; `step` trains it once."""
+    """A model on random clips and conditions; `step` trains it once.
+
+    Attributes:
+      clips: [B, C, F, H, W] float32.
+      rows: samples among the clips; the loss counts no further ones. None for all.
+    """
+
+    rows: int | None = None
 
     def __init__(self, settings: Settings, device: str):
         self.settings, self.device = settings, device
         self.model = build(settings, device)
         self.weights = Weights(self.model, settings)
-        self.forward = _compile(self.model, settings)
-        kind, dtype = MODELS[settings.kind], torch.float32
-        if settings.precision == "bf16_copy":
-            dtype = torch.bfloat16
+        self.forward = compiled(self.model, settings)
+        kind = MODELS[settings.kind]
+        dtype = torch.float32 if settings.precision == "autocast" else torch.bfloat16
         channels = kind.latent_channels(self.model.config)
         self.clips = torch.randn(settings.batch, channels, *settings.latents, device=device)
         self.given = kind.given(self.model.config, self.clips)
@@ -258,10 +273,10 @@ class Trainer:
     def loss_and_gradient(self) -> Any:
         """Flow matching: the model predicts noise − clip from (1 − σ)·clip + σ·noise."""
         noise = torch.randn_like(self.clips)
-        sigma = torch.sigmoid(torch.randn(self.settings.batch, device=self.device))
+        sigma = torch.sigmoid(torch.randn(len(self.clips), device=self.device))
         noised = torch.lerp(self.clips, noise, sigma.view(-1, 1, 1, 1, 1))
         noised = torch.cat([noised, *self.given], dim=1)
-        if self.settings.precision == "bf16_copy":
+        if self.settings.precision != "autocast":
             noised = noised.bfloat16()
         timestep = sigma * TIMESTEP_SCALE
         if MODELS[self.settings.kind].casts_timestep:
@@ -269,7 +284,8 @@ class Trainer:
         with self._attention():  # around the backward pass too: it recomputes
             with self._autocast():
                 (predicted,) = self.forward(noised, timestep, **self.conditions, return_dict=False)
-            loss = torch.nn.functional.mse_loss(predicted.float(), noise - self.clips)
+            wrong = (predicted.float() - (noise - self.clips))[: self.rows]
+            loss = wrong.square().sum() / predicted.numel()
             loss.backward()
         return loss.detach()
 
@@ -292,15 +308,27 @@ def build(settings: Settings, device: str) -> Any:
         model = MODELS[settings.kind].build(arguments, settings.masked)
     if settings.remat == "full":
         model.enable_gradient_checkpointing()
+    if settings.remat == "attention":
+        kept = functools.partial(create_selective_checkpoint_contexts, _keeps_attention)
+        for number, block in enumerate(model.blocks):
+            model.blocks[number] = checkpoint_wrapper(block, context_fn=kept)
     return model.train()
 
 
-def _compile(model: Any, settings: Settings) -> Any:
+def _keeps_attention(context: Any, operator: Any, *given: Any, **options: Any) -> CheckpointPolicy:
+    kept = str(operator).startswith("aten._scaled_dot_product")
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def compiled(model: Any, settings: Settings) -> Any:
     """The model's forward; fullgraph, so that `whole` and `blocks` mean what they say."""
     options: Json = {"fullgraph": True, "dynamic": False}
     if settings.compile == "whole":
         return torch.compile(model, **options)
-    if settings.compile == "blocks":
+    if settings.compile == "blocks" and settings.remat == "attention":
+        for number, block in enumerate(model.blocks):  # the compiler then knows what is kept
+            model.blocks[number] = torch.compile(block, **options)
+    elif settings.compile == "blocks":
         model.compile_repeated_blocks(**options)
     return model
 

@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
                     yield {"case": name} | found
                     shutil.rmtree(place, ignore_errors=True)
 
-        return record.measure(results(), "case", _outcome, _table)
+        return record.measure(results(), "case", outcome, table)
 
 
 def _cases(file: Path, only: list[str] | None) -> dict[str, Json]:
@@ -117,11 +117,14 @@ def _require_data(options: argparse.Namespace, model: "ModelConfig") -> None:
     write_random_store(options.data, samples, model)
 
 
-def _outcome(case: Json) -> str:
+def outcome(case: Json) -> str:
+    """A case in words."""
     return f"{case['tokens_per_second']:,.0f} tokens/s"
 
 
-def _table(content: Json) -> Table:
+def table(content: Json) -> Table:
+    """A line for each case of the JSON."""
+
     def share(name: str, case: Json) -> str:
         return f"{case[name]:.1%}" if name in case else "-"
 
