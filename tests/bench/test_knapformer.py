@@ -45,6 +45,21 @@ def naive(workload, tokens, sizes):
     return bags
 
 
+@settings(deadline=None, max_examples=300)
+@given(
+    st.lists(st.integers(1, 4) | st.integers(1, 100), min_size=5, max_size=40),
+    st.sampled_from(([1, 1, 2], [1, 1, 1, 1, 4], [1, 1, 1, 1], [2, 2])),
+)
+def test_the_rule_is_the_papers(knapformer, lengths, sizes):
+    seq_len = np.asarray(lengths)
+    workload = COST.sequence_cost(seq_len)
+    found = knapformer.assign(workload, seq_len, sizes)
+    wanted = naive(workload.tolist(), lengths, sizes)
+    assert [sorted(items) for items in wanted] == [
+        np.flatnonzero(found == bag).tolist() for bag in range(len(sizes))
+    ]
+
+
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=60), st.sampled_from(BAGS), st.data())
 def test_an_epoch_is_batches_in_random_order_that_are_assigned_greedily(
@@ -52,7 +67,8 @@ def test_an_epoch_is_batches_in_random_order_that_are_assigned_greedily(
 ):
     (text, ranks, context), seq_len = bags, np.asarray(lengths)
     m_mem = data.draw(st.integers(-(-max(lengths) // context), 150))
-    policy = knapformer.KnapFormer(m_mem, COST, context, text, None, 0.5)
+    slots = data.draw(st.sampled_from((None, 3)))
+    policy = knapformer.KnapFormer(m_mem, COST, context, text, slots, 0.5)
     samples = Samples(np.zeros((len(seq_len), 3), np.int64), seq_len)
     found, again = (
         policy.plan_epoch(samples, RankTopology(ranks), np.random.default_rng(7)) for _ in range(2)
@@ -63,6 +79,8 @@ def test_an_epoch_is_batches_in_random_order_that_are_assigned_greedily(
     owner, packing = found.micro_batch_of_part(), found.packing
     assert np.bincount(owner, packing.tokens, len(found.rank)).max() <= m_mem
     assert (packing.offset + packing.tokens <= m_mem).all()
+    held = [len(found.sample[found.parts_of(row)]) for row in range(len(found.rank))]
+    assert (np.asarray(held) <= found.slots()).all()
     sizes = knapformer.bag_sizes(text or f"g{context}n{ranks // context}", ranks, context)
     first = np.cumsum(sizes) - sizes
     order = samples.shuffled(np.random.default_rng(7))
