@@ -11,6 +11,7 @@ import argparse
 import itertools
 import json
 import math
+import os
 import sys
 import time
 from pathlib import Path
@@ -129,6 +130,7 @@ def train(
     dist.init_process_group(backend, f"file://{folder}/store", rank=rank, world_size=ranks)
     hosts: Any = dist.new_group(backend="gloo")
     torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.benchmark = True
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 10_000
     torch.manual_seed(0)
     batches, trainer = Batches(rank, *data), ParallelTrainer(settings, device)
@@ -205,6 +207,7 @@ def measure(options: argparse.Namespace) -> Json:
     assert model.text is not None  # it can be exported
     data = (plan, options.data, (model.text.length, model.text.dim))
     recorded = provenance(PACKAGES) | {"devices": options.processes, "settings": vars(settings)}
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     with TemporaryDirectory() as folder:
         given = (settings, data, folder, time.time(), options.seconds)
         try:
