@@ -25,7 +25,7 @@ from alload_jax.planning.analytic import FROZEN_BYTES, SHORTEST, USABLE_SHARE, s
 from alload_jax.planning.architecture import model_names
 from alload_jax.planning.devices import device_named
 from alload_jax.planning.plan import plan_table, replaceable, write_plan
-from alload_jax.planning.policies import policy_names
+from alload_jax.planning.policies import candidates, policy_names
 from alload_jax.planning.policies.policy import MOST_RANKS
 from alload_jax.planning.remat import OFFLOADED, RematPolicy, host_bytes
 from alload_jax.planning.samples import Geometry
@@ -106,6 +106,7 @@ def _add_costs(group: argparse._ArgumentGroup) -> None:
 def _add_policies(group: argparse._ArgumentGroup) -> None:
     policies = policy_names()
     special: dict[str, dict[str, object]] = {
+        "policy": {"type": _policy},
         "ranks": {
             "nargs": "+",
             "default": None,
@@ -122,6 +123,15 @@ def _add_policies(group: argparse._ArgumentGroup) -> None:
         metavar="POLICY",
         help=f"compare policies: {', '.join(policies)}; `equal_tokens:independent` sets the mode",
     )
+
+
+def _policy(name: str) -> str:
+    """The name of a policy that can be found; argparse names the flag in the error."""
+    try:
+        candidates(name)
+    except InputError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return name
 
 
 def _add_output(group: argparse._ArgumentGroup) -> None:
