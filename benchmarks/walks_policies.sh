@@ -7,7 +7,11 @@ set -euo pipefail
 usage="usage: benchmarks/walks_policies.sh FOLDER MINUTES CLIPS [flags of train.py]"
 data=${1:?$usage} minutes=${2:?$usage} clips=${3:?$usage}
 shift 3
-python=${PYTHON:-python} gpus=$(nvidia-smi -L | wc -l)
+if ! gpus=$(nvidia-smi -L 2> /dev/null | wc -l) || test "$gpus" = 0; then
+    echo "error: nvidia-smi finds no GPU; run this on a machine that has one" >&2
+    exit 2
+fi
+python=${PYTHON:-python}
 mkdir -p "$data/policies"
 runs=() drawn=() parts=()
 for seed in 0 1; do
