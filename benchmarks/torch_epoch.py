@@ -239,7 +239,7 @@ def main(argv: list[str]) -> int:
     record.content = read_json(options.out) or record.content
     name = ("PyTorch", options.parallel, options.precision * (options.parallel == "ddp"))
     case = {"case": " ".join(name).strip()} | measure(options)
-    return record.measure([case], "case", outcome, table)
+    return record.measure([case], "case", outcome, table) or int("error" in case)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.common.safetensor_files import Naming
 from alload_jax.models.families import SamplingDefaults, family_of, initial_variables
 from alload_jax.models.lora_files import LoraFile, merge_adapters, merge_file, read_lora
-from alload_jax.models.weights import load_weights, read_transformer, save_weights
+from alload_jax.models.weights import load_weights, read_transformer, require_free, save_weights
 from alload_jax.planning.samples import Triple
 from alload_jax.sampling.conditions import family_fps
 from alload_jax.sampling.config import SamplingConfig
@@ -365,6 +365,7 @@ def save_transformer(
       InputError: diffusers has no such model, the folder is not empty, or weights cannot be read.
     """
     fields = family_of(source.config).export_fields(source.config)
+    require_free(Path(out))
     values = source.values(one_device_mesh())
     if source.config.lora is not None:
         values = merge_adapters(values, source.config.lora)

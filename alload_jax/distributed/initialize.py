@@ -129,9 +129,10 @@ def initialize(config: ClusterConfig, folder: str | Path) -> Cluster:
     except RuntimeError as error:
         raise InputError(_not_connected(process, first_line(error))) from error
     # Gloo prints from C++ to file descriptor 1, which prints of process 0 then leave.
-    if process.process_id == 0 and sys.stdout:
-        sys.stdout.flush()
-        sys.stdout = os.fdopen(os.dup(1), "w", 1, sys.stdout.encoding, sys.stdout.errors)
+    # A notebook's stdout is not that file, and stays.
+    if process.process_id == 0 and (out := sys.__stdout__) is sys.stdout and out:
+        out.flush()
+        sys.stdout = os.fdopen(os.dup(1), "w", 1, out.encoding, out.errors)
     if process.process_id != 0 or "NCCL_DEBUG" not in os.environ:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     seal = agree_on_seal(process.process_id, process.num_processes, Path(folder))

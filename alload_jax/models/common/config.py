@@ -74,7 +74,7 @@ class ConditionPart(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The fields that the config of every family has; each family's config adds more.
+    """The fields that the config of every family has; each family's config adds more, all hashable.
 
     Attributes:
       family: name of the model family.
