@@ -252,7 +252,7 @@ def test_a_model_of_classes_takes_them_as_any_family_does(config):
 
 
 class FakeGpu:
-    device_kind = "a GPU"
+    device_kind, platform = "a GPU", "gpu"
 
     def __init__(self, capability):
         self.compute_capability = capability
@@ -266,6 +266,10 @@ class FakeGpu:
         ({}, "gfx942", "needs an NVIDIA GPU"),
         ({"attention": "xla"}, "9.0", "model.attention is xla"),
         ({"dtype": "float32"}, "9.0", "dtype is float32"),
+        ({"dim": 256}, "8.0", ""),
+        ({"dim": 128, "attention": "triton"}, "9.0", ""),
+        ({"dim": 128, "attention": "cudnn"}, "8.6", "compute capability 9.0, and this GPU has 8.6"),
+        ({"dim": 128}, "7.5", "compute capability 7.5"),
         ({"dim": 24}, "9.0", "head_dim is 12, not a multiple of 8 up to 256"),
         ({"dim": 512}, "9.0", ""),
         ({"dim": 528}, "9.0", "head_dim is 264, not a multiple of 8 up to 256"),

@@ -24,8 +24,18 @@ from alload_jax.models.common.cudnn import (
     unsupported_reason,
 )
 from alload_jax.models.common.parts import ATTENTION, ATTENTION_OUTPUT
-from alload_jax.models.common.segments import PADDING, AttentionSegments, SplitRows
+from alload_jax.models.common.segments import (
+    PADDING,
+    AttentionSegments,
+    Segments,
+    SplitRows,
+    TileLayout,
+    from_tiles,
+    to_tiles,
+)
 from alload_jax.sharding.mesh import CONTEXT, TENSOR, row_shards
+from pallas_kernels import devices
+from pallas_kernels.block_sparse_attention import BlockLists, block_sparse_attention
 
 _KEY_BLOCK = 128
 """Keys of a block in cuDNN's backward."""
@@ -112,7 +122,7 @@ def heads_together(x: jax.Array) -> jax.Array:
     return jax.lax.all_to_all(x, CONTEXT, split_axis=1, concat_axis=2, tiled=True)
 
 
-AttentionImplementation = Literal["auto", "xla", "cudnn"]
+AttentionImplementation = Literal["auto", "xla", "cudnn", "triton"]
 
 
 @jax.named_scope(ATTENTION)
@@ -135,15 +145,17 @@ def attention(
         Tokens of no segment attend to nothing, are not attended to and get zeros. Rows of one slot,
         whose segment begins at the first token, are computed as bucketed rows. `SplitRows` needs a
         mesh with a context axis.
-      implementation: "cudnn" (fused, GPU only), "xla", or "auto": cuDNN where it can run.
+      implementation: "cudnn" (fused, GPU only), "triton" (packed rows by a kernel of
+        `pallas_kernels`, others as with "auto"), "xla", or "auto": cuDNN where it can run, else
+        Triton for packed rows.
       sharding: sharding of rows over a mesh of Auto axes; B is split, and heads over a tensor axis.
 
     Returns:
       [B, S, num_heads, head_dim] in the query's dtype.
 
     Raises:
-      NotImplementedError: cuDNN is requested where it cannot run, or the rows are packed and this
-        GPU cannot run cuDNN on packed rows; the message gives the reason.
+      NotImplementedError: cuDNN or Triton is requested where it cannot run, or the rows are packed
+        and this GPU can run neither on them; the message gives the reason.
       ValueError: the implementation is unknown.
     """
     if implementation not in get_args(AttentionImplementation):
@@ -209,17 +221,38 @@ def attention_within(
       sharding: of the rows.
 
     Raises:
-      NotImplementedError: cuDNN cannot run on packed rows of this GPU.
+      NotImplementedError: what is requested cannot run on packed rows of this GPU.
     """
+    if implementation == "xla":
+        return xla_packed
     elements = max(query.size, key.size) // row_shards(sharding)
-    reason = unsupported_reason(query) or packed_unsupported_reason(elements)
-    on_gpu = jax.default_backend() == "gpu"
-    if reason and (implementation == "cudnn" or (implementation == "auto" and on_gpu)):
-        raise NotImplementedError(
-            f"attention: cuDNN cannot run on packed rows here, {reason}; choose a bucketed "
-            "planning.policy such as dual_constraint"
-        )
-    return xla_packed if reason or implementation == "xla" else cudnn_packed
+    kernel, reason = _packed_kernel(implementation, query, elements)
+    if kernel:
+        return kernel
+    if implementation == "auto" and jax.default_backend() != "gpu":
+        return xla_packed
+    raise NotImplementedError(
+        f"attention: {implementation} cannot run on packed rows here, {reason}; choose a bucketed "
+        "planning.policy such as dual_constraint"
+    )
+
+
+def _packed_kernel(
+    implementation: AttentionImplementation,
+    query: jax.Array | jax.ShapeDtypeStruct,
+    elements: int = 0,
+) -> tuple[Within | None, str]:
+    """The kernel for packed rows, or None and why none can run; arguments as `attention_within`."""
+    reasons = []
+    if implementation != "triton":
+        if not (reason := unsupported_reason(query) or packed_unsupported_reason(elements)):
+            return cudnn_packed, ""
+        reasons.append(f"cuDNN: {reason}")
+    if implementation != "cudnn":
+        if not (reason := _blocks_unsupported_reason(query)):
+            return triton_packed, ""
+        reasons.append(f"Triton: {reason}")
+    return None, "; ".join(reasons)
 
 
 def head_spec(sharding: NamedSharding) -> PartitionSpec:
@@ -276,6 +309,92 @@ def xla_packed(
     return checkpoint_name(output.astype(query.dtype), ATTENTION_OUTPUT)
 
 
+_BLOCKS = 128, 64
+"""Tokens of a block of queries and of keys of packed rows."""
+
+
+def _blocks_unsupported_reason(query: jax.Array | jax.ShapeDtypeStruct) -> str:
+    """Returns why `triton_packed` cannot run on such a query on this device; empty if it can."""
+    if query.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"its dtype is {query.dtype}, not bfloat16 or float16"
+    if query.shape[-1] not in (64, 128):
+        return f"head_dim is {query.shape[-1]}, not 64 or 128"
+    return str(devices.unsupported_triton_device() or "")
+
+
+def triton_packed(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    packed: AttentionSegments,
+    *,
+    implementation: str = "triton",
+    interpret: bool = False,
+) -> jax.Array:
+    """Computes `xla_packed` by the kernel of block-sparse attention.
+
+    Each segment begins a block of its own, and each block of queries lists the blocks of keys of
+    its segment.
+
+    Args:
+      query, key, value, packed: as of `xla_packed`.
+      implementation, interpret: of `block_sparse_attention`.
+    """
+    (queries, _, _), (keys, first, blocks) = (
+        _in_blocks(side, block)
+        for side, block in zip((packed.query, packed.key), _BLOCKS, strict=True)
+    )
+    longest = min(packed.longest_key or packed.lengths[-1][0], key.shape[1])
+    slot = jnp.maximum(queries.segments, 0)
+    begin, count = (jnp.take_along_axis(of_slot, slot, axis=1) for of_slot in (first, blocks))
+    listed = begin[..., None] + jnp.arange(-(-longest // _BLOCKS[1]), dtype=jnp.int32)
+    count = jnp.where(queries.segments == PADDING, 0, count)
+    indices, counts = (
+        jnp.broadcast_to(each[:, None], (len(each), query.shape[2], *each.shape[1:]))
+        for each in (listed, count)
+    )
+    lists = BlockLists(indices, counts, queries.tokens, keys.tokens, *_BLOCKS)
+    arrays = to_tiles(query, queries), to_tiles(key, keys), to_tiles(value, keys)
+    output = block_sparse_attention(
+        *arrays, lists, implementation=implementation, interpret=interpret
+    )
+    return from_tiles(output, queries)
+
+
+def _in_blocks(side: Segments, block: int) -> tuple[TileLayout, jax.Array, jax.Array]:
+    """Where tokens stand if each segment begins a block.
+
+    Returns:
+      The layout; [R, M] int32, the first block of each segment; [R, M] int32, its blocks.
+    """
+    offset, length, ids = side
+    tokens, slots = ids.shape[1], length.shape[1]
+    blocks = -(-length // block)
+    first = jnp.cumsum(blocks, axis=1, dtype=jnp.int32) - blocks
+    number = jnp.arange((tokens + slots * (block - 1)) // block, dtype=jnp.int32)
+    within = number[:, None] - first[:, None]  # [R, N, M], which block of each segment
+    own = (within >= 0) & (within < blocks[:, None])
+    segment = jnp.where(own.any(axis=-1), jnp.argmax(own, axis=-1), PADDING).astype(jnp.int32)
+    begin, left = (
+        jnp.where(own, each, 0).sum(axis=-1, dtype=jnp.int32)
+        for each in (offset[:, None] + within * block, length[:, None] - within * block)
+    )
+    place = jnp.arange(block, dtype=jnp.int32)
+    source = jnp.where(place < left[..., None], begin[..., None] + place, -1)
+    slot = jnp.maximum(ids, 0)
+    start, at = (jnp.take_along_axis(each, slot, axis=1) for each in (offset, first * block))
+    target = jnp.where(ids == PADDING, -1, at + jnp.arange(tokens, dtype=jnp.int32) - start)
+    layout = TileLayout(
+        source.reshape(len(ids), -1),
+        target,
+        jnp.minimum(left, block),
+        segment,
+        block=block,
+        longest=len(number),
+    )
+    return layout, first, blocks
+
+
 def _cudnn(
     query: jax.Array, key: jax.Array, value: jax.Array, lengths: RowLengths = None
 ) -> jax.Array:
@@ -302,5 +421,4 @@ def packing_unsupported_reason(
     """
     if implementation == "xla":
         return "model.attention is xla, which computes all pairs of a row"
-    head = jax.ShapeDtypeStruct((1, 1, 1, head_dim), dtype)
-    return unsupported_reason(head) or packed_unsupported_reason()
+    return _packed_kernel(implementation, jax.ShapeDtypeStruct((1, 1, 1, head_dim), dtype))[1]

@@ -87,7 +87,8 @@ class ModelConfig:
       image: condition of image embeddings beside the text; null for none.
       dtype: dtype of the computation; parameters are float32. `auto` is bfloat16 on a GPU, else
         float32.
-      attention: implementation of attention; `auto` is cuDNN where it can run.
+      attention: implementation of attention; `auto` is cuDNN where it can run, and Triton for
+        packed rows before NVIDIA Hopper.
       remat: activations that blocks keep for the backward pass. `auto` chooses for each of them
         what fits the memory of a device.
       remat_layers: policies that repeat over the blocks, in place of `remat`, which is then left

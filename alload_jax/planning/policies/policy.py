@@ -73,7 +73,7 @@ class PlanSettings:
 
     Attributes:
       policy: bucketed fixed, equal_tokens, sorted or dual_constraint; packed first_fit or balanced,
-        where attention runs on packed rows (NVIDIA Hopper or newer); the name of a registered
+        where attention runs on packed rows (NVIDIA Ampere or newer); the name of a registered
         policy, or module:Class; or auto, which is balanced unless another that the devices can run
         is predicted to be more than 2 % faster over the run, time to its first step included.
       ranks_mode: of bucketed policies: synchronous (ranks share a bucket) or independent (each

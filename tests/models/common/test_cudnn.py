@@ -13,9 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alload_jax.models.common import cudnn
-from alload_jax.models.common.attention import attention, query_blocks, xla_packed
+from alload_jax.models.common.attention import (
+    attention,
+    query_blocks,
+    triton_packed,
+    xla_packed,
+)
 from alload_jax.models.common.cudnn import cudnn_packed, cudnn_rows, length_classes
-from alload_jax.models.common.segments import AttentionSegments
+from alload_jax.models.common.segments import PADDING, AttentionSegments
 
 HEADS, HEAD_DIM = 2, 8
 LOWERING = "/jax/core/compile/jaxpr_to_mlir_module_duration"
@@ -269,11 +274,38 @@ def test_cudnn_is_called_forward_and_backward_for_each_class(name):
     assert len(calls) == 2 * len(length_classes(*shapes, packed.lengths, packed.longest_key))
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_lists_of_blocks_are_attention_within_segments(name):
+    """Also where tokens of no segment, on either side, are not finite."""
+    packed, (queries, _, *totals, _) = packed_of(*CASES[name]), CASES[name]
+    parts = parts_of(len(queries), *totals, HEADS, HEAD_DIM, jnp.float32)
+    expected = graded(lambda *p: xla_packed(*p, packed), parts)
+    sides = (packed.query, packed.key, packed.key)
+    parts = [
+        jnp.where((side.ids == PADDING)[..., None, None], jnp.nan, part)
+        for part, side in zip(parts, sides, strict=True)
+    ]
+    found = graded(lambda *p: triton_packed(*p, packed, implementation="xla"), parts)
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=2e-5)
+
+
+def test_the_kernel_takes_the_lists_of_segments():
+    name = "tokens of no segment, and a row without any"
+    packed, (queries, _, *totals, _) = packed_of(*CASES[name]), CASES[name]
+    parts = parts_of(len(queries), *totals, num_heads=1)
+    exact = [part.astype(jnp.float32) for part in parts]
+    expected = graded(lambda *p: xla_packed(*p, packed), exact)
+    found = graded(lambda *p: triton_packed(*p, packed, interpret=True), parts)
+    assert_near(found[:1], expected[:1], 1e-2)
+    assert_near(found[1:], expected[1:], 2e-2)
+
+
 # ---------------------------------------------------------------- on a GPU
 
 
-def check(parts, segments=None, allowed=True):
-    found = graded(lambda *p: attention(*p, segments, implementation="cudnn"), parts)
+def check(parts, segments=None, allowed=True, implementation="cudnn"):
+    found = graded(lambda *p: attention(*p, segments, implementation=implementation), parts)
     exact = [part.astype(jnp.float32) for part in parts]
     expected = graded(lambda *p: masked(*p, allowed), exact)
     assert all(np.isfinite(each).all() for each in found)
@@ -284,10 +316,11 @@ def check(parts, segments=None, allowed=True):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_cudnn_equals_the_oracle_on_packed_rows(name, head_dim):
+@pytest.mark.parametrize("implementation", ["cudnn", "triton"])
+def test_packed_rows_equal_the_oracle(name, head_dim, implementation):
     packed, (queries, _, *totals, _) = packed_of(*CASES[name]), CASES[name]
     parts = parts_of(len(queries), *totals, head_dim=head_dim)
-    check(parts, packed, same_sample(packed.query.ids, packed.key.ids))
+    check(parts, packed, same_sample(packed.query.ids, packed.key.ids), implementation)
 
 
 @pytest.mark.gpu
