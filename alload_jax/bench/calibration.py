@@ -16,13 +16,21 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.stages import Compiled
 
 from alload_jax.bench.harness import measured
+from alload_jax.bench.workload_step import random_collator
 from alload_jax.errors import InputError
 from alload_jax.files import Json
+from alload_jax.models.common.cudnn import packed_unsupported_reason
+from alload_jax.models.families import family_of
 from alload_jax.planning.cost import CostFile, MemoryModel, bucketed_cost
+from alload_jax.planning.factory import make_plan
 from alload_jax.planning.fit import Point, fit_memory, fit_quadratic
+from alload_jax.planning.samples import Samples
+from alload_jax.planning.settings import PlanningConfig
 from alload_jax.training.device_memory import out_of_memory
 from alload_jax.training.trial_step import Step, with_density
 
@@ -281,6 +289,33 @@ class Calibration:
             self._prepare()
             for outcome in self._measure(waiting, self.bounds.seconds / 2 / len(DENSITIES)):
                 yield replace(outcome, density=density)
+
+    def packed_ratio(self, outcomes: Sequence[Outcome]) -> float | None:
+        """Seconds of packed rows over those of batches of the same samples.
+
+        None where this device packs rows anyway or cannot, or no case has several rows. The case is
+        the measured one with most tokens, which is timed anew in both layouts.
+        """
+        step, model = self.step, self.step.model
+        several = [each.case for each in outcomes if each.seconds and each.case.rows > 1]
+        reason = family_of(model).packing_unsupported_reason(model)
+        if reason or not packed_unsupported_reason() or not several:
+            return None
+        case = max(several, key=lambda each: each.tokens)
+        _, frames, height, width = latents = case.latents(model.patch_size)
+        pixels = np.tile([4 * frames - 3, 8 * height, 8 * width], (case.rows, 1))
+        samples = Samples(pixels, np.full(len(pixels), case.seq_len))
+        planning = PlanningConfig(policy="first_fit", ranks_mode="synchronous", m_mem=case.tokens)
+        plan = make_plan(planning, samples, 1, 0)
+        collate, _ = random_collator(plan, model)
+        (packed,) = collate(plan.step(0)).batches
+        found = []
+        for batch in (step.batch(latents), packed):
+            placed = jax.block_until_ready(jax.tree.map(jnp.asarray, batch))
+            program = step.compile_for(placed)
+            seconds = [step.run(program, placed) for _ in range(4)]
+            found.append(statistics.median(seconds[1:]))
+        return found[1] / found[0]
 
     def _longest(self, m_mem: int) -> int:
         """Most tokens of latents in a row."""

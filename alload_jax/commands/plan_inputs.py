@@ -91,13 +91,16 @@ class PlanRequest:
 
     @property
     def packs(self) -> bool:
-        """Whether model and device run attention on packed rows; unknown devices do."""
+        """Whether packed rows are worth it for model and device; unknown devices run them."""
         model = self.model
         if model is not None and (model.attention == "xla" or model.dtype == "float32"):
             return False
         name = self.options.device
         if name is None and self.fields.get("cost_model"):
-            name = read_cost_file(self.fields["cost_model"]).device
+            costs = read_cost_file(self.fields["cost_model"])
+            if costs.packed_ratio is not None:
+                return True
+            name = costs.device
         name = name or _DEFAULT_DEVICE
         known = [each for short, each in DEVICES.items() if name in (short, each.name)]
         return all(device.packs for device in known)

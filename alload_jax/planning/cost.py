@@ -220,6 +220,8 @@ class CostFile:
       bytes_per_split_token: bytes that a token of a split sequence sends between devices per step.
       program_seconds: seconds to compile the program of a shape of micro-batches.
       start_seconds: other seconds from the start of a run to the end of its first step.
+      packed_ratio: seconds of packed rows over those of batches of the same samples, where packed
+        rows are worth it only if this was measured: before Hopper.
       model: fields of the model's architecture.
       device: name of the device, such as `NVIDIA H200`.
       origin: `measured` by `alload calibrate`, or `analytic`.
@@ -235,6 +237,7 @@ class CostFile:
     bytes_per_split_token: float | None = None
     program_seconds: float | None = None
     start_seconds: float | None = None
+    packed_ratio: float | None = None
     model: dict[str, Any] | None = None
     device: str | None = None
     origin: str | None = None
@@ -325,9 +328,9 @@ def read_cost_file(path: str | Path) -> CostFile:
 
 def _check_numbers(content: Mapping[str, Any], path: Path) -> None:
     """Refuses values that are not finite numbers in their range."""
-    above_zero = {"p", "m_mem", "m_comp", "per_token"}
+    above_zero = {"p", "m_mem", "m_comp", "per_token", "packed_ratio"}
     seconds = ("program_seconds", "start_seconds")
-    single = ("m_mem", "m_comp", "bytes_per_split_token", *seconds)
+    single = ("m_mem", "m_comp", "bytes_per_split_token", "packed_ratio", *seconds)
     flat = {name: content[name] for name in single if name in content}
     for name in _PARTS:
         part = content.get(name, {})

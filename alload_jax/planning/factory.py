@@ -352,6 +352,7 @@ def choose_policy(
             continue
         epoch, share = plan.epoch(0), len(samples_of(policy)) / len(samples)
         time = share * makespan(epoch, each.predictor(costs))
+        time *= (packed and costs.packed_ratio) or 1.0
         if unit:
             first_step = costs.first_step_seconds(programs_of(epoch))
             time = length.seconds(time, max(1, round(share * epoch.steps)), first_step)

@@ -20,6 +20,7 @@ from alload_jax.data.sources.opening import open_source
 from alload_jax.data.store import StoreReader
 from alload_jax.distributed.cluster import Cluster
 from alload_jax.models.common.config import ModelConfig
+from alload_jax.models.common.cudnn import packed_unsupported_reason
 from alload_jax.models.families import family_of
 from alload_jax.planning.cost import CostFile
 from alload_jax.planning.factory import Choice, RunLength, choose_policy, make_plan
@@ -143,11 +144,18 @@ def _with_policy(
         samples_of,
         ranks_of(mesh),
         costs,
-        packs=not family_of(model).packing_unsupported_reason(model),
+        packs=_packs(model, costs),
         independent=can_group(mesh),
         ranks_per_group=ranks_per_group(mesh),
         length=RunLength(run.epochs, run.steps or 0),
     )
+
+
+def _packs(model: ModelConfig, costs: CostFile) -> bool:
+    """Whether packed rows are worth it here: always by cuDNN, by Triton where it was measured."""
+    if family_of(model).packing_unsupported_reason(model):
+        return False
+    return not packed_unsupported_reason() or costs.packed_ratio is not None
 
 
 def make_collator(

@@ -22,8 +22,10 @@ from alload_jax.bench.calibration_fit import (
 )
 from alload_jax.cli import main
 from alload_jax.commands import calibrate
+from alload_jax.data.batch import PackedBatch
 from alload_jax.errors import InputError
 from alload_jax.models.common.sparse_attention.config import SparseAttentionConfig
+from alload_jax.models.families import config_from_fields
 from alload_jax.planning.cost import (
     CostFile,
     MemoryModel,
@@ -35,6 +37,7 @@ from alload_jax.planning.cost import (
     with_layers,
 )
 from alload_jax.planning.fit import Point
+from alload_jax.training.trial_step import training_spec
 
 CONFIG = """
 run: {folder: runs/tiny}
@@ -199,6 +202,29 @@ def test_the_grid_is_timed_within_time_and_memory(seconds, memory, repeats, note
         assert each.seconds == each.least == each.most == STEP_SECONDS[tokens]
         assert each.bytes == 20 + 104 * tokens
         assert step.ran.count(tokens) == 1 + each.repeats
+
+
+@pytest.mark.slow
+def test_packed_rows_are_timed_beside_batches_where_that_decides(monkeypatch):
+    fields = {"dim": 16, "ffn_dim": 32, "num_heads": 2, "num_layers": 1, "patch_size": [1, 1, 1]}
+    step = calibration.Step(training_spec(config_from_fields({"family": "wan", **fields})), 1)
+    measured = calibration.Calibration(step, calibration.Bounds())
+    outcomes = [calibration.Outcome(Case(*case), 1.0) for case in ((1, 16), (4, 6), (2, 4))]
+    assert measured.packed_ratio(outcomes) is None  # a CPU packs no rows by itself
+    able = SimpleNamespace(packing_unsupported_reason=lambda _: "")
+    monkeypatch.setattr(calibration, "family_of", lambda _: able)
+    measured_run, batches = calibration.Step.run, []
+
+    def run(self, program, batch):
+        batches.append(batch)
+        assert np.isfinite(measured_run(self, program, batch))
+        return 3.0 if isinstance(batch, PackedBatch) else 2.0
+
+    monkeypatch.setattr(calibration.Step, "run", run)
+    assert measured.packed_ratio(outcomes) == pytest.approx(1.5)
+    assert measured.packed_ratio(outcomes[:1]) is None
+    packed = [each for each in batches if isinstance(each, PackedBatch)]
+    assert [int((each.seq_len == 6).sum()) for each in packed] == [4] * 4
 
 
 def test_memory_is_a_line_through_compiled_programs(monkeypatch):

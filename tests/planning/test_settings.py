@@ -127,6 +127,7 @@ def portfolio_seconds(samples, ranks, costs, packs, length):
         config = policy_config(PlanningConfig("balanced", m_mem=131_072), name)
         epoch = make_plan(config, samples, ranks, 0, costs).epoch(0)
         time = makespan(epoch, costs.quadratic)
+        time *= costs.packed_ratio or 1 if find_policy(policy).packed else 1
         first_step = costs.first_step_seconds(programs_of(epoch))
         found[case_name(config)] = length.seconds(time, epoch.steps, first_step)
     return found
@@ -138,12 +139,15 @@ def portfolio_seconds(samples, ranks, costs, packs, length):
     st.sampled_from([1, 2, 8]),
     st.booleans(),
     st.sampled_from([RunLength(1.0), RunLength(100.0), RunLength(None, 50)]),
+    st.sampled_from([None, 1.5]),
 )
 @examples(6)
-def test_no_policy_is_predicted_much_faster_than_that_of_auto(kinds, count, ranks, packs, length):
+def test_no_policy_is_predicted_much_faster_than_that_of_auto(
+    kinds, count, ranks, packs, length, ratio
+):
     lengths = np.random.default_rng(0).choice(kinds, count)
     samples = of_lengths(*lengths.tolist())
-    costs = CostFile(quadratic=QuadraticCost(0.05, 2e-5, 1.2e-9, 1e-3))
+    costs = CostFile(quadratic=QuadraticCost(0.05, 2e-5, 1.2e-9, 1e-3), packed_ratio=ratio)
     auto = PlanningConfig(m_mem=131_072)
     chosen, reason = choose_policy(
         auto, lambda _: samples, ranks, costs, packs=packs, length=length
