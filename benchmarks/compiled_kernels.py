@@ -1,14 +1,16 @@
-"""Says how many registers the backward kernels take on an H100 or H200, and what they spill.
+"""Says how many registers kernels take, and what they spill.
 
     python benchmarks/compiled_kernels.py
 
 XLA compiles them without a GPU (see `benchmarks/gpu_target.py`), and NVIDIA's ptxas says what a
-thread takes. `fit` is whether all programs of a multiprocessor that a kernel is divided for hold
+thread takes. Backward kernels are compiled for an H100 or H200, attention in packed rows for GPUs
+before them. `fit` is whether all programs of a multiprocessor that a kernel is divided for hold
 their registers at the same time: 65,536 of them.
 """
 
 import glob
 import importlib.util
+import itertools
 import os
 import re
 import subprocess
@@ -17,7 +19,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 from unittest import mock
 
 import gpu_target
@@ -28,10 +30,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from alload_jax.bench.harness import benchmark_parser
 from alload_jax.errors import run_command
 from alload_jax.files import Json
+from alload_jax.models.common.attention import triton_packed
+from alload_jax.models.common.segments import AttentionSegments, Segments
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
 from pallas_kernels import op
 from pallas_kernels.bias_gelu import api as gelu_operands
 from pallas_kernels.bias_gelu import triton as gelu_calls
+from pallas_kernels.block_sparse_attention import triton as attention_calls
+from pallas_kernels.block_sparse_attention.operands import Pass
 from pallas_kernels.layernorm_modulate import mosaic as mosaic_calls
 from pallas_kernels.layernorm_modulate import operands as norm_operands
 from pallas_kernels.layernorm_modulate import triton as norm_calls
@@ -55,6 +61,7 @@ class Case(NamedTuple):
       warps, per_core: of a program, and programs of a multiprocessor.
       call: runs it.
       shapes: of the call's arguments.
+      capability: of the GPU.
     """
 
     kernel: str
@@ -64,6 +71,7 @@ class Case(NamedTuple):
     per_core: int
     call: Callable[..., Any]
     shapes: tuple[Any, ...]
+    capability: str = "9.0"
 
 
 def array(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
@@ -143,8 +151,28 @@ def mosaic_cases() -> Iterator[Case]:
             yield Case(*which, way.groups * _WARPS, way.per_core, call, shapes)
 
 
-def compiled_case(case: Case, device: Any) -> Json:
+def packed_attention_cases() -> Iterator[Case]:
+    """Attention in a packed row of two segments, on the GPUs that have no cuDNN for it."""
+    tokens = array(1, _TOKENS, 12, _HEAD)
+    slots = array(1, 2, dtype=jnp.int32)
+    segments = Segments(slots, slots, array(1, _TOKENS, dtype=jnp.int32))
+    packed = AttentionSegments(segments, segments, ((0, 2), (_TOKENS, 0)), None)
+
+    def total(q: jax.Array, k: jax.Array, v: jax.Array, packed: AttentionSegments) -> jax.Array:
+        return triton_packed(q, k, v, packed).astype(jnp.float32).sum()
+
+    for capability in ("8.0", "8.6", "8.9"):
+        for part in get_args(Pass):
+            tiles = attention_calls.tiles_for(part, 128)
+            call = total if part == "forward" else jax.grad(total, (0, 1, 2))
+            which = (f"block_sparse_attention_{part}", _HEAD, f"packed rows, sm_{capability}")
+            shapes = (tokens,) * 3 + (packed,)
+            yield Case(*which, tiles.num_warps, 1, call, shapes, capability)
+
+
+def compiled_case(case: Case) -> Json:
     """Registers of a thread, and bytes that it spills."""
+    (device,) = gpu_target.devices_of_host(1, case.capability)
     everywhere = NamedSharding(make_mesh(MeshConfig(), [device]), PartitionSpec())
     shapes = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere), case.shapes
@@ -155,7 +183,7 @@ def compiled_case(case: Case, device: Any) -> Json:
         gpu_target.traced_for(device),
     ):
         gpu_target.compiled(jax.jit(case.call), *shapes, xla_dump_to=folder)
-        words = of_ptxas(folder, case.kernel)
+        words = of_ptxas(folder, case.kernel, case.capability)
     registers = int(re.findall(r"Used (\d+) registers", words)[0])
     spilled = int(re.findall(r"(\d+) bytes spill stores", words)[0])
     held = registers * _THREADS * case.warps * case.per_core
@@ -167,29 +195,33 @@ def compiled_case(case: Case, device: Any) -> Json:
     }
 
 
-def of_ptxas(folder: str, kernel: str) -> str:
+def of_ptxas(folder: str, kernel: str, capability: str) -> str:
     """What NVIDIA's assembler says of a kernel; Mosaic has asked it and dumps the answer."""
     if found := glob.glob(f"{folder}/{kernel}*.ptxas"):
         return Path(found[0]).read_text()
     entry = f".entry {kernel}"
     return next(
-        ptxas(path) for path in glob.glob(f"{folder}/*.ptx") if entry in Path(path).read_text()
+        ptxas(path, capability)
+        for path in glob.glob(f"{folder}/*.ptx")
+        if entry in Path(path).read_text()
     )
 
 
-def ptxas(path: str) -> str:
+def ptxas(path: str, capability: str) -> str:
     """What NVIDIA's assembler says of a file."""
     installed = importlib.util.find_spec("nvidia.cuda_nvcc")
     assert installed is not None
     [folder] = installed.submodule_search_locations or []
-    given = [f"{folder}/bin/ptxas", "-v", "-arch=sm_90a", path, "-o", "/dev/null"]
+    arch = "sm_" + capability.replace(".", "") + ("a" if capability == "9.0" else "")
+    given = [f"{folder}/bin/ptxas", "-v", f"-arch={arch}", path, "-o", "/dev/null"]
     return subprocess.run(given, capture_output=True, text=True, check=True).stderr
 
 
 def rows(devices: list[Any]) -> Iterator[Json]:
     """What the JSON says of each case."""
-    for case in (*gelu_cases(), *rotary_cases(), *norm_cases(), *mosaic_cases()):
-        yield compiled_case(case, devices[0])
+    cases = (gelu_cases, rotary_cases, norm_cases, mosaic_cases, packed_attention_cases)
+    for case in itertools.chain(*(each() for each in cases)):
+        yield compiled_case(case)
 
 
 def main(argv: list[str]) -> int:

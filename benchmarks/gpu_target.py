@@ -10,6 +10,7 @@ request 33542.)
 import contextlib
 import importlib.util
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -58,6 +59,12 @@ dnn_version_info { major: 9 minor: 10 }
 runtime_version { major: 12 minor: 9 patch: 0 }
 device_description_str: "NVIDIA H200"
 """
+_OLDER = {
+    "8.0": ("NVIDIA A100-SXM4-80GB", 108, 2048, 167936),
+    "8.6": ("NVIDIA GeForce RTX 3090", 82, 1536, 102400),
+    "8.9": ("NVIDIA GeForce RTX 4090", 128, 1536, 102400),
+}
+"""Name, multiprocessors, threads and bytes of shared memory of each, by compute capability."""
 FLAGS = "--xla_gpu_autotune_level=0"
 """Of XLA, beside those of training: nothing can be measured."""
 
@@ -72,8 +79,28 @@ def require_no_backend_but_cpu() -> None:
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
 
 
-def devices_of_host(count: int) -> list[Any]:
-    """H200s of one host that are not there, for meshes of programs to compile.
+def _description(capability: str) -> str:
+    """What XLA reads of the GPU of a compute capability."""
+    if capability == "9.0":
+        return _H200
+    name, cores, threads, shared = _OLDER[capability]
+    major, minor = capability.split(".")
+    changes = {
+        r'"NVIDIA H200"': f'"{name}"',
+        r"core_count: \d+": f"core_count: {cores}",
+        r"threads_per_core_limit: \d+": f"threads_per_core_limit: {threads}",
+        r"memory_per_core: \d+": f"memory_per_core: {shared}",
+        r"optin: \d+": f"optin: {shared - 1024}",
+        r"capability { major: 9": f"capability {{ major: {major} minor: {minor}",
+    }
+    text = _H200
+    for pattern, words in changes.items():
+        text = re.sub(pattern, words, text)
+    return text
+
+
+def devices_of_host(count: int, capability: str = "9.0") -> list[Any]:
+    """H200s of one host that are not there, for meshes of programs to compile; or older GPUs.
 
     Raises:
       InputError: JAX's CUDA plugin is not installed.
@@ -81,7 +108,7 @@ def devices_of_host(count: int) -> list[Any]:
     if importlib.util.find_spec("jax_cuda12_plugin") is None:
         raise InputError('JAX\'s CUDA plugin is missing; pip install "jax[cuda12]"')
     found = topologies.get_topology_desc(
-        platform="cuda", target_config=_H200, topology=f"1x1x{count}"
+        platform="cuda", target_config=_description(capability), topology=f"1x1x{count}"
     )
     return list(found.devices)
 
@@ -92,8 +119,8 @@ def traced_for(device: Any) -> Iterator[None]:
     chosen = SimpleNamespace(
         platform="gpu",
         device_kind=device.device_kind,
-        compute_capability="9.0",
-        core_count=132,
+        compute_capability=device.compute_capability,
+        core_count=device.core_count,
     )
     with (
         mock.patch.object(jax, "default_backend", return_value="gpu"),
