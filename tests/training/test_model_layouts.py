@@ -129,6 +129,10 @@ def test_joint_attention_has_the_gradient_of_the_samples_one_by_one(joined):
         batches = batches_of(joint, model, policy, ranks, **options)
         assert sum(int((batch.weight > 0).sum()) for batch in batches) == COUNT
         assert_same(mean_gradient(model, mesh_of(ranks), batches), alone, ROUNDING)
+    # More ranks than heads.
+    batches = batches_of(joint, model, "balanced", 4, **SPLIT | {"context": 4})
+    assert any(batch.metadata.split is not None for batch in batches)
+    assert_same(mean_gradient(model, mesh_of(4, context=4), batches), alone, ROUNDING)
     batches = batches_of(joint, model, "balanced", 2, **SPLIT)
     split = [batch.metadata.split for batch in batches if batch.metadata.split is not None]
     assert max(int(each.split.length.max()) for each in split) == 18

@@ -31,6 +31,7 @@ from alload_jax.data.loader import place_ahead
 from alload_jax.data.store import StoreReader
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import TextConfig
+from alload_jax.models.common.sparse_attention.config import SparseAttentionConfig
 from alload_jax.objectives.flow_matching import noised
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.sharding.mesh import MeshConfig, local_plan_ranks, ranks_of
@@ -130,16 +131,19 @@ def manifest(tmp_path_factory):
 
 @pytest.mark.slow
 @needs_devices
-def test_split_samples_give_the_loss_and_gradient_of_whole_ones(manifest):
-    mesh = mesh_of(8, context=2, fsdp=2, tensor=2)
-    batches = batches_of(manifest, SPLIT, "balanced", ranks_of(mesh), context=2, m_mem=64)
+@pytest.mark.parametrize("axes", [{"context": 2, "fsdp": 2, "tensor": 2}, {"context": 8}])
+def test_split_samples_give_the_loss_and_gradient_of_whole_ones(manifest, axes):
+    """Also over more ranks than the model has heads."""
+    mesh, context = mesh_of(8, **axes), axes["context"]
+    batches = batches_of(manifest, SPLIT, "balanced", ranks_of(mesh), context=context, m_mem=64)
     assert {odd for b in batches for odd in b.metadata.split.split.length.ravel().tolist()} >= {45}
     assert sum(float(b.weight.sum()) for b in batches) == pytest.approx(len(manifest), rel=1e-6)
     found, programs = gradient_and_programs(SPLIT, mesh, batches)
     assert_same(found, mean_gradient(SPLIT, mesh_of(), batches_of(manifest, SPLIT, "fixed")))
-    assert len(programs) == 1
-    assert "all-to-all(" in programs[0]
-    assert_gathers_no_activations(programs, 64)
+    if context == 2:
+        assert len(programs) == 1
+        assert "all-to-all(" in programs[0]
+        assert_gathers_no_activations(programs, 64)
 
 
 def test_each_split_size_needs_one_program(manifest):
@@ -150,23 +154,28 @@ def test_each_split_size_needs_one_program(manifest):
     assert 1 < len(regions) <= 5
 
 
-def config_with(planning=None, **axes):
+def config_with(planning=None, model=SPLIT, **axes):
     planning = PlanningConfig(**{"m_mem": 32, "policy": "balanced"} | (planning or {}))
     mesh = MeshConfig(**axes)
-    return Config(RunConfig("run"), DataConfig("data"), planning, SPLIT, mesh=mesh)
+    return Config(RunConfig("run"), DataConfig("data"), planning, model, mesh=mesh)
 
 
 @pytest.mark.parametrize(
     ("axes", "planning", "words"),
     [
-        ({"context": 3}, {}, r"mesh\.context·mesh\.tensor is 3, which does not divide"),
-        ({"context": 4, "tensor": 2}, {}, r"mesh\.context·mesh\.tensor is 8, .*num_heads 4"),
+        ({"context": 4, "tensor": 3}, {}, r"mesh\.tensor is 3, .*num_heads 4"),
         ({"context": 4}, {"context": 2}, r"planning\.context is 2, but mesh\.context is 4"),
     ],
 )
 def test_unsupported_splits_are_refused_in_one_line(axes, planning, words):
     with pytest.raises(InputError, match=words):
         config_with(planning, **axes)
+
+
+def test_sparse_attention_is_split_by_heads():
+    sparse = dataclasses.replace(SPLIT, sparse_attention=SparseAttentionConfig())
+    with pytest.raises(InputError, match=r"mesh\.context·mesh\.tensor is 3, which does not divide"):
+        config_with(model=sparse, context=3)
 
 
 def test_the_mesh_decides_over_how_many_ranks_samples_are_split():

@@ -1,8 +1,9 @@
 """Computes all attention of the models, with one of the implementations that JAX offers.
 
 All-to-alls exchange a rank's split tokens of all heads for all split tokens of some heads and back,
-as in DeepSpeed-Ulysses (arXiv 2309.14509). This applies to the first A tokens of each rank's row;
-the other tokens attend on their own rank.
+as in DeepSpeed-Ulysses (arXiv 2309.14509). Where the ranks do not divide the heads, each rank's
+queries attend to the keys and values of all ranks instead. This applies to the first A tokens of
+each rank's row; the other tokens attend on their own rank.
 """
 
 import math
@@ -96,16 +97,20 @@ def split_packed(
 
     Args:
       within: attention on packed rows of one device.
-      query, key, value: [1, T, num_heads, head_dim], the row of one rank; num_heads is divisible by
-        the context axis.
+      query, key, value: [1, T, num_heads, head_dim], the row of one rank.
       split: positions of the segments.
 
     Returns:
       [1, T, num_heads, head_dim] in the query's dtype.
     """
     count = split.split_tokens
-    q, k, v = (tokens_together(x[:, :count]) for x in (query, key, value))
-    outputs = [heads_together(within(q, k, v, split.within_split()))]
+    q, k, v = (x[:, :count] for x in (query, key, value))
+    if query.shape[2] % jax.lax.axis_size(CONTEXT) == 0:
+        q, k, v = (tokens_together(x) for x in (q, k, v))
+        outputs = [heads_together(within(q, k, v, split.within_split()))]
+    else:
+        k, v = (jax.lax.all_gather(x, CONTEXT, axis=1, tiled=True) for x in (k, v))
+        outputs = [within(q, k, v, split.from_rank(jax.lax.axis_index(CONTEXT)))]
     if count < query.shape[1]:
         q, k, v = (x[:, count:] for x in (query, key, value))
         outputs.append(within(q, k, v, split.within_whole()))

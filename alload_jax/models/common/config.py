@@ -153,8 +153,8 @@ class ModelConfig:
     def _require_positive(self, *names: str) -> None:
         require_positive("model.", self, *names, most=_LARGEST)
 
-    def require_divisible(self, shards: int) -> None:
-        """Checks that `shards` devices (mesh.context·mesh.tensor) can share the work of one rank.
+    def require_divisible(self, tensor: int, context: int) -> None:
+        """Checks that tensor·context devices (of `mesh`) can share the work of one rank.
 
         Families that split heads or width over devices override this method.
 
@@ -293,12 +293,15 @@ class TransformerConfig(ModelConfig):
             self.sparse_attention.check_layers(self.num_layers)
 
     @override
-    def require_divisible(self, shards: int) -> None:
-        """These families split their heads."""
+    def require_divisible(self, tensor: int, context: int) -> None:
+        """These families split their heads; dense attention to split samples needs not."""
+        name, shards = "mesh.tensor", tensor
+        if self.sparse_attention is not None:
+            name, shards = "with sparse attention mesh.context·mesh.tensor", context * tensor
         if self.num_heads % shards:
             raise InputError(
-                f"mesh.context·mesh.tensor is {shards}, which does not divide model.num_heads "
-                f"{self.num_heads}; choose a divisor"
+                f"{name} is {shards}, which does not divide model.num_heads {self.num_heads}; "
+                "choose a divisor"
             )
 
     @property

@@ -176,6 +176,9 @@ def check_split(context, region, head_dim, dtype, tolerance, axes):
         (4, REGION, {"context": 4}),
         (2, 64, {"context": 2}),
         (2, REGION, {"context": 2, "tensor": 2}),
+        (8, REGION, {"context": 8}),  # more ranks than heads
+        (4, 64, {"context": 4, "tensor": 2}),
+        (3, REGION, {"context": 3}),
     ],
 )
 def test_split_samples_attend_as_whole_ones(context, region, axes):
