@@ -6,6 +6,7 @@ each device computes. Latents and texts are random.
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -13,13 +14,20 @@ import numpy as np
 from jax.sharding import Mesh
 
 from alload_jax.bench.harness import provenance
+from alload_jax.bench.random_data import (
+    draw_samples,
+    manifest_of,
+    random_collator,
+    representative,
+)
 from alload_jax.bench.trace import device_seconds, recorded
-from alload_jax.bench.workload_step import draw_samples, random_collator, representative
 from alload_jax.data.batch import signature
+from alload_jax.data.condition import conditions_for
 from alload_jax.data.loader import PlacedStep, place_ahead
 from alload_jax.files import Json
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.families import config_from_fields
+from alload_jax.planning.architecture import from_fields
 from alload_jax.planning.cost import micro_batch_costs, rank_costs
 from alload_jax.planning.factory import make_plan
 from alload_jax.planning.metrics import plan_metrics
@@ -136,6 +144,10 @@ def measure(
     if longest:
         kept = drawn.seq_len <= longest
         drawn = Samples(drawn.shape[kept], drawn.seq_len[kept])
+    trained = config_from_fields(model)
+    if trained.joint_attention:  # the lengths that samples have in the model's rows
+        conditions = conditions_for(trained, manifest_of(drawn, trained))
+        drawn = replace(drawn, seq_len=drawn.seq_len + conditions.length)
     config = PlanningConfig(**planning, context=mesh.shape["context"])
     recorded = provenance(["jax", "jaxlib", "flax"]) | {"devices": jax.device_count()}
     plan = make_plan(config, drawn, ranks_of(mesh), 0, ranks_per_group=ranks_per_group(mesh))
@@ -148,7 +160,7 @@ def measure(
     metrics = plan_metrics(epoch, config.predictor(), config.m_mem)
     chosen = representative(range(epoch.steps), predicted, steps)
     try:
-        found = run_steps(config_from_fields(model), mesh, plan, chosen, repeats)
+        found = run_steps(trained, mesh, plan, chosen, repeats)
     except jax.errors.JaxRuntimeError as error:
         if not out_of_memory(error):
             raise
@@ -160,6 +172,8 @@ def measure(
             "mesh": dict(mesh.shape),
             "samples": len(plan.samples),
             "tokens": int(seq_len.sum()),
+            "flops": from_fields(trained.architecture()).step_flops(seq_len),
+            "padding": metrics.padding,
             "steps": epoch.steps,
             "digest": plan_digest,
             # Of an epoch that places all samples: packed plans leave some to the next one.

@@ -22,6 +22,7 @@ from alload_jax.commands.flags import require_flags, require_place
 from alload_jax.errors import InputError
 from alload_jax.files import Json, read_json
 from alload_jax.planning.cost import CostFile, read_cost_file
+from alload_jax.planning.devices import DEVICES
 from alload_jax.planning.metrics import coefficient_of_variation, imbalance
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.planning.workloads import names
@@ -30,7 +31,7 @@ HELP = "Measure training steps on all devices of this host under each policy: ti
 
 _COMMAND = "alload bench balance"
 _DEVICE_FIGURES = ("imbalance", "CV", "idle", "exposed")
-_SHARED = ("date", "device", "devices", "driver", "versions", "samples", "tokens")
+_SHARED = ("date", "device", "devices", "driver", "versions", "samples", "tokens", "flops")
 
 
 _DUAL = {"policy": "dual_constraint", "m_comp": "auto"}
@@ -53,7 +54,17 @@ context groups that split samples."""
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's flags."""
     add = parser.add_argument
-    add("--workload", choices=names(), default="mixed-resolution", help="default mixed-resolution")
+    samples = parser.add_mutually_exclusive_group()
+    samples.add_argument(
+        "--workload", choices=names(), default="mixed-resolution", help="default mixed-resolution"
+    )
+    samples.add_argument(
+        "--same",
+        nargs=3,
+        type=int,
+        metavar=("FRAMES", "HEIGHT", "WIDTH"),
+        help="instead of a workload: all samples have this shape in pixels",
+    )
     add(
         "--cases",
         nargs="+",
@@ -87,7 +98,10 @@ def run(options: argparse.Namespace) -> int:
     a_layer = {name: value for name, value in model.items() if name != "num_layers"}
     if unlike := costs.unlike(a_layer):
         print(f"{options.cost_model}: was made for {unlike}; plans and predictions are inaccurate")
-    record = Record(options.out, model=model, workload=options.workload, m_mem=options.m_mem)
+    workload = (
+        f"all samples {'x'.join(map(str, options.same))}" if options.same else options.workload
+    )
+    record = Record(options.out, model=model, workload=workload, m_mem=options.m_mem)
     content = record.content
     content["cases"] = kept = _kept(record, options.cases)
 
@@ -144,8 +158,10 @@ def _checked(options: argparse.Namespace, model: Json) -> tuple[CostFile, dict[s
         require_place(_COMMAND, "--picture", Path(options.picture))
     counts = ("m_mem", "samples", "steps", "repeats", "fsdp", "layers", "longest", "context")
     require_flags(_COMMAND, **{name: getattr(options, name) for name in counts})
-    same = ("workload", "samples", "one_aspect", "steps", "repeats", "longest", "context", "fsdp")
-    shared = {name: getattr(options, name) for name in same} | {"model": model}
+    require_flags(_COMMAND, same=min(options.same) if options.same else None)
+    passed = ("samples", "one_aspect", "steps", "repeats", "longest", "context", "fsdp")
+    shared = {name: getattr(options, name) for name in passed} | {"model": model}
+    shared |= {"workload": None if options.same else options.workload, "shape": options.same}
     settings: dict[str, Json] = {}
     for word in options.cases:  # NAME[:M_MEM]
         name, _, tokens = word.partition(":")
@@ -175,8 +191,10 @@ def summarise(content: Json) -> None:
     ratio of measured to predicted time of the case's steps, the median over the repeats; `spread`
     is the range over the repeats, as a share of it. Imbalance and CV are those of the
     devices' compute time. `idle` is the share of time in which devices do not compute, for any
-    reason; `exposed` is the share in which only collectives run.
+    reason; `exposed` is the share in which only collectives run. `MFU` is the model FLOPs
+    utilisation, of devices whose peak is known.
     """
+    peaks = [each.peak_flops for each in DEVICES.values() if each.name == content.get("device")]
     cases = [case for case in content["cases"] if "seconds" in case]
     ratios = [
         s / p for case in cases for s, p in zip(case["seconds"], case["predicted"], strict=True)
@@ -192,6 +210,9 @@ def summarise(content: Json) -> None:
             "tokens_per_second": content["tokens"] / epoch,
             "prediction_error": float(np.abs(predicted * factor / seconds - 1).mean()),
         }
+        if peaks and "flops" in content:
+            peak = peaks[0] * content["devices"]
+            case["figures"]["MFU"] = content["flops"] / epoch / peak
         if case["busy"]:
             busy, exposed = np.asarray(case["busy"]), np.asarray(case["exposed"])
             case["figures"] |= {
@@ -227,9 +248,11 @@ def _table(content: Json) -> Table:
         {
             "case": lambda case: case["case"],
             "tokens/s": lambda case: f"{case['figures']['tokens_per_second']:,.0f}",
+            "MFU": share("MFU"),
             "spread": share("spread"),
             "epoch, s": lambda case: f"{case['figures']['epoch_seconds']:,.1f}",
             **{name: share(name) for name in _DEVICE_FIGURES},
+            "padding": lambda case: f"{case['padding']:.1%}" if "padding" in case else "-",
             "memory": lambda case: memory(case, statistics.fmean),
             "memory range": lambda case: memory(case, np.ptp) if case["peak_bytes"] else "-",
             "programs": lambda case: f"{case['programs']}",

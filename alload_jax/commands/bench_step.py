@@ -1,4 +1,4 @@
-"""`alload bench step`: training steps, by rematerialisation, or by policy."""
+"""`alload bench step`: training steps of one shape, by rematerialisation."""
 
 import argparse
 import math
@@ -26,17 +26,11 @@ from alload_jax.commands.flags import require_flags, require_place
 from alload_jax.errors import InputError
 from alload_jax.files import Json
 from alload_jax.planning.architecture import from_fields
-from alload_jax.planning.devices import DEVICES
-from alload_jax.planning.policies import find_policy
 from alload_jax.planning.remat import AUTO_REMAT, RematPolicy, in_words
-from alload_jax.planning.settings import PlanningConfig
-from alload_jax.planning.workloads import names
 
-HELP = "Training steps: by what is kept for the backward pass, by policy, or by part (--profile)."
+HELP = "Training steps: by what is kept for the backward pass, or by part (--profile)."
 
 _POLICIES = get_args(RematPolicy)
-_POLICIES_OF_PLANS = ("balanced", "first_fit", "dual_constraint", "equal_tokens")
-_SHARED = ("date", "device", "driver", "versions", "samples", "tokens")
 _MEASURE = "alload_jax.bench.step_profile.measure"
 _ROOFS = "alload_jax.bench.step_profile.roofs"
 _LISTED = 12
@@ -61,25 +55,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="with --profile: keep the raw traces and the compiled programs in this folder",
     )
-    add("--workload", choices=names(), help="measure a named workload under --policies")
-    add(
-        "--same",
-        nargs=3,
-        type=int,
-        metavar=("FRAMES", "HEIGHT", "WIDTH"),
-        help="instead of --workload: all samples have this shape in pixels",
-    )
-    add(
-        "--policies",
-        nargs="+",
-        choices=_POLICIES_OF_PLANS,
-        default=("balanced", "dual_constraint", "equal_tokens"),
-        help="default: balanced (packed), dual_constraint, equal_tokens",
-    )
-    add("--m-mem", type=int, default=65_536, help="tokens of a micro-batch (default 65,536)")
-    add("--samples", type=int, default=2000, help="samples of the epoch (default 2000)")
-    add("--one-aspect", action="store_true", help="only 16:9 samples: fewer buckets to compile")
-    add("--cost-model", help="JSON of `alload calibrate`, for policies that balance by cost")
 
 
 def add_case_arguments(parser: argparse.ArgumentParser) -> None:
@@ -115,35 +90,16 @@ def add_case_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures steps of one shape, or (--workload, --same) of the same samples by policy."""
-    require_usable("alload bench step", options)
-    _check(options)
-    if options.profile:
-        return profile(options, cases(options))
-    if not options.workload and not options.same:
-        return measure(options, cases(options))
-    model = model_fields(options.model, options.layers)
-    model = training_fields(model, scan_layers=not options.unrolled)
-    return measure_policies(options, model)
-
-
-def _check(options: argparse.Namespace) -> None:
-    """Raises InputError where a flag of policies or of profiles makes no sense."""
+    """Measures steps of one shape, or profiles them."""
     command = "alload bench step"
-    same = min(options.same) if options.same else None
-    require_flags(command, m_mem=options.m_mem, samples=options.samples, same=same)
-    if options.cost_model and not Path(options.cost_model).is_file():
-        raise InputError(f"{command}: --cost-model {options.cost_model}: no such file; name one")
-    if options.profile and (options.workload or options.same):
-        flag = "--workload" if options.workload else "--same"
-        raise InputError(f"{command}: --profile and {flag} are both given; give one")
-    if options.keep_trace is None:
-        return
-    if not options.profile:
-        raise InputError(f"{command}: --keep-trace needs --profile; add it")
-    folder = Path(options.keep_trace)
-    if folder.exists() and not folder.is_dir():
-        raise InputError(f"{command}: --keep-trace {folder}: this is a file; name a folder")
+    require_usable(command, options)
+    if options.keep_trace is not None:
+        if not options.profile:
+            raise InputError(f"{command}: --keep-trace needs --profile; add it")
+        folder = Path(options.keep_trace)
+        if folder.exists() and not folder.is_dir():
+            raise InputError(f"{command}: --keep-trace {folder}: this is a file; name a folder")
+    return (profile if options.profile else measure)(options, cases(options))
 
 
 def require_usable(command: str, options: argparse.Namespace) -> None:
@@ -218,69 +174,6 @@ def _table(content: Json) -> Table:
             "to compile, s": lambda case: (
                 f"{case.get('compile_seconds', case.get('warmup_seconds', 0)):.0f}"
             ),
-        },
-        content["cases"],
-    )
-
-
-# ---------------------------------------------------------------- policies
-
-
-def measure_policies(options: argparse.Namespace, model: Json) -> int:
-    """Measures each policy, prints a table and writes JSON; `model`: fields of its config."""
-    if options.workload and options.same:
-        raise InputError("alload bench step: --workload and --same are both given; give one")
-    workload = options.workload or f"all samples {'x'.join(map(str, options.same))}"
-    record = Record(options.out, model=model, workload=workload, m_mem=options.m_mem, cases=[])
-    shared = {name: getattr(options, name) for name in ("workload", "samples", "one_aspect")}
-    shared |= {"model": model, "shape": options.same, "steps": options.steps}
-    plannings = [_planning(options, policy) for policy in options.policies]
-    # Bucketed policies share programs, so they share a process.
-    groups = [[each] for each in plannings if find_policy(each["policy"]).packed]
-    groups.append([each for each in plannings if not find_policy(each["policy"]).packed])
-
-    def cases() -> Iterator[Json]:
-        for group in filter(None, groups):
-            found = measured("alload_jax.bench.workload_step", shared | {"plannings": group})
-            record.content |= {key: found[key] for key in _SHARED if key in found}
-            if "error" in found:
-                yield from ({"policy": each["policy"], "error": found["error"]} for each in group)
-                continue
-            peaks = [each.peak_flops for each in DEVICES.values() if each.name == found["device"]]
-            for case in found["cases"]:
-                # Model FLOPs utilisation; None if the device's peak is unknown.
-                mfu = case["flops"] / case["seconds"] / peaks[0] if peaks else None
-                yield case | {"peak_bytes": found["peak_bytes"], "mfu": mfu}
-
-    def outcome(case: Json) -> str:
-        return f"{case['tokens_per_second']:,.0f} tokens/s"
-
-    return record.measure(cases(), "policy", outcome, _policy_table)
-
-
-def _planning(options: argparse.Namespace, policy: str) -> Json:
-    fields: Json = {"policy": policy, "m_mem": options.m_mem}
-    if options.cost_model:
-        fields["cost_model"] = options.cost_model
-    if find_policy(policy).m_comp_by_default:
-        fields["m_comp"] = "auto"
-    PlanningConfig(**fields)
-    return fields
-
-
-def _policy_table(content: Json) -> Table:
-    return table_of(
-        f"{content['workload']}, {content['m_mem']:,} tokens per micro-batch",
-        {
-            "policy": lambda case: case["policy"],
-            "tokens/s": lambda case: f"{case['tokens_per_second']:,.0f}",
-            "samples/s": lambda case: f"{case['samples_per_second']:.3f}",
-            "MFU": lambda case: "not known" if case["mfu"] is None else f"{case['mfu']:.3f}",
-            "peak memory": lambda case: gigabytes(case["peak_bytes"]),
-            "padding": lambda case: f"{case['padding']:.2%}",
-            "steps": lambda case: f"{case['steps']:,}",
-            "programs": lambda case: f"{case['programs']}",
-            "compilation, s": lambda case: f"{case['compile_seconds']:.0f}",
         },
         content["cases"],
     )

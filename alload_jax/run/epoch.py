@@ -15,8 +15,8 @@ from jax.profiler import ProfileData
 from typing_extensions import override
 
 from alload_jax.bench.harness import provenance
+from alload_jax.bench.random_data import RandomReader, manifest_of
 from alload_jax.bench.trace import device_shares
-from alload_jax.bench.workload_step import RandomReader, manifest_of
 from alload_jax.config import read_config
 from alload_jax.data.batch import Signature, signature
 from alload_jax.data.condition import conditions_for

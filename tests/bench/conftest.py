@@ -16,10 +16,11 @@ def program(monkeypatch):
 
 @pytest.fixture
 def in_process(monkeypatch):
-    """`alload bench step` measures in this process, which takes less time than one of its own."""
+    """`alload bench step` and `balance` measure in this process, which takes less time."""
 
     def measured(program, settings, variables=None):
         found = importlib.import_module(program).measure(**settings)
         return json.loads(json.dumps(found))
 
-    monkeypatch.setattr("alload_jax.commands.bench_step.measured", measured)
+    for name in ("step", "balance"):
+        monkeypatch.setattr(f"alload_jax.commands.bench_{name}.measured", measured)

@@ -6,9 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from alload_jax.bench.pictures import draw_balance
+from alload_jax.bench.random_data import representative
 from alload_jax.cli import main
 from alload_jax.commands.bench_balance import summarise
 from alload_jax.errors import InputError
@@ -46,6 +48,7 @@ def test_figures_by_hand():
     cases = [measured([1.0, 2.0], [10.0, 20.0], [[1.0, 0.5], [2.0, 2.0]])]
     cases[0]["rounds"] = [[1.0, 2.0], [1.5, 2.0], [1.0, 1.5]]
     content = {"tokens": 600, "cases": [*cases, {"case": "y", "error": "out of memory"}]}
+    content |= {"device": "NVIDIA H200", "devices": 2, "flops": 989e13}
     summarise(content)
     assert content["factor"] == pytest.approx(0.1)
     assert content["cases"][0]["figures"] == pytest.approx(
@@ -53,6 +56,7 @@ def test_figures_by_hand():
             "epoch_seconds": 10.0,
             "spread": 1.0 / 3.0,
             "tokens_per_second": 60.0,
+            "MFU": 0.5,
             "prediction_error": 0.0,
             "imbalance": (1 / 0.75 - 1) / 2,
             "CV": 0.25 / 0.75 / 2,
@@ -61,6 +65,16 @@ def test_figures_by_hand():
         }
     )
     assert "figures" not in content["cases"][1]
+
+
+def test_timed_steps_stand_for_all_others_by_what_they_cost():
+    lengths = [[30, 2], [20, 5], [8, 8], [10, 10], [1], [9, 9], [3], [5, 5], [7], [2, 2]]
+    cost = [sum(length**2 for length in row) for row in lengths]
+    chosen = representative(list(range(10)), np.asarray(cost, float), 5)
+    assert len(chosen) == 5
+    ranks = np.argsort(np.argsort(cost))[chosen]
+    assert sorted(ranks // 2) == [0, 1, 2, 3, 4]
+    assert representative([4, 7], np.arange(10.0), 5) == [4, 7]
 
 
 def test_a_failed_picture_is_one_line_after_the_json_is_written(balance, tmp_path):
@@ -117,6 +131,25 @@ def test_user_errors_of_the_process_end_the_command_in_one_line(tmp_path):
     flags = ["--model", "tiny", "--cost-model", str(COSTS), "--out", str(tmp_path / "x.json")]
     with pytest.raises(InputError, match=r"^policy equal_tokens: m_mem is 100 tokens"):
         main(["bench", "balance", *flags, "--m-mem", "100"])
+
+
+def test_policies_place_the_same_samples(in_process, tmp_path, capsys, monkeypatch):
+    found = {"seconds": [2.0], "busy": None, "peak_bytes": None, "programs": 1, "compiled": 1}
+    found |= {"compile_seconds": None}
+    monkeypatch.setattr("alload_jax.bench.balance.run_steps", lambda *_: dict(found))
+    out = tmp_path / "balance.json"
+    flags = ["--model", "tiny-mmdit", "--same", "1", "32", "32", "--samples", "33", "--m-mem", "36"]
+    flags += ["--steps", "1", "--repeats", "1", "--cost-model", str(COSTS), "--out", str(out)]
+    assert main(["bench", "balance", *flags, "--cases", "balanced", "dual_constraint"]) == 0
+    content = json.loads(out.read_text())
+    assert content["workload"] == "all samples 1x32x32"
+    assert content["tokens"] == 33 * (4 + 8)  # those of the text count
+    assert [case["case"] for case in content["cases"]] == ["balanced", "dual_constraint"]
+    for case in content["cases"]:
+        computed = case["row_tokens"] * content["devices"] * case["steps"]
+        assert computed * (1 - case["padding"]) <= content["tokens"]
+        assert case["figures"]["tokens_per_second"] > 0
+    assert "| balanced" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -14,16 +14,12 @@ import pytest
 from alload_jax.bench import harness, step_process
 from alload_jax.bench.harness import MODELS, Record, markdown, measured, training_fields, typed
 from alload_jax.bench.step_process import Settings
-from alload_jax.bench.workload_step import Measured, draw_samples, representative, summary
 from alload_jax.cli import main
 from alload_jax.commands import bench_step
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.families import config_from_fields, parameter_count
-from alload_jax.models.wan.costs import WanArchitecture
-from alload_jax.planning.factory import make_plan
 from alload_jax.planning.remat import LADDER
-from alload_jax.planning.settings import PlanningConfig
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
 from alload_jax.training import trial_step
 from alload_jax.training.state import TrainState, abstract_state, init_state
@@ -146,57 +142,6 @@ def test_pytorchs_steps_are_measured_by_a_script_beside_ours(
     assert "| diffusers, bf16_copy" in capsys.readouterr().out
     with pytest.raises(InputError, match="--torch-cases 5 is unknown; there are 0 to 4"):
         diffusers_step.parse(["--torch-cases", "5"])
-
-
-# ---------------------------------------------------------------- steps by policy
-
-
-def test_policies_are_measured_on_the_same_samples(in_process, tmp_path, capsys):
-    out = tmp_path / "step.json"
-    flags = ["--model", "tiny", "--same", "1", "32", "32", "--samples", "9", "--m-mem", "12"]
-    flags += ["--policies", "balanced", "equal_tokens", "--steps", "2", "--out", str(out)]
-    assert main(["bench", "step", *flags]) == 0
-    content = json.loads(out.read_text())
-    assert [case["policy"] for case in content["cases"]] == ["balanced", "equal_tokens"]
-    assert content["tokens"] == 9 * 4
-    for case in content["cases"]:
-        timed = case["measured"]
-        assert case["programs"] == len(timed) == 1
-        assert sum(each["steps"] for each in timed) == case["steps"]
-        assert case["tokens_per_second"] == pytest.approx(36 / case["seconds"])
-    assert "| balanced" in capsys.readouterr().out
-
-
-def test_timed_steps_stand_for_all_others_by_what_they_cost():
-    lengths = [[30, 2], [20, 5], [8, 8], [10, 10], [1], [9, 9], [3], [5, 5], [7], [2, 2]]
-    cost = [sum(length**2 for length in row) for row in lengths]
-    chosen = representative(list(range(10)), np.asarray(cost, float), 5)
-    assert len(chosen) == 5
-    ranks = np.argsort(np.argsort(cost))[chosen]
-    assert sorted(ranks // 2) == [0, 1, 2, 3, 4]
-    assert representative([4, 7], np.arange(10.0), 5) == [4, 7]
-
-
-def test_seconds_of_steps_lie_on_the_line_through_the_timed_ones():
-    squares = np.asarray([1.0, 2.0, 3.0, 10.0])
-    timed = Measured("rows", [2.0 + 0.5 * square for square in (1.0, 3.0)], [1.0, 3.0])
-    assert timed.mean_seconds(squares) == pytest.approx(2.0 + 0.5 * squares.mean())
-    # Steps of equal cost take their mean.
-    assert Measured("rows", [1.0, 3.0], [4.0, 4.0]).mean_seconds(np.full(9, 5.0)) == 2.0
-    assert Measured("rows", [1.5], [7.0]).mean_seconds(np.full(3, 8.0)) == 1.5
-
-
-def test_an_epoch_counts_its_samples_and_their_time():
-    samples = draw_samples(None, (1, 128, 128), 100, False)
-    plan = make_plan(PlanningConfig(policy="balanced", m_mem=7 * 64), samples, 1, 0)
-    epoch, architecture = plan.epoch(0), WanArchitecture(64, 2, 128, 2)
-    timed = Measured("rows", [2.0], [1.0])
-    found = summary(plan, [(np.ones(epoch.steps), timed)], architecture)
-    assert found["seconds"] == 2.0 * epoch.steps
-    assert found["samples_per_second"] == pytest.approx(100 / found["seconds"])
-    assert found["tokens_per_second"] == pytest.approx(6400 / found["seconds"])
-    assert found["flops"] == pytest.approx(100 * architecture.step_flops(np.asarray([64])))
-    assert found["padding"] == pytest.approx(1 - 6400 / (epoch.rows * epoch.padded_len).sum())
 
 
 # ---------------------------------------------------------------- times of a layer, by policy

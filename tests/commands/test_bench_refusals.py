@@ -15,7 +15,7 @@ BASE = {
 }
 NO_FOLDER = "no/x.json: not a file in an existing folder"
 NO_GPU = "the backend is 'cpu'; kernels are measured on a GPU: install the extra cuda12 or cuda13"
-BOTH = ["--same", "1", "32", "32"]
+SAME = ["--same", "1", "32", "32"]
 
 
 @pytest.mark.parametrize(
@@ -27,6 +27,13 @@ BOTH = ["--same", "1", "32", "32"]
         ("balance", ["--picture", "no/x.png"], "no/x.png: not a file in"),
         ("balance", ["--out", "no/x.json"], NO_FOLDER),
         ("balance", ["--out", "/proc/x.json"], "/proc/x.json: cannot be written"),
+        (
+            "balance",
+            [*SAME, "--workload", "wan-480p"],
+            "--workload: not allowed with argument --same",
+        ),
+        ("balance", [*SAME, "--m-mem", 0], "--m-mem is 0; it must be at least 1"),
+        ("balance", ["--same", 1, 0, 32], "--same is 0; it must be at least 1"),
         ("balance", ["--cases", "balance"], "--cases balance: unknown; use one of"),
         *(
             ("balance", ["--cases", f"balanced:{x}"], f"balanced:{x}: M_mem {x} is no number of")
@@ -69,11 +76,6 @@ BOTH = ["--same", "1", "32", "32"]
         ),
         ("step", ["--memory-budget", 40], "--memory-budget is for --remat auto"),
         ("step", ["--latentz", 1, 1, 1], "--latentz is unknown; did you mean --latents"),
-        ("step", [*BOTH, "--workload", "wan-480p"], "both given"),
-        ("step", [*BOTH, "--m-mem", 0], "--m-mem is 0; it must be at least 1"),
-        ("step", ["--same", 1, 0, 32], "--same is 0; it must be at least 1"),
-        ("step", ["--cost-model", "none.json"], "no such file"),
-        ("step", ["--profile", *BOTH], "--profile and --same are both given"),
         ("step", ["--keep-trace", "kept"], "--keep-trace needs --profile"),
         ("step", ["--profile", "--keep-trace", "tiny.yaml"], "this is a file; name a folder"),
         ("tune", [], NO_GPU),
