@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from importlib.resources import files
 from pathlib import Path
+from string import Template
 
 import numpy as np
 from matplotlib import rc_context
@@ -39,61 +41,6 @@ from alload_jax.report.plan_figures import (
     lede,
     metrics_table,
 )
-
-_TEMPLATE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8"/>
-<meta name="viewport" content="width=device-width, initial-scale=1"/>
-<meta name="color-scheme" content="light dark"/>
-<meta name="generator" content="alload-jax"/>
-<title>{title}</title>
-<style>
-{css}</style>
-</head>
-<body>
-<header>
-<p class="eyebrow">How a data set is planned</p>
-<h1>{title}</h1>
-{lede}
-{headline}
-{facts}
-</header>
-<main>
-{sections}
-</main>
-<footer>Made by alload-jax.
-Costs and times are predictions of the cost model, before any run.</footer>
-<div id="tip" role="status" hidden></div>
-<script>
-{script}</script>
-</body>
-</html>
-"""
-
-# Without this script browsers show the same texts as titles, after a delay.
-_SCRIPT = """(function () {
-  var tip = document.getElementById("tip");
-  document.querySelectorAll("svg title").forEach(function (title) {
-    title.parentNode.setAttribute("data-tip", title.textContent);
-    title.remove();
-  });
-  document.addEventListener("pointermove", show);
-  document.addEventListener("pointerdown", show);
-  document.addEventListener("scroll", function () { tip.hidden = true; }, { passive: true });
-  function show(event) {
-    var mark = event.target.closest && event.target.closest("[data-tip]");
-    tip.hidden = !mark;
-    if (!mark) return;
-    tip.textContent = mark.getAttribute("data-tip");
-    var width = document.documentElement.clientWidth;
-    var left = Math.min(event.clientX + 12, width - tip.offsetWidth - 8);
-    var above = event.clientY - tip.offsetHeight - 12;
-    tip.style.left = Math.max(8, left) + "px";
-    tip.style.top = (above < 8 ? event.clientY + 20 : above) + "px";
-  }
-})();
-"""
 
 
 @dataclass(frozen=True)
@@ -145,14 +92,14 @@ def render(page: PlanPage) -> str:
     )
     if notes := "".join(f"<li>{escape(note)}</li>" for note in page.notes):
         sections.append(f'<section class="notes"><h2>Notes</h2><ul>{notes}</ul></section>')
-    return _TEMPLATE.format(
+    template = (files("alload_jax.report") / "plan_page.html").read_text(encoding="utf-8")
+    return Template(template).substitute(
         title=escape(page.title),
         css=CSS,
         lede=lede(page.policies),
         headline=headline(page.policies),
         facts=f'<dl class="facts">{facts}</dl>' if facts else "",
         sections="\n".join(filter(None, sections)),
-        script=_SCRIPT,
     )
 
 
