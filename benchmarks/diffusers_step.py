@@ -64,7 +64,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def variants(model: str) -> tuple[Json, ...]:
-    """The variants of PyTorch for a model of `bench_models.MODELS`."""
+    """The variants of PyTorch for a model of `harness.MODELS`."""
     return TORCH_CASES + (MASKED_CASES if _kind(model) == "hunyuan_video" else ())
 
 

@@ -12,9 +12,10 @@ import json
 import re
 import subprocess
 from functools import cache
+from operator import itemgetter
 from pathlib import Path
 
-from alload_jax.bench.harness import console, markdown
+from alload_jax.bench.harness import console, table_of
 
 ROOT = Path(__file__).parents[1]
 
@@ -90,7 +91,9 @@ def main() -> None:
             named = "yes" if path.name in readme else ""
             rows.append((path.name, named, commit, what))
     rows.sort(key=lambda row: (not row[1], row[0]))
-    console().print(markdown(("result", "in README", "commit", "changed files"), rows))
+    names = ("result", "in README", "commit", "changed files")
+    columns = {name: itemgetter(number) for number, name in enumerate(names)}
+    console().print(table_of("", columns, rows))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +25,7 @@ from rich.table import Table
 
 from alload_jax.errors import InputError
 from alload_jax.files import Json, replacing
+from alload_jax.planning.architecture import architecture_named, model_names
 from alload_jax.sharding.host_memory import with_defaults
 
 # ---------------------------------------------------------------- files of results
@@ -168,52 +169,19 @@ def table_of(title: str, columns: Mapping[str, Callable[[T], str]], rows: Iterab
     return table
 
 
-def markdown(head: Sequence[str], rows: Iterable[Sequence[object]], left: int = 1) -> str:
-    """A Markdown table whose first `left` columns are words and the others numbers."""
-    rule = ["---"] * left + ["---:"] * (len(head) - left)
-    lines = ("| " + " | ".join(map(str, row)) + " |" for row in (head, *rows))
-    first, *others = lines
-    return "\n".join([first, "|" + "|".join(rule) + "|", *others])
-
-
 # ---------------------------------------------------------------- models
 
 
-_WAN = {"in_channels": 16, "text": {"dim": 4096, "length": 512}}
-_HUNYUAN_VIDEO = {
-    "family": "hunyuan_video",
-    "in_channels": 65,
-    "out_channels": 32,
-    "patch_size": (1, 1, 1),
-    "text": {"dim": 3584, "length": 1000},
-    "glyphs": {"dim": 1472, "length": 256},
-    "image": {"dim": 1152},
-}
+_TINY = {"dim": 32, "num_heads": 2, "ffn_dim": 64, "num_layers": 2}
+_TINY_MMDIT = {"family": "hunyuan_video", "refiner_layers": 1, "in_channels": 4}
+_TINY_MMDIT |= {"patch_size": (1, 1, 1), "text": {"dim": 16, "length": 8}}
 
 MODELS: dict[str, Json] = {
-    "1.3b": _WAN | {"dim": 1536, "num_heads": 12, "ffn_dim": 8960, "num_layers": 30},
-    "14b": _WAN | {"dim": 5120, "num_heads": 40, "ffn_dim": 13824, "num_layers": 40},
-    "tiny": _WAN | {"dim": 32, "num_heads": 2, "ffn_dim": 64, "num_layers": 2},
-    "hunyuan-video-1.5": _HUNYUAN_VIDEO
-    | {"dim": 2048, "num_heads": 16, "ffn_dim": 8192, "num_layers": 54},
-    "hunyuan-video-13b": _WAN
-    | {"family": "hunyuan_video_13b", "text": {"dim": 4096, "length": 256}, "pooled_dim": 768}
-    | {"embedded_guidance": 1.0, "dim": 3072, "num_heads": 24, "ffn_dim": 12288}
-    | {"num_layers": 20, "single_layers": 40},
-    "tiny-mmdit": {
-        "family": "hunyuan_video",
-        "dim": 32,
-        "num_heads": 2,
-        "ffn_dim": 64,
-        "num_layers": 2,
-        "refiner_layers": 1,
-        "in_channels": 4,
-        "patch_size": (1, 1, 1),
-        "text": {"dim": 16, "length": 8},
-    },
+    name.removeprefix("wan2.1-"): architecture_named(name).fields() for name in model_names()
 }
-"""Fields of the configs of Wan 2.1's models and of HunyuanVideo's (1.5's is image-to-video), and of
-tiny ones for tests."""
+"""Fields of the configs of released models (HunyuanVideo 1.5's is image-to-video), as
+`planning.architecture` knows them, and of tiny ones for tests."""
+MODELS |= {"tiny": MODELS["1.3b"] | _TINY, "tiny-mmdit": _TINY_MMDIT | _TINY}
 
 NAMES = "Wan 2.1's 1.3B or 14B, HunyuanVideo's 1.5 or 13B, or a tiny one for trying"
 

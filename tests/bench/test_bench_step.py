@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from alload_jax.bench import harness, step_process
-from alload_jax.bench.harness import MODELS, Record, markdown, measured, training_fields, typed
+from alload_jax.bench.harness import MODELS, Record, measured, training_fields, typed
 from alload_jax.bench.step_process import Settings
 from alload_jax.cli import main
 from alload_jax.commands import bench_step
@@ -57,8 +57,6 @@ def test_a_file_holds_every_result_as_soon_as_it_is_known(tmp_path):
     assert content["versions"]["numpy"]
     assert content["versions"]["no-such-package"] is None
     assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
-    lines = markdown(("data", "case", "s"), [("a", "b", 1), ("", "c", 2.5)], left=2).splitlines()
-    assert lines == ["| data | case | s |", "|---|---|---:|", "| a | b | 1 |", "|  | c | 2.5 |"]
 
 
 def test_what_fails_in_a_process_is_told_in_a_line(tmp_path):
