@@ -29,7 +29,7 @@ from torch_step import BACKENDS, PACKAGES, Settings, Trainer, Weights, build, co
 
 from alload_jax.bench.harness import Record, benchmark_parser, provenance
 from alload_jax.commands.bench_epoch import outcome, table
-from alload_jax.commands.flags import require_flags
+from alload_jax.commands.flags import COUNT
 from alload_jax.data.manifest import read_manifest
 from alload_jax.data.record import LATENTS, TEXT
 from alload_jax.data.store import StoreReader
@@ -231,10 +231,9 @@ def main(argv: list[str]) -> int:
     add("--remat", choices=("full", "attention", "none"), default="attention")
     add("--attention", choices=(*BACKENDS, "default"), default="cudnn")
     add("--compile", choices=("blocks", "no"), default="blocks")
-    add("--processes", type=int, default=max(1, torch.cuda.device_count()))
+    add("--processes", type=COUNT, default=max(1, torch.cuda.device_count()))
     add("--seconds", type=float, default=200, help="time of the case after its first steps")
     options = parser.parse_args(argv)
-    require_flags(COMMAND, processes=options.processes)
     record = Record(options.out)
     record.content = read_json(options.out) or record.content
     name = ("PyTorch", options.parallel, options.precision * (options.parallel == "ddp"))

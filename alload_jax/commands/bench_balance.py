@@ -18,7 +18,7 @@ from alload_jax.bench.harness import (
     table_of,
     training_fields,
 )
-from alload_jax.commands.flags import require_flags, require_place
+from alload_jax.commands.flags import COUNT, require_place
 from alload_jax.errors import InputError
 from alload_jax.files import Json, read_json
 from alload_jax.planning.cost import CostFile, read_cost_file
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     samples.add_argument(
         "--same",
         nargs=3,
-        type=int,
+        type=COUNT,
         metavar=("FRAMES", "HEIGHT", "WIDTH"),
         help="instead of a workload: all samples have this shape in pixels",
     )
@@ -73,15 +73,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"of {', '.join(CASES)} (default: all); :M_MEM replaces --m-mem in one case",
     )
     add("--model", choices=tuple(MODELS), default="1.3b", help=f"{NAMES} (default 1.3b)")
-    add("--layers", type=int, help="number of layers, if fewer than the model has")
-    add("--m-mem", type=int, default=81_920, help="tokens of a micro-batch (default 81,920)")
-    add("--samples", type=int, default=4000, help="samples of the epoch (default 4000)")
-    add("--steps", type=int, default=8, help="steps to run, spread over the range of cost")
-    add("--repeats", type=int, default=3, help="how often the steps are run (default 3)")
+    add("--layers", type=COUNT, help="number of layers, if fewer than the model has")
+    add("--m-mem", type=COUNT, default=81_920, help="tokens of a micro-batch (default 81,920)")
+    add("--samples", type=COUNT, default=4000, help="samples of the epoch (default 4000)")
+    add("--steps", type=COUNT, default=8, help="steps to run, spread over the range of cost")
+    add("--repeats", type=COUNT, default=3, help="how often the steps are run (default 3)")
     add("--one-aspect", action="store_true", help="only 16:9 samples: fewer buckets to compile")
-    add("--longest", type=int, help="maximum tokens of a sample; longer ones are excluded")
-    add("--context", type=int, help="ranks that split a sample (default: all)")
-    add("--fsdp", type=int, default=1, help="devices that shard the parameters (default 1)")
+    add("--longest", type=COUNT, help="maximum tokens of a sample; longer ones are excluded")
+    add("--context", type=COUNT, help="ranks that split a sample (default: all)")
+    add("--fsdp", type=COUNT, default=1, help="devices that shard the parameters (default 1)")
     add("--cost-model", required=True, help="JSON of `alload calibrate`")
     add(
         "--out",
@@ -156,9 +156,6 @@ def _checked(options: argparse.Namespace, model: Json) -> tuple[CostFile, dict[s
     require_place(_COMMAND, "--out", Path(options.out))
     if options.picture is not None:
         require_place(_COMMAND, "--picture", Path(options.picture))
-    counts = ("m_mem", "samples", "steps", "repeats", "fsdp", "layers", "longest", "context")
-    require_flags(_COMMAND, **{name: getattr(options, name) for name in counts})
-    require_flags(_COMMAND, same=min(options.same) if options.same else None)
     passed = ("samples", "one_aspect", "steps", "repeats", "longest", "context", "fsdp")
     shared = {name: getattr(options, name) for name in passed} | {"model": model}
     shared |= {"workload": None if options.same else options.workload, "shape": options.same}

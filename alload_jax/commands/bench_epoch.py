@@ -11,7 +11,7 @@ import yaml
 from rich.table import Table
 
 from alload_jax.bench.harness import Record, gigabytes, measured, table_of
-from alload_jax.commands.flags import require_flags, require_place
+from alload_jax.commands.flags import ABOVE_0, COUNT, require_place
 from alload_jax.config_parser import read_yaml
 from alload_jax.errors import InputError
 from alload_jax.files import Json
@@ -34,21 +34,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--only", nargs="+", metavar="CASE", help="cases to measure (default: all)")
     add("--data", required=True, type=Path, help="data folder; written first if there is none")
     add("--workload", choices=names(), help="sizes of the samples of a data folder to write")
-    add("--samples", type=int, default=4000, help="number of these samples (default 4000)")
+    add("--samples", type=COUNT, default=4000, help="number of these samples (default 4000)")
     add("--one-aspect", action="store_true", help="only 16:9 samples: fewer programs")
-    add("--longest", type=int, help="maximum tokens of these samples; longer ones are left out")
-    add("--seconds", type=float, default=200, help="time of a case after its first steps, if its "
+    add("--longest", type=COUNT, help="maximum tokens of these samples; longer ones are left out")
+    add("--seconds", type=ABOVE_0, default=200, help="time of a case after its first steps, if its "
         "epoch takes longer (default 200)")  # fmt: skip
-    add("--repeats", type=int, default=1, help="how often all cases are run in turn (default 1)")
+    add("--repeats", type=COUNT, default=1, help="how often all cases are run in turn (default 1)")
     add("--out", default="epoch.json", help="JSON of the results, written after each case")
 
 
 def run(options: argparse.Namespace) -> int:
     """Measures each case in a process of its own, prints a table and writes JSON."""
     require_place(_COMMAND, "--out", Path(options.out))
-    require_flags(_COMMAND, **{n: getattr(options, n) for n in ("samples", "longest", "repeats")})
-    if options.seconds <= 0:
-        raise InputError(f"{_COMMAND}: --seconds is {options.seconds}; give a number above 0")
     cases = _cases(options.cases, options.only)
     from alload_jax.config import read_config  # imports JAX
 

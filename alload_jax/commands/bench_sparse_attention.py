@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from alload_jax.bench.harness import Record, console, table_of
-from alload_jax.commands.flags import require_flags, require_outputs
+from alload_jax.commands.flags import COUNT, SHARE, require_outputs
 from alload_jax.errors import InputError
 
 if TYPE_CHECKING:
@@ -24,16 +24,16 @@ _PACKAGES = ("jax", "jaxlib", "numpy")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's flags."""
     add = parser.add_argument
-    add("--tokens", nargs="+", type=int, default=(32_768, 75_600, 131_072), help="lengths")
+    add("--tokens", nargs="+", type=COUNT, default=(32_768, 75_600, 131_072), help="lengths")
     add(
         "--sparsities",
         nargs="+",
-        type=float,
+        type=SHARE,
         default=(0.3, 0.5, 0.7, 0.8, 0.9, 0.95),
         help="shares of pairs of blocks that are left out",
     )
     add("--lists", nargs="+", choices=("random", "zipf"), default=("random", "zipf"))
-    add("--heads", type=int, default=12, help="heads (default 12)")
+    add("--heads", type=COUNT, default=12, help="heads (default 12)")
     add("--width", type=int, choices=(64, 128), default=128, help="width of a head (default 128)")
     add("--block", type=int, choices=(64, 128), default=64, help="tokens of a block (default 64)")
     add("--implementations", nargs="+", choices=_KERNELS, default=_KERNELS)
@@ -50,12 +50,6 @@ def run(
       rivals: other libraries' implementations to measure beside ours.
       packages: whose versions the JSON notes for that.
     """
-    require_flags(_COMMAND, heads=options.heads, tokens=min(options.tokens))
-    for sparsity in options.sparsities:
-        if not 0 <= sparsity < 1:
-            raise InputError(
-                f"{_COMMAND}: --sparsities {sparsity}: it must be at least 0 and below 1"
-            )
     out, picture = require_outputs(_COMMAND, options.out)
     # Only now: `--help` needs neither JAX nor a GPU.
     import jax

@@ -1,7 +1,6 @@
 """`alload bench step`: training steps of one shape, by rematerialisation."""
 
 import argparse
-import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,7 +21,7 @@ from alload_jax.bench.harness import (
     table_of,
     training_fields,
 )
-from alload_jax.commands.flags import require_flags, require_place
+from alload_jax.commands.flags import ABOVE_0, COUNT, require_place
 from alload_jax.errors import InputError
 from alload_jax.files import Json
 from alload_jax.planning.architecture import from_fields
@@ -61,12 +60,12 @@ def add_case_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags that say which steps of one shape are measured."""
     add = parser.add_argument
     add("--model", choices=tuple(MODELS), default="1.3b", help=f"{NAMES} (default 1.3b)")
-    add("--layers", type=int, help="fewer layers than the model has")
-    add("--batch", type=int, default=1, help="rows (default 1)")
+    add("--layers", type=COUNT, help="fewer layers than the model has")
+    add("--batch", type=COUNT, default=1, help="rows (default 1)")
     add(
         "--latents",
         nargs=3,
-        type=int,
+        type=COUNT,
         metavar=("FRAMES", "HEIGHT", "WIDTH"),
         default=(21, 60, 104),
         help="of a row; default 21 60 104, 81 frames of 480×832: 32,760 tokens",
@@ -78,14 +77,14 @@ def add_case_arguments(parser: argparse.ArgumentParser) -> None:
         default=_POLICIES,
         help="what layers keep, as model.remat; default: all but auto",
     )
-    add("--memory-budget", type=float, help="GB that --remat auto may fill; default: the device's")
+    add("--memory-budget", type=ABOVE_0, help="GB for --remat auto; default: the device's")
     add("--residual", nargs="+", choices=("compute", "float32"), default=("compute",))
     add(
         "--unrolled",
         action="store_true",
         help="compile each layer by itself, as model.scan_layers: false",
     )
-    add("--steps", type=int, default=6, help="timed steps")
+    add("--steps", type=COUNT, default=6, help="timed steps")
     add("--out", default="step.json", help="written after each measurement")
 
 
@@ -107,15 +106,6 @@ def require_usable(command: str, options: argparse.Namespace) -> None:
     require_place(command, "--out", Path(options.out))
     if options.memory_budget is not None and AUTO_REMAT not in options.remat:
         raise InputError(f"{command}: --memory-budget is for --remat auto; give both or neither")
-    if options.memory_budget is not None and not 0 < options.memory_budget < math.inf:
-        raise InputError(f"{command}: --memory-budget {options.memory_budget}: it must be above 0")
-    require_flags(
-        command,
-        batch=options.batch,
-        steps=options.steps,
-        layers=options.layers,
-        latents=min(options.latents),
-    )
 
 
 def measure(options: argparse.Namespace, cases: Iterable[Case]) -> int:

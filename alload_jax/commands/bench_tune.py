@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from alload_jax.bench.harness import Record, console, table_of
-from alload_jax.commands.flags import require_flags, require_place
-from alload_jax.errors import InputError
+from alload_jax.commands.flags import ABOVE_0, COUNT, require_place
 from alload_jax.files import Json
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--dims",
         nargs="+",
-        type=int,
+        type=COUNT,
         default=_DIMS,
         help="widths, as model.dim, the most important first; default: common ones",
     )
@@ -43,15 +42,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--check",
         nargs="+",
-        type=int,
+        type=COUNT,
         default=(),
         metavar="DIM",
         help="widths that are then timed as they run, without a search: are they near enough?",
     )
-    add("--seconds", type=float, default=600.0, help="no kernel of a width is begun after as many")
+    add("--seconds", type=ABOVE_0, default=600.0, help="no kernel of a width is begun after them")
     add(
         "--processes",
-        type=int,
+        type=COUNT,
         default=max(1, min(_MOST_PROCESSES, (os.cpu_count() or 1) - 1)),
         help="that compile at the same time; each takes about 0.6 GB of the GPU's memory; default: "
         f"one less than the machine has cores, at most {_MOST_PROCESSES}",
@@ -66,10 +65,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Searches, prints a table, and writes the device's file, which later runs read."""
-    counts = {"dims": min(options.dims), "check": min(options.check, default=None)}
-    require_flags(_COMMAND, **counts, processes=options.processes)
-    if not options.seconds > 0:
-        raise InputError(f"{_COMMAND}: --seconds {options.seconds}: it must be above 0")
     if options.out:
         require_place(_COMMAND, "--out", Path(options.out))
     # The processes share the GPU's memory.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from alload_jax.bench.harness import console, table_of
-from alload_jax.commands.flags import require_flags, require_place
+from alload_jax.commands.flags import ABOVE_0, COUNT, SHARE, require_place
 from alload_jax.errors import InputError
 from alload_jax.files import Json, parse_yaml, read_json, read_text
 from alload_jax.planning.cost import (
@@ -188,21 +188,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--picture", help="PNG of measured and fitted steps")
     add(
         "--seconds",
-        type=float,
+        type=ABOVE_0,
         default=300.0,
         help="time for the grid, after small steps are compiled (default 300)",
     )
-    add("--shortest", type=int, default=256, help="tokens of the shortest sequence (default 256)")
-    add("--longest", type=int, help="tokens of the longest; default: what fits, at most 80,000")
-    add("--margin", type=float, default=0.05, help="share of memory to leave free (default 0.05)")
+    add("--shortest", type=COUNT, default=256, help="tokens of the shortest sequence (default 256)")
+    add("--longest", type=COUNT, help="tokens of the longest; default: what fits, at most 80,000")
+    add("--margin", type=SHARE, default=0.05, help="share of memory to leave free (default 0.05)")
     add(
         "--memory-gb",
-        type=float,
+        type=ABOVE_0,
         help="device memory in GB; default: JAX's limit, or half of the host's memory on CPUs",
     )
     add(
         "--layers",
-        type=int,
+        type=COUNT,
         help="number of layers, if fewer than the model has, for a quick trial",
     )
     add(
@@ -265,17 +265,6 @@ def _check(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if value is not None:
             require_place(_COMMAND, f"--{name}", Path(value))
-    for name in ("seconds", "memory_gb"):
-        value = getattr(options, name)
-        if value is not None and not value > 0:
-            flag = name.replace("_", "-")
-            raise InputError(f"alload calibrate: --{flag} is {value}; it must be above 0")
-    counts = ("shortest", "longest", "layers")
-    require_flags(_COMMAND, **{name: getattr(options, name) for name in counts})
-    if not 0 <= options.margin < 1:
-        raise InputError(
-            f"alload calibrate: --margin is {options.margin}; it must be from 0 to below 1"
-        )
     if options.longest is not None and options.longest < 4 * options.shortest:
         raise InputError(
             f"alload calibrate: --longest {options.longest} is less than four times --shortest "

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from alload_jax.commands.flags import require_place, source_config, triple, usual_model
+from alload_jax.commands.flags import require_place, source_config, triple, up_to, usual_model
 from alload_jax.data.manifest import (
     CAPTION,
     CAPTIONS,
@@ -133,7 +133,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--check", action="store_true", help="read every record; status 1 if one is damaged")
     add("--sheet", metavar="FILE", help="PNG of samples from the whole folder, with captions")
     add("--force", action="store_true", help="replace a sheet that exists")
-    add("--samples", type=int, help="samples on the sheet; default 16")
+    add("--samples", type=up_to(_MOST_SAMPLES), help="samples on the sheet; default 16")
     add("--out", metavar="FOLDER", help="with merge: data folder to write, with captions: "
         "table; must not exist")  # fmt: skip
     add("--media", metavar="FOLDER", help="with captions: folder that a table's paths are "
@@ -251,9 +251,6 @@ def _show(options: argparse.Namespace) -> int:
 def _sheet_samples(options: argparse.Namespace) -> int:
     if options.samples is not None and not options.sheet:
         raise InputError("alload data: --samples needs --sheet FILE; add it")
-    samples = 16 if options.samples is None else options.samples
-    if not 1 <= samples <= _MOST_SAMPLES:
-        raise InputError(f"alload data: --samples {samples}: it must be 1 to {_MOST_SAMPLES}")
     if options.sheet:
         if Path(options.sheet).suffix.lower() != ".png":
             raise InputError(f"alload data: --sheet {options.sheet}: is not named .png; rename it")
@@ -263,4 +260,4 @@ def _sheet_samples(options: argparse.Namespace) -> int:
                 f"alload data: --sheet {options.sheet}: exists already; give --force to replace "
                 "it, or name another file"
             )
-    return samples
+    return 16 if options.samples is None else options.samples

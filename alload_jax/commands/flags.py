@@ -1,6 +1,7 @@
 """Flags that several commands have, their checks, and the `data.source` of a config."""
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.util
 import inspect
@@ -18,7 +19,7 @@ from alload_jax.config_parser import build_named, read_yaml
 from alload_jax.data.manifest import VAE, Manifest
 from alload_jax.data.pixel_latents import holds_pixels
 from alload_jax.data.sources import SOURCES, SourceConfig
-from alload_jax.errors import InputError, require_positive_value
+from alload_jax.errors import InputError
 from alload_jax.files import require_regular
 from alload_jax.planning.samples import PIXEL_PATCH, Geometry, Triple
 from alload_jax.training import EXPERTS, TRANSFORMERS, expert_file, expert_places
@@ -45,6 +46,39 @@ def triple(text: str, example: str = "4,8,8", least: int = 0) -> tuple[int, int,
     if len(parts) != 3 or not all(part.isdecimal() and int(part) >= least for part in parts):
         raise argparse.ArgumentTypeError(f"{text!r} is not three whole numbers such as {example}")
     return (int(parts[0]), int(parts[1]), int(parts[2]))
+
+
+def number(
+    kind: type[int] | type[float], wanted: str, holds: Callable[[float], bool]
+) -> Callable[[str], int | float]:
+    """The type of a flag that takes finite numbers within bounds.
+
+    Args:
+      kind: whole numbers, or all.
+      wanted: what it takes in words, such as `a number above 0`.
+      holds: whether a number is within the bounds.
+    """
+
+    def read(text: str) -> int | float:
+        with contextlib.suppress(ValueError, OverflowError):
+            if math.isfinite(value := kind(text)) and holds(value):
+                return value
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not {wanted}")
+
+    return read
+
+
+def up_to(most: int) -> Callable[[str], int | float]:
+    """The type of a flag that takes whole numbers from 1 to `most`."""
+    return number(int, f"a whole number from 1 to {most:,}", lambda value: 1 <= value <= most)
+
+
+COUNT = number(int, "a whole number from 1", lambda value: value >= 1)
+WHOLE = number(int, "a whole number from 0", lambda value: value >= 0)
+FROM_0 = number(float, "a number from 0", lambda value: value >= 0)
+ABOVE_0 = number(float, "a number above 0", lambda value: value > 0)
+SHARE = number(float, "a number from 0 to below 1", lambda value: 0 <= value < 1)
+"""Types of flags."""
 
 
 def add_run_flags(add: AddFlag, base: bool = True) -> None:
@@ -268,12 +302,6 @@ def require_outputs(command: str, out: str) -> tuple[Path, Path]:
     for path in paths if Path(out).name else (Path(out),):
         require_place(command, "--out", path)
     return paths
-
-
-def require_flags(command: str, **flags: int | None) -> None:
-    """Raises InputError if a flag (keyword: its name in Python) is given and below 1."""
-    for name, value in flags.items():
-        require_positive_value(f"{command}: --{name.replace('_', '-')}", value)
 
 
 _MODEL_OF_VAE: dict[str, tuple[str, Triple]] = {

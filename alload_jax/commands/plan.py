@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import itertools
 import json
-import math
 import os
 import sys
 from collections.abc import Sequence
@@ -16,10 +15,19 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from alload_jax.commands.flags import add_settings, triple
+from alload_jax.commands.flags import (
+    ABOVE_0,
+    COUNT,
+    FROM_0,
+    SHARE,
+    WHOLE,
+    add_settings,
+    triple,
+    up_to,
+)
 from alload_jax.commands.plan_inputs import PlanInputs, PlanRequest, plan_inputs, setting_types
 from alload_jax.data.selection import SourceShare
-from alload_jax.errors import InputError, one_line, require_positive_value
+from alload_jax.errors import InputError, one_line
 from alload_jax.files import Json
 from alload_jax.planning.analytic import FROZEN_BYTES, SHORTEST, USABLE_SHARE, step_memory
 from alload_jax.planning.architecture import model_names
@@ -45,8 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="data folder, .yaml set, Parquet or CSV: frames, height, width, or seq_len",
     )
     data.add_argument("--workload", choices=names(), metavar="NAME", help=", ".join(names()))
-    data.add_argument("--size", type=int, default=100_000, help="number of samples of the workload")
-    data.add_argument("--workload-seed", type=int, default=0, help="seed of the workload's samples")
+    data.add_argument("--size", type=COUNT, default=100_000, help="samples of the workload")
     data.add_argument(
         "--weights",
         nargs="+",
@@ -59,11 +66,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="pixels per latent, such as 4,8,8 for Wan and 4,16,16 for HunyuanVideo 1.5",
     )
     data.add_argument("--patch-size", type=triple, help="latents per token, such as 1,2,2")
-    data.add_argument("--seed", type=int, help="seed of the order of samples")
-    data.add_argument("--epoch", type=int, default=0, help="which epoch to plan")
+    data.add_argument("--seed", type=WHOLE, help="seed of the order of samples")
+    data.add_argument("--epoch", type=WHOLE, default=0, help="which epoch to plan")
     data.add_argument(
         "--epochs",
-        type=int,
+        type=up_to(_MOST_EPOCHS),
         help="epochs of the run: --out writes so many, and auto counts the time to the first step "
         "over them; default: those of --config, or 1",
     )
@@ -85,7 +92,7 @@ def _add_costs(group: argparse._ArgumentGroup) -> None:
         help="model of the analytic cost model; default wan2.1-1.3b",
     )
     add("--device", help="h200 (the default), h100, a100 or cpu")
-    add("--shards", type=int, default=1, help="devices that shard one copy of the weights")
+    add("--shards", type=COUNT, default=1, help="devices that shard one copy of the weights")
     add(
         "--trained-parameters",
         type=int,
@@ -99,8 +106,8 @@ def _add_costs(group: argparse._ArgumentGroup) -> None:
         help="share of the layers whose self-attention is sparse; default: as the config begins",
     )
     add("--density", type=float, help="share of the keys that these attend to; default 0.1")
-    add("--memory-gb", type=float, help="memory of a device in GB, from which M_mem is computed")
-    add("--margin", type=float, default=0.05, help="share of memory to leave free; default 0.05")
+    add("--memory-gb", type=ABOVE_0, help="memory of a device in GB, from which M_mem is computed")
+    add("--margin", type=SHARE, default=0.05, help="share of memory to leave free; default 0.05")
 
 
 def _add_policies(group: argparse._ArgumentGroup) -> None:
@@ -108,6 +115,7 @@ def _add_policies(group: argparse._ArgumentGroup) -> None:
     special: dict[str, dict[str, object]] = {
         "policy": {"type": _policy},
         "ranks": {
+            "type": up_to(MOST_RANKS),
             "nargs": "+",
             "default": None,
             "help": "numbers of data-parallel ranks (GPUs), one or several",
@@ -139,11 +147,11 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     add("--simulate", action="store_true", help="simulate the plan: throughput, idle time")
     add(
         "--noise",
-        type=float,
+        type=FROM_0,
         default=0.0,
         help="relative standard deviation of a rank's time, such as 0.02",
     )
-    add("--all-reduce", type=float, default=0.0, help="seconds of all-reduce added to every step")
+    add("--all-reduce", type=FROM_0, default=0.0, help="seconds of all-reduce added to every step")
     add("--report", help="HTML page to write")
     add("--out", help="Parquet file of the plan to write, a row for every placed sample")
     add(
@@ -188,7 +196,6 @@ def run(options: argparse.Namespace) -> int:
 
 def _show_memory(options: argparse.Namespace) -> int:
     """Prints what a step needs on a device, without data."""
-    _check_margin(options)
     if given := [
         name
         for name in ("manifest", "workload", "weights", "out", "report")
@@ -206,21 +213,7 @@ def _show_memory(options: argparse.Namespace) -> int:
     return 0
 
 
-def _check_margin(options: argparse.Namespace) -> None:
-    if not 0 <= options.margin < 1:
-        raise InputError(f"alload plan: --margin is {options.margin}; give a share below 1")
-
-
 def _check(options: argparse.Namespace) -> None:
-    for name in ("seed", "epoch", "workload_seed", "noise", "all_reduce"):
-        value = getattr(options, name)
-        if value is not None and not 0 <= value < math.inf:
-            flag = name.replace("_", "-")
-            raise InputError(f"alload plan: --{flag} is {value}; it must be a number, 0 or more")
-    require_positive_value("alload plan: --epochs", options.epochs, _MOST_EPOCHS)
-    for ranks in options.ranks or ():
-        require_positive_value("alload plan: --ranks", ranks, MOST_RANKS)
-    _check_margin(options)
     # An output must not be an input, and two outputs not one file.
     taken = {
         Path(os.path.realpath(value)): f"--{name.replace('_', '-')}"
@@ -434,8 +427,6 @@ def memory_cases(options: argparse.Namespace) -> tuple[str, list[Json]]:
         if model.joint_attention:
             condition = sum(part.length for part in model.condition_parts())
     geometry = Geometry(options.vae_stride or stride, request.patch_size)
-    if options.memory_gb is not None and not 0 < options.memory_gb < math.inf:
-        raise InputError(f"alload plan: --memory-gb is {options.memory_gb}; it must be above 0")
     names = [options.device] if options.device else list(_DEVICES)
     if options.memory_gb is not None:
         names = names[:1]  # the device matters by its memory alone

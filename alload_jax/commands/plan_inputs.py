@@ -429,7 +429,7 @@ def _samples(request: PlanRequest, packed: bool) -> tuple[Samples, str, np.ndarr
         samples = read_samples(options.manifest, geometry)
         paths = read_sample_paths(options.manifest)
         return samples, f"{options.manifest}, {len(samples):,} samples", paths
-    samples = make_workload(options.workload, options.size, options.workload_seed, geometry)
+    samples = make_workload(options.workload, options.size, geometry=geometry)
     return samples, f"{options.workload}, {len(samples):,} samples", None
 
 

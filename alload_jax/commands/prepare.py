@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from alload_jax.commands import add_command
-from alload_jax.commands.flags import add_settings, require_package, require_place
+from alload_jax.commands.flags import add_settings, require_package, require_place, up_to
 from alload_jax.data.datasets import DATASETS
 from alload_jax.data.manifest import MANIFEST_NAME
 from alload_jax.errors import InputError, one_line
@@ -82,8 +82,8 @@ def _add_media_arguments(parser: argparse.ArgumentParser) -> None:
         MediaSettings,
         special={"captions": {"choices": ["one", "all"]}, "area": {"nargs": "+"}},
     )
-    add("--workers", type=int, help="processes that decode; encoders with weights run "
-        "in one for each GPU; default 1, with --engine ray one for each CPU of it")  # fmt: skip
+    add("--workers", type=up_to(_MOST_WORKERS), help="processes that decode; encoders with weights "
+        "run in one for each GPU; default 1, with --engine ray one for each CPU of it")  # fmt: skip
     add("--engine", choices=["local", "ray"], default="local", help="what runs the processes: this "
         "machine, or Ray; default local")  # fmt: skip
     add("--ray-address", help="address of a Ray cluster; default: the environment variable "
@@ -171,8 +171,6 @@ def _check_places(options: argparse.Namespace) -> None:
 
 
 def _engine(options: argparse.Namespace) -> "Engine | None":
-    if options.workers is not None and not 1 <= options.workers <= _MOST_WORKERS:
-        raise InputError(f"--workers is {options.workers}; it must be 1 to {_MOST_WORKERS:,}")
     if options.engine == "local":
         if options.ray_address is not None:
             raise InputError("--ray-address does not apply to --engine local; add --engine ray")

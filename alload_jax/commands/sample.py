@@ -1,11 +1,16 @@
 """`alload sample`: draws samples from a model and writes a file for each."""
 
 import argparse
-import math
-from collections.abc import Callable
 from typing import get_args
 
-from alload_jax.commands.flags import add_run_flags, add_skip_unknown
+from alload_jax.commands.flags import (
+    ABOVE_0,
+    FROM_0,
+    add_run_flags,
+    add_skip_unknown,
+    number,
+    up_to,
+)
 from alload_jax.diffusion.schedules import Sampler
 from alload_jax.encoders.loading import share_memory
 from alload_jax.errors import InputError
@@ -14,8 +19,9 @@ from alload_jax.training import expert_places
 _LARGEST = 1000
 """Maximum of --steps, --batch, --zoom and the parts of --vae-stride."""
 
-_COUNTS = ("steps", "batch", "zoom")
-
+_FINITE = number(float, "a finite number", lambda _: True)
+_BOUNDARY = number(float, "a number between 0 and 1", lambda value: 0 < value < 1)
+_FPS = number(float, f"a number above 0, at most {_LARGEST}", lambda value: 0 < value <= _LARGEST)
 _LIST = """\
 JSON lines with one object per sample; its keys (class, prompt, negative_prompt, prompt_embeds,
 negative_embeds, image, last_image, image_embeds, frames, height, width, seed, out) override the
@@ -57,39 +63,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "SigLIP, for --image with models that take image embeddings")  # fmt: skip
     add("--low-noise-checkpoint", metavar="DIR", help="second of two experts, as in Wan 2.2's A14B "
         "models: it takes the lower noise levels")  # fmt: skip
-    add("--boundary", type=float, help="noise level below which it does; Wan 2.2 uses 0.875, for "
-        "image-to-video 0.9; default: as trained, or the pipeline's")  # fmt: skip
+    add("--boundary", type=_BOUNDARY, help="noise level below which it does; Wan 2.2 uses 0.875, "
+        "for image-to-video 0.9; default: as trained, or the pipeline's")  # fmt: skip
     add("--low-noise-lora", metavar="FILE[:SCALE]", nargs="+", default=[], help="LoRA files to add "
         "to it")  # fmt: skip
-    add("--low-noise-guidance", type=float, help="its guidance; default: that of the first")
+    add("--low-noise-guidance", type=_FINITE, help="its guidance; default: that of the first")
     add("--frames", type=int, help="frames of the clip; 1 for an image")
     add("--height", type=int, help="height in pixels")
     add("--width", type=int, help="width in pixels")
     add("--vae-stride", nargs="+", metavar="N", help="pixels per latent, T H W; default: the "
         "data's, else by the channels: 1 1 1 for 1 or 3, 4 16 16 for 48, else 4 8 8")  # fmt: skip
-    add("--steps", type=int, default=30, help="evaluations of the model; default 30")
+    add("--steps", type=up_to(_LARGEST), default=30, help="evaluations of the model; default 30")
     add("--sampler", choices=get_args(Sampler), help="default: the run's; unipc for diffusers")
     add("--round-timesteps", action="store_true", help="give the model whole timesteps, as "
         "diffusers' pipelines do with unipc: 1000 times the noise level, rounded down")  # fmt: skip
     add(
         "--guidance",
-        type=float,
+        type=_FINITE,
         help="scale of classifier-free guidance, 1 for none; default: the run's, else 5",
     )
-    add("--embedded-guidance", type=float, help="scale that models are told which take one as an "
+    add("--embedded-guidance", type=FROM_0, help="scale that models are told which take one as an "
         "input, such as HunyuanVideo's first; default: the run's, else 6")  # fmt: skip
-    add("--shift", type=float, help="shift of noise levels; default: the run's at this size, "
+    add("--shift", type=ABOVE_0, help="shift of noise levels; default: the run's at this size, "
         "else 5, which Wan recommends for 720p; for 480p it recommends 3")  # fmt: skip
     add("--dtype", choices=["auto", "float32", "bfloat16"], help="compute dtype; default: "
         "the run's, else auto: bfloat16 on a GPU")  # fmt: skip
     add("--dense-attention", action="store_true", help="dense attention in all layers; default: "
         "sparse in those that are sparse in the checkpoint")  # fmt: skip
     add("--seed", type=int, default=0, help="seed of the noise; default 0")
-    add("--batch", type=int, default=1, help="samples per batch, default 1; the last batch is "
-        "padded, so that a sample depends only on its seed and this number")  # fmt: skip
-    add("--zoom", type=int, default=1, help="factor by which pictures are enlarged; default 1")
+    add("--batch", type=up_to(_LARGEST), default=1, help="samples per batch, default 1; the last "
+        "batch is padded, so that a sample depends only on its seed and this number")  # fmt: skip
+    add("--zoom", type=up_to(_LARGEST), default=1, help="enlarges pictures; default 1")
     add("--out", help="file to write: x.png (one frame), x.gif, x.mp4, or x.safetensors (latents)")
-    add("--fps", type=float, help="frames per second of GIF and MP4; default: the data's, "
+    add("--fps", type=_FPS, help="frames per second of GIF and MP4; default: the data's, "
         "else those of the model's family, else 9")  # fmt: skip
     add("--force", action="store_true", help="replace files that exist")
 
@@ -110,22 +116,8 @@ def _check_flags(options: argparse.Namespace) -> None:
     """Checks the flags that no model is needed to check.
 
     Raises:
-      InputError: a number is out of range, or flags do not go together.
+      InputError: flags do not go together, or --vae-stride is wrong.
     """
-    counts = f"at least 1 and at most {_LARGEST}"
-    bounds: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
-        *((name, counts, lambda value: 1 <= value <= _LARGEST) for name in _COUNTS),
-        ("guidance", "finite", math.isfinite),
-        ("low_noise_guidance", "finite", math.isfinite),
-        ("embedded_guidance", "from 0 and finite", lambda value: 0 <= value < math.inf),
-        ("fps", f"above 0 and at most {_LARGEST}", lambda value: 0 < value <= _LARGEST),
-        ("boundary", "between 0 and 1", lambda value: 0 < value < 1),
-        ("shift", "above 0 and finite", lambda value: 0 < value < math.inf),
-    )
-    for name, wanted, holds in bounds:
-        if (value := getattr(options, name)) is not None and not holds(value):
-            flag = name.replace("_", "-")
-            raise InputError(f"alload sample: --{flag} is {value}; it must be {wanted}")
     both = len(expert_places(options.checkpoint)) > 1
     if both and options.low_noise_checkpoint:
         raise InputError(

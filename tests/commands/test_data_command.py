@@ -221,8 +221,8 @@ def test_what_cannot_be_done_is_refused(refused, tmp_path):
         ("a --sheet sheet.jpg", ["sheet.jpg", ".png"]),
         ("a --sheet none/sheet.png", ["none/sheet.png", "existing folder"]),
         ("a --samples 3", ["--sheet"]),
-        ("a --sheet sheet.png --samples 0", ["--samples 0", "1 to 1000"]),
-        ("a --sheet sheet.png --samples 1001", ["--samples 1001", "1 to 1000"]),
+        ("a --sheet sheet.png --samples 0", ["--samples: '0'", "1 to 1,000"]),
+        ("a --sheet sheet.png --samples 1001", ["--samples: '1001'", "1 to 1,000"]),
         ("a --patch-size 0,2,2", ["patch_size", "at least 1"]),
     ):
         refused(named, "data", *argv.split())
