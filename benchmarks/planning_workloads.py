@@ -2,11 +2,7 @@
 
     python benchmarks/planning_workloads.py
 
-The costs are predictions of the cost model that `alload calibrate` measured on an H200, and for
-HunyuanVideo 1.5 (`joint_attention`) those of its shape on H200s, eight of which share its weights:
-within 13 % of the steps in benchmarks/results/hunyuan_video_step_*.json. Its conditions count in
-the length of a sample; texts have random lengths, packed rows hold each sample's own tokens, and
-bucketed rows have room for the longest condition.
+The costs are predictions of the cost model that `alload calibrate` measured on an H200.
 
 Takes about ten minutes on one core, and 3 GB of memory for the plan of ten million samples.
 `--parts` measures some parts and keeps the others of the JSON; each has its date and command there.
@@ -22,15 +18,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from alload_jax.bench.harness import benchmark_parser, provenance, typed
 from alload_jax.files import Json
-from alload_jax.planning.analytic import analytic_costs
-from alload_jax.planning.architecture import architecture_named
-from alload_jax.planning.cost import CostFile, read_cost_file
-from alload_jax.planning.devices import DEVICES
-from alload_jax.planning.policies import find_policy
+from alload_jax.planning.cost import read_cost_file
 from alload_jax.planning.samples import Geometry, Samples, read_samples
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.planning.study import Study
@@ -88,13 +78,6 @@ PAPER_CASES: tuple[tuple[str, Any], ...] = (
     ("sorted", None),
     ("balanced", None),
 )
-TEXT_TOKENS, TEXT_SIGMA, MOST_TEXT = 180, 0.6, 1000
-"""Median and spread of a lognormal distribution of text lengths, and the model's limit."""
-GLYPHS_SHARE, GLYPH_TOKENS = 0.1, (8, 64)
-"""Samples that have characters to draw, and the range of their tokens."""
-JOINT_M_MEM = {"wan-480p": 71_680, "mixed-resolution": 155_648, "long-video-V35": 350_208}
-"""At least the tokens of the longest sample with its condition."""
-SHARDS = 8
 
 
 def main() -> None:
@@ -119,9 +102,9 @@ def main() -> None:
         options.out.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def _study(samples: Samples, m_mem: int, costs: CostFile | None = None, **fields: Any) -> Study:
+def _study(samples: Samples, m_mem: int, **fields: Any) -> Study:
     config = PlanningConfig(policy="balanced", m_mem=m_mem, cost_model=str(COSTS), **fields)
-    return Study(samples, config, costs or read_cost_file(COSTS))
+    return Study(samples, config, read_cost_file(COSTS))
 
 
 def _plans() -> Iterator[Json]:
@@ -182,38 +165,6 @@ def _small() -> Iterator[Json]:
             yield found | {"policy": shown, "metrics": metrics}
 
 
-def _joint_attention() -> Iterator[Json]:
-    """Figures of every policy for HunyuanVideo 1.5. Samples count, as tokens differ by layout."""
-    model, device = architecture_named("hunyuan-video-1.5"), DEVICES["h200"]
-    costs = analytic_costs(model, device, "full", shards=SHARDS)
-    for workload, m_mem in JOINT_M_MEM.items():
-        for ranks in (8, 64):
-            samples = make_workload(workload, SAMPLES_PER_RANK["wan-480p"] * ranks)
-            for policy in POLICIES:
-                packed = find_policy(policy.partition(":")[0]).packed
-                study = _study(with_conditions(samples, packed), m_mem, costs, p=2.0)
-                case = study.case(policy, ranks)
-                metrics = asdict(case.metrics)
-                fields = ("steps", "imbalance", "idle", "padding", "cost")
-                found: Json = {"workload": workload, "ranks": ranks, "policy": case.name}
-                found |= {field: metrics[field] for field in fields}
-                yield found | {"samples_per_second": len(samples) / metrics["cost"]}
-
-
-def condition_tokens(count: int, seed: int = 0) -> np.ndarray:
-    """[count] tokens of each sample's text and glyphs."""
-    rng = np.random.default_rng(seed)
-    text = np.exp(rng.normal(np.log(TEXT_TOKENS), TEXT_SIGMA, count))
-    glyphs = rng.integers(*GLYPH_TOKENS, count) * (rng.random(count) < GLYPHS_SHARE)
-    return np.clip(text.astype(np.int64), 1, MOST_TEXT) + glyphs
-
-
-def with_conditions(samples: Samples, packed: bool) -> Samples:
-    """The samples with their own conditions in packed rows, else with room for the longest one."""
-    tokens = condition_tokens(len(samples))
-    return replace(samples, seq_len=samples.seq_len + (tokens if packed else tokens.max()))
-
-
 def _speed() -> Iterator[Json]:
     """Time and memory, in a process of its own, of planning ten million samples."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
@@ -241,7 +192,6 @@ PARTS: dict[str, Callable[[], Iterator[Json]]] = {
     "plans": _plans,
     "paper": _paper,
     "small": _small,
-    "joint_attention": _joint_attention,
     "speed": _speed,
 }
 """Of the JSON."""

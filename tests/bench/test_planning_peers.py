@@ -186,22 +186,3 @@ def test_rows_of_neighbouring_cost_form_a_step(peers):
     row = np.asarray([0, 1, 2, 3, peers.UNPLACED])
     steps = peers.group_by_cost(row, np.asarray([1.0, 9.0, 2.0, 8.0, 5.0]), 4, 2)
     assert [[rows[0].tolist() for rows in step] for step in steps] == [[[1], [3]], [[2], [0]]]
-
-
-# ---------------------------------------------------------------- joint attention
-
-
-def test_bucketed_rows_have_room_for_the_longest_condition(program):
-    program = program("planning_workloads")
-    samples = program.make_workload("wan-480p", 500)
-    tokens = program.condition_tokens(500)
-    assert tokens.min() >= 1
-    assert tokens.max() <= program.MOST_TEXT + program.GLYPH_TOKENS[1]
-    own = program.with_conditions(samples, packed=True).seq_len
-    room = program.with_conditions(samples, packed=False).seq_len
-    assert (own - samples.seq_len == tokens).all()
-    assert (room - samples.seq_len == tokens.max()).all()
-    # The longest sample fits every M_mem.
-    for workload, m_mem in program.JOINT_M_MEM.items():
-        longest = program.with_conditions(program.make_workload(workload, 20_000), packed=False)
-        assert longest.seq_len.max() <= m_mem
