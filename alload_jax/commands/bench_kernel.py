@@ -3,25 +3,23 @@
 import argparse
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
 from alload_jax.bench.harness import Record, console, table_of
 from alload_jax.commands.flags import require_outputs, triple
 from alload_jax.errors import InputError
-from alload_jax.files import Json
 
 if TYPE_CHECKING:
     from alload_jax.bench.kernel import Entry, Rival
 
 HELP = "Measure kernels on this device against XLA's fusion."
 
-_FUNCTIONS_HELP = (
-    "layernorm_modulate, residual_layernorm_modulate (these two by default), "
-    "segment_layernorm_modulate (packed rows), token_layernorm_modulate (a scale for each token)"
+_FUNCTIONS = (
+    *("layernorm_modulate", "residual_layernorm_modulate"),
+    *("segment_layernorm_modulate", "token_layernorm_modulate"),
 )
-
 _PACKAGES = ("jax", "jaxlib", "numpy")
 
 
@@ -35,7 +33,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=partial(triple, example="1,4096,1536", least=1),
         help="a shape of your own, as 1,32760,1536 (B,S,D)",
     )
-    add("--functions", nargs="+", metavar="NAME", help=_FUNCTIONS_HELP)
+    add(
+        "--functions",
+        nargs="+",
+        choices=_FUNCTIONS,
+        default=_FUNCTIONS[:2],
+        help="default: the first two; the others are for packed rows, and with a scale per token",
+    )
     add("--out", default="layernorm_modulate", help="written: OUT.json and OUT.png")
 
 
@@ -55,14 +59,26 @@ def run(
     from alload_jax.bench import kernel
     from alload_jax.bench.device import copy_bandwidth, require_gpu
     from alload_jax.bench.pictures import draw_kernels
+    from pallas_kernels.layernorm_modulate.tuning import WORKLOADS, Workload
 
-    workloads, functions = _workloads(options), _functions(options)
+    own = {
+        f"{batch}×{seq_len}×{dim}": Workload(batch, seq_len, dim, "given with --shape")
+        for batch, seq_len, dim in options.shape or []
+    }
+    names = options.workloads or ([] if own else list(WORKLOADS))
+    for name in names:
+        if name not in WORKLOADS:
+            raise InputError(
+                f"alload bench kernel: --workloads {name} is unknown; there are "
+                f"{', '.join(WORKLOADS)}"
+            )
+    workloads = {name: WORKLOADS[name] for name in names} | own
     out, picture = require_outputs("alload bench kernel", options.out)
     require_gpu()
     device, copy = jax.devices()[0].device_kind, copy_bandwidth()
     record = Record(out, [*_PACKAGES, *packages], copy_bytes_per_second=copy, summary=[])
     entries: list[kernel.Entry] = []
-    for entry in kernel.measure(workloads, functions, [kernel.mosaic, *rivals]):
+    for entry in kernel.measure(workloads, options.functions, [kernel.mosaic, *rivals]):
         entries.append(entry)
         where = f"{entry.workload} {entry.function} {entry.direction} {entry.implementation}"
         share = kernel.share_of_copy(entry, copy)
@@ -79,35 +95,6 @@ def run(
         )
     print(f"written: {out}, {picture}")
     return 0
-
-
-def _workloads(options: argparse.Namespace) -> Json:
-    from pallas_kernels.layernorm_modulate.tuning import WORKLOADS, Workload
-
-    own = {
-        f"{batch}×{seq_len}×{dim}": Workload(batch, seq_len, dim, "given with --shape")
-        for batch, seq_len, dim in options.shape or []
-    }
-    names = options.workloads or ([] if own else list(WORKLOADS))
-    for name in names:
-        if name not in WORKLOADS:
-            raise InputError(
-                f"alload bench kernel: --workloads {name} is unknown; "
-                f"there are {', '.join(WORKLOADS)}"
-            )
-    return {name: WORKLOADS[name] for name in names} | own
-
-
-def _functions(options: argparse.Namespace) -> list[Any]:
-    from alload_jax.bench.kernel import TENSORS
-
-    known = list(dict.fromkeys(function for function, _ in TENSORS))
-    for name in options.functions or []:
-        if name not in known:
-            raise InputError(
-                f"alload bench kernel: --functions {name} is unknown; there are {', '.join(known)}"
-            )
-    return options.functions or known[:2]
 
 
 def _table(entries: "list[Entry]", copy: float, device: str) -> Table:

@@ -1,10 +1,9 @@
 """`alload prepare`: writes a data folder, from media or from a data set by name."""
 
 import argparse
-import contextlib
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from alload_jax.data.prepare.settings import MediaSettings
     from alload_jax.data.prepare.sources import Item
     from alload_jax.data.prepare.work_folder import UnitReport
-    from alload_jax.training.progress import ProgressBar
 
 
 _HELP = {"digits": "Images and videos of handwritten digits."}
@@ -117,36 +115,45 @@ def run_media(options: argparse.Namespace) -> int:
         every = settings.captions == "all"
         items = find_items(Path(options.input), *columns, every, options.media_root)
     vae, _ = settings.encoders(items)
-    out = Path(options.out).absolute()
-    with ProgressBar("prepare: file", total=len(items)) as bar, _interruptible():
-        bar.say(f"{options.input}: {len(items):,} files")
-        if ignored := count_ignored(Path(options.input), items):
-            bar.say(
-                f"note: {ignored:,} other images and videos in the folder are not read, because it "
-                "holds a table or .tar files"
-            )
-        report = prepare_media(
-            items,
-            out,
-            settings,
-            workers=options.workers or 1,
-            engine=engine,
-            report=Path(options.report) if options.report else None,
-            on_files=_Speed(bar).finished,
-            update=options.update,
-        )
-    _print_summary(Path(options.out), settings, vae, report)
-    return 0
+    began = time.monotonic()
+    files = size = 0
 
+    def finished(items: "Sequence[Item]", before: bool) -> None:
+        """Advances the bar by files; those of an earlier run count for no speed."""
+        nonlocal files, size
+        if before:
+            bar.skip(len(items))
+            return
+        files += len(items)
+        size += sum(item.source.size for item in items if item.source)
+        seconds = max(time.monotonic() - began, 1e-9)
+        for _ in items:
+            bar.advance(f"{files / seconds:.1f} files/s · {size / 1e6 / seconds:.1f} MB/s")
 
-@contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
     try:
-        yield
+        with ProgressBar("prepare: file", total=len(items)) as bar:
+            bar.say(f"{options.input}: {len(items):,} files")
+            if ignored := count_ignored(Path(options.input), items):
+                bar.say(
+                    f"note: {ignored:,} other images and videos in the folder are not read, "
+                    "because it holds a table or .tar files"
+                )
+            report = prepare_media(
+                items,
+                Path(options.out).absolute(),
+                settings,
+                workers=options.workers or 1,
+                engine=engine,
+                report=Path(options.report) if options.report else None,
+                on_files=finished,
+                update=options.update,
+            )
     except KeyboardInterrupt as error:
         raise KeyboardInterrupt(
             "interrupted; run the same command again, which goes on after the last whole shard"
         ) from error
+    _print_summary(Path(options.out), settings, vae, report)
+    return 0
 
 
 def _check_places(options: argparse.Namespace) -> None:
@@ -179,28 +186,6 @@ def _engine(options: argparse.Namespace) -> "Engine | None":
     from alload_jax.data.prepare.ray_engine import RayEngine
 
     return RayEngine(options.ray_address, options.workers)
-
-
-class _Speed:
-    """Shows files and bytes per second on a bar."""
-
-    def __init__(self, bar: "ProgressBar"):
-        self._bar = bar
-        self._began = time.monotonic()
-        self._files, self._bytes = 0, 0
-
-    def finished(self, items: "Sequence[Item]", before: bool) -> None:
-        """Advances by files; those of an earlier run count for no speed."""
-        if before:
-            self._bar.skip(len(items))
-            return
-        self._files += len(items)
-        self._bytes += sum(item.source.size for item in items if item.source)
-        seconds = max(time.monotonic() - self._began, 1e-9)
-        megabytes = self._bytes / 1e6 / seconds
-        note = f"{self._files / seconds:.1f} files/s · {megabytes:.1f} MB/s"
-        for _ in items:
-            self._bar.advance(note)
 
 
 def _print_summary(

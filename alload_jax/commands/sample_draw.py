@@ -18,11 +18,10 @@ from alload_jax.commands.model_source import Source, completed, find_source, rea
 from alload_jax.diffusion.schedules import noise_levels, rounded_timesteps
 from alload_jax.errors import InputError
 from alload_jax.files import read_json
-from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.families import family_of
 from alload_jax.planning.samples import Triple
 from alload_jax.sampling import flow
-from alload_jax.sampling.conditions import RequestArrays, arrays_of, decoded, stacked
+from alload_jax.sampling.conditions import arrays_of, decoded, stacked
 from alload_jax.sampling.encoders import Encoders, find_encoders
 from alload_jax.sampling.pictures import LATENTS, write_clip
 from alload_jax.sampling.requests import (
@@ -289,40 +288,24 @@ def _draw(
             filled = part + part[-1:] * (options.batch - len(part))
             what = f"{part[0].out}: drawing latents of {part[0].grid}"
             with memory_named(what, "choose a smaller size or --batch"):
-                inputs = _inputs(filled, [arrays[each.out] for each in filled], config)
-                drawn = np.asarray(program(weights, *inputs))
+                # Each row depends only on its request.
+                keys = [jax.random.key(each.seed) for each in filled]
+                shape = (*part[0].grid, config.latent_channels)
+                noise = jnp.stack([jax.random.normal(key, shape) for key in keys])
+                conditions = stacked([arrays[each.out] for each in filled])
+                drawn = np.asarray(program(weights, noise, *conditions))
             for request, clip in zip(part, drawn, strict=False):
-                if np.isfinite(clip).all():
-                    _write(request, clip, options, shift, encoders)
-                else:
+                if not np.isfinite(clip).all():
                     failed.append(str(request.out))
+                    continue
+                if request.out.suffix.lower() != LATENTS:
+                    clip = decoded(clip, request, encoders.vae)
+                notes = {"steps": options.steps, "sampler": options.sampler, "seed": request.seed}
+                notes |= {"guidance": float(options.guidance), "shift": float(shift)}
+                write_clip(request.out, clip, notes, options.zoom, options.fps)
+                print(request.out, flush=True)
     if failed:
         raise InputError(
             f"{', '.join(failed)}: the model's output is not finite; choose another checkpoint, or "
             "a guidance closer to 1"
         )
-
-
-def _inputs(
-    requests: Sequence[Request], arrays: Sequence[RequestArrays], config: ModelConfig
-) -> tuple[jax.Array, flow.Condition, flow.Condition]:
-    """Noise, condition and null condition of a batch; each row depends only on its request."""
-    shape = (*requests[0].grid, config.latent_channels)
-    noise = jnp.stack([jax.random.normal(jax.random.key(r.seed), shape) for r in requests])
-    return (noise, *stacked(arrays))
-
-
-def _write(
-    request: Request,
-    clip: np.ndarray,
-    options: argparse.Namespace,
-    shift: float,
-    encoders: Encoders,
-) -> None:
-    """Decodes a sample where it is to be a picture, and writes it."""
-    if request.out.suffix.lower() != LATENTS:
-        clip = decoded(clip, request, encoders.vae)
-    notes = {"steps": options.steps, "sampler": options.sampler}
-    notes |= {"guidance": float(options.guidance), "seed": request.seed, "shift": float(shift)}
-    write_clip(request.out, clip, notes, options.zoom, options.fps)
-    print(request.out, flush=True)

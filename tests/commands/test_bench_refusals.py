@@ -56,7 +56,7 @@ SAME = ["--same", "1", "32", "32"]
         ("epoch", ["--cases", "none.yaml"], "none.yaml: no such file"),
         ("kernel", [], NO_GPU),
         ("kernel", ["--workloads", "wan"], "--workloads wan is unknown; there are wan-1.3b-480p"),
-        ("kernel", ["--functions", "norm"], "--functions norm is unknown; there are layernorm_mod"),
+        ("kernel", ["--functions", "norm"], "--functions: invalid choice: 'norm' (choose from"),
         *(
             ("kernel", ["--shape", x], f"'{x}' is not three whole numbers such as 1,4096,1536")
             for x in ("1,2", "1,0,8")

@@ -48,7 +48,9 @@ def measure(*, keep: str | None = None, **fields: Any) -> Json:
       keep: folder for the raw trace and the programs; None for none.
       fields: of `Settings`.
     """
-    settings = Settings(**fields)
+    settings, folder = Settings(**fields), Path(keep) if keep else None
+    if folder:
+        folder.mkdir(parents=True, exist_ok=True)
     result = provenance(["jax", "jaxlib", "flax"])
     try:
         model, _ = resolved(settings)
@@ -58,16 +60,16 @@ def measure(*, keep: str | None = None, **fields: Any) -> Json:
         batch = step.batch((settings.batch, *settings.latents))
         for _ in range(settings.warmup):
             step.run(gradient, batch)
-        trace = _file(keep, "trace.xplane.pb.gz")
+        trace = folder / "trace.xplane.pb.gz" if folder else None
         _, profile = recorded([partial(step.run, gradient, batch)] * _TRACED, trace)
     except jax.errors.JaxRuntimeError as error:
         if not out_of_memory(error):
             raise
         return result | {"error": "out of memory"}
     texts = {"accumulate": gradient.as_text(), "update": step.update.as_text()}
-    for name, text in texts.items():
-        if (place := _file(keep, f"{name}.hlo.txt.gz")) is not None:
-            place.write_bytes(gzip.compress(text.encode()))
+    if folder:
+        for name, text in texts.items():
+            (folder / f"{name}.hlo.txt.gz").write_bytes(gzip.compress(text.encode()))
     # An update reads and writes the state, and reads the gradients.
     kept = jax.tree.leaves((step.state.params, step.state.opt_state, step.state.ema))
     moved = 2 * sum(leaf.nbytes for leaf in kept)
@@ -112,13 +114,6 @@ def attributed(profile: ProfileData, accumulate: str, update: str) -> Json:
         "idle_seconds": fmean(idle for step in steps for _, idle in step),
         "operations": operations,
     }
-
-
-def _file(folder: str | None, name: str) -> Path | None:
-    if folder is None:
-        return None
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    return Path(folder) / name
 
 
 def attribution_of(
