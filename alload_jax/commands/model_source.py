@@ -6,18 +6,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import pyarrow as pa
-import pyarrow.parquet
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from alload_jax.commands.flags import lora_name
 from alload_jax.config import Config, read_config
-from alload_jax.data.manifest import MANIFEST_NAME, fps_of, manifest_metadata
+from alload_jax.data.manifest import fps_of
 from alload_jax.diffusion.schedules import Sampler
 from alload_jax.diffusion.timesteps import shift_of
 from alload_jax.errors import InputError
-from alload_jax.files import read_json, require_regular
+from alload_jax.files import read_json
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.common.safetensor_files import Naming
 from alload_jax.models.families import SamplingDefaults, family_of, initial_variables
@@ -165,18 +163,18 @@ class Source:
         return f"the frozen weights of {self.folder}{merged} (`alload export` writes them)"
 
     def vae_stride(self) -> Triple | None:
-        """The VAE stride from data.json or the data's manifest; None if both are missing.
+        """The VAE stride from data.json; None if it is gone.
 
         For released weights that of the VAE with the model's number of channels.
         """
         if self.run is None:
             return self._defaults.vae_stride
-        found = self._data().get("vae_stride")
+        found = self._recorded().get("vae_stride")
         return tuple(found) if found else None
 
     def origin(self) -> dict[str, Any]:
         """Origin of the training data; empty if it is not known."""
-        found = self._data().get("origin")
+        found = self._recorded().get("origin")
         return found if isinstance(found, dict) else {}
 
     def trained_with_given_frames(self) -> bool:
@@ -207,34 +205,16 @@ class Source:
         return timesteps.lowest, timesteps.highest
 
     def text_length(self) -> int | None:
-        """Condition tokens of a sample; None if data.json and the data's manifest are missing.
+        """Condition tokens of a sample; None if data.json is gone.
 
         None for released weights too: texts are padded to the model's text length.
         """
-        if self.run is None:
-            return None
-        if recorded := self._recorded():
-            return recorded["text_length"]
-        require_regular(manifest := self._manifest(), "restore the data")
-        try:
-            table = pyarrow.parquet.read_table(manifest, columns=["text_length"])
-        except (pa.ArrowException, OSError):
-            return None
-        return max(1, *table["text_length"].to_pylist())
-
-    def _manifest(self) -> Path:
-        """Path of the manifest of a run's training data; the file may no longer exist."""
-        assert self.run is not None
-        return Path(self.run.data.folder) / MANIFEST_NAME
-
-    def _data(self) -> dict[str, Any]:
-        """What data.json or the data's manifest says of the training data; empty without both."""
-        if self.run is None:
-            return {}
-        return self._recorded() or manifest_metadata(self._manifest())
+        return self._recorded().get("text_length")
 
     def _recorded(self) -> dict[str, Any]:
-        """The content of data.json; empty for runs of older versions, which lack the file."""
+        """The content of data.json; empty for released weights, and where the file is gone."""
+        if self.run is None:
+            return {}
         file = self.folder / DATA_NAME
         if (recorded := read_json(file)) is None:
             return {}

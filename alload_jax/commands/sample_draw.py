@@ -155,7 +155,7 @@ def _data(
     if length is None and source.config.text is None:
         guesses += ["classes are not padded, although training may have padded them"]
     if guesses:
-        _note(f"the data's manifest is gone: {'; '.join(guesses)}")
+        _note(f"the run's data.json is gone: {'; '.join(guesses)}")
     return stride, length
 
 

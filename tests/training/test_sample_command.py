@@ -251,7 +251,7 @@ def test_without_its_data_a_run_still_draws(said, class_run, digits_folder, tmp_
     (run / "data.json").unlink()
     status, note = drawn("--class", 3, 4)
     assert (status, note.count("\n")) == (0, 1)
-    assert note.startswith("note: the data's manifest is gone: a VAE stride of 1 1 1 is guessed")
+    assert note.startswith("note: the run's data.json is gone: a VAE stride of 1 1 1 is guessed")
     assert "--vae-stride" in note
 
 
