@@ -10,7 +10,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from absl import flags
 
 from alload_jax.bench.device import DeviceTime, call_time
+from alload_jax.bench.harness import version_of
 from alload_jax.bench.kernel import Arguments, Function, Pass
 from alload_jax.commands import bench_kernel
 from alload_jax.errors import run_command
@@ -31,25 +32,16 @@ def measure_others(
     """(name, time) of each library that is installed and has the function (`kernel.Rival`)."""
     if function != "layernorm_modulate":
         return
-    if _importable("torch") and _importable("triton"):
+    if version_of("torch") and version_of("triton"):
         yield from _torch(direction, sets[0])
     # tokamax has one scale and offset for all rows of a batch.
-    if sets[0].x.shape[0] == 1 and _importable("tokamax"):
+    if sets[0].x.shape[0] == 1 and version_of("tokamax"):
         yield "tokamax", _tokamax(direction, sets)
 
 
 def installed() -> list[str]:
     """Names of the packages that are measured here."""
-    return [name for name in ("torch", "triton", "tokamax") if _importable(name)]
-
-
-@cache
-def _importable(name: str) -> bool:
-    try:
-        importlib.import_module(name)
-    except ImportError:
-        return False
-    return True
+    return [name for name in ("torch", "triton", "tokamax") if version_of(name)]
 
 
 def _torch(direction: Pass, arguments: Arguments) -> Iterator[tuple[str, DeviceTime]]:

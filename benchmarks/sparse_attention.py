@@ -18,13 +18,13 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
-from importlib import metadata
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from alload_jax.bench.device import DeviceTime
+from alload_jax.bench.harness import version_of
 from alload_jax.bench.sparse_attention import Arguments, Part, Rival, Shape
 from alload_jax.commands import bench_sparse_attention
 from alload_jax.errors import run_command
@@ -52,22 +52,14 @@ def rivals(names: Sequence[str]) -> list[Rival]:
     return [
         partial(_measure, name, call, set())
         for name, (call, *needed) in chosen.items()
-        if all(map(_installed, needed))
+        if all(map(version_of, needed))
     ]
 
 
 def packages() -> list[str]:
     """Names of the installed packages that are measured here."""
     named = dict.fromkeys(name for _, *needed in LIBRARIES.values() for name in needed)
-    return [name for name in named if _installed(name)]
-
-
-def _installed(package: str) -> bool:
-    try:
-        metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
+    return [name for name in named if version_of(name)]
 
 
 def _measure(

@@ -96,7 +96,7 @@ def provenance(packages: Iterable[str]) -> Json:
     """
     gpus = _said("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
     device, _, driver = gpus.splitlines()[0].rpartition(", ") if gpus else (None, None, None)
-    versions = {"python": platform.python_version()} | {name: _version(name) for name in packages}
+    versions = {"python": platform.python_version()} | {name: version_of(name) for name in packages}
     flags = os.environ.get("XLA_FLAGS")
     return {
         "date": datetime.date.today().isoformat(),
@@ -109,7 +109,7 @@ def provenance(packages: Iterable[str]) -> Json:
     } | ({"xla_flags": flags} if flags else {})
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
     """The version; None if no package of this name is installed."""
     try:
         return importlib.metadata.version(package)

@@ -98,7 +98,7 @@ def test_kernels_are_compared_with_xla(without_gpu, tmp_path, capsys, monkeypatc
 
 def test_the_benchmark_adds_rivals_to_the_same_json(without_gpu, program, tmp_path, monkeypatch):
     program = program("layernorm_modulate")
-    monkeypatch.setattr(program, "_importable", lambda name: name != "tokamax")
+    monkeypatch.setattr(program, "version_of", lambda name: name != "tokamax")
     monkeypatch.setattr(program, "_torch", lambda *_: iter([("torch", without_gpu)]))
     out = tmp_path / "found"
     assert program.main(["--shape", "2,6,32", "--out", str(out)]) == 0
