@@ -4,41 +4,132 @@ Some steps of the planned epoch run with the training code under the profiler, w
 each device computes. Latents and texts are random.
 """
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from alload_jax.bench.harness import provenance
-from alload_jax.bench.random_data import (
-    draw_samples,
-    manifest_of,
-    random_collator,
-    representative,
-)
 from alload_jax.bench.trace import device_seconds, recorded
 from alload_jax.data.batch import signature
-from alload_jax.data.condition import conditions_for
+from alload_jax.data.collate import Collator, collation_for
+from alload_jax.data.condition import Conditions, conditions_for, form_for
 from alload_jax.data.loader import PlacedStep, place_ahead
+from alload_jax.data.manifest import Manifest
+from alload_jax.data.record import GIVEN, IMAGE, LABELS, LATENTS, TEXT
 from alload_jax.files import Json
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.families import config_from_fields
-from alload_jax.planning.architecture import from_fields
+from alload_jax.planning.architecture import LABEL_TOKENS, from_fields
 from alload_jax.planning.cost import micro_batch_costs, rank_costs
 from alload_jax.planning.factory import make_plan
 from alload_jax.planning.metrics import plan_metrics
 from alload_jax.planning.plan import Plan
-from alload_jax.planning.samples import Samples, digest
+from alload_jax.planning.samples import Geometry, Samples, digest
 from alload_jax.planning.settings import PlanningConfig
+from alload_jax.planning.workloads import ASPECT_RATIOS, make_workload
 from alload_jax.sharding.mesh import MeshConfig, group_meshes, make_mesh, ranks_of, ranks_per_group
 from alload_jax.training.device_memory import out_of_memory
 from alload_jax.training.state import init_state
 from alload_jax.training.trainer import Trainer
 from alload_jax.training.trial_step import training_spec, without_zeros
+
+# ---------------------------------------------------------------- random samples
+
+
+def draw_samples(
+    workload: str | None, shape: Sequence[int] | None, count: int, one_aspect: bool
+) -> Samples:
+    """Draws samples of a named workload, or makes samples of one shape.
+
+    Args:
+      workload: name of a workload, or None.
+      shape: (frames, height, width) in pixels of every sample; used without a workload.
+      count: number of samples.
+      one_aspect: draw only 16:9 samples.
+    """
+    if workload:
+        ratios = {(16, 9): 1.0} if one_aspect else ASPECT_RATIOS
+        return make_workload(workload, count, aspect_ratios=ratios)
+    same = np.tile(np.asarray(shape, np.int64), (count, 1))
+    return Samples(same, Geometry().seq_len(*same.T))
+
+
+class RandomReader:
+    """Replaces `StoreReader`: the arrays of every record are parts of one random array."""
+
+    def __init__(self, manifest: Manifest, conditions: Conditions):
+        """Draws a random array of the size of the largest sample."""
+        self.manifest = manifest
+        rng = np.random.default_rng(0)
+        shapes = np.unique(manifest.shape, axis=0)
+        largest = max(math.prod(manifest.latent_shape(tuple(shape))) for shape in shapes)
+        self._latents = rng.standard_normal(largest, np.float32)
+        self._condition: dict[str, np.ndarray] = {LABELS: np.zeros(1, np.int32)}
+        if conditions.text_dim is not None:
+            text = rng.standard_normal((conditions.length, conditions.text_dim), np.float32)
+            self._condition = {TEXT: text.astype(conditions.dtype)}
+        for part in conditions.parts:
+            tokens = rng.standard_normal((part.length, part.width), np.float32)
+            self._condition[part.name] = tokens.astype(conditions.dtype)
+        if (image := conditions.image()) is not None:
+            self._condition[IMAGE] = rng.standard_normal(image.shape, np.float32)
+
+    def read(self, sample: int) -> dict[str, np.ndarray]:
+        """Random latents of the sample's shape and a random condition."""
+        shape = self.manifest.latent_shape(tuple(self.manifest.shape[sample]))
+        arrays = {LATENTS: self._latents[: math.prod(shape)].reshape(shape)} | self._condition
+        if channels := self.manifest.form.given_channels:
+            arrays[GIVEN] = np.zeros((*shape[:3], channels), np.float32)
+        return arrays
+
+
+def manifest_of(samples: Samples, model: ModelConfig) -> Manifest:
+    """A manifest of the samples, without files on disk."""
+    count, none = len(samples), np.zeros(len(samples), np.int64)
+    form = form_for(model)
+    # All tokens of each further kind of condition, for each sample.
+    lengths = {part.name: part.length for part in model.condition_parts()}
+    further = np.asarray([lengths[name] for name, _ in form.parts], np.int32)
+    return Manifest(
+        path=Path("random"),
+        shard=np.full(count, "random", object),
+        index=none,
+        shape=samples.shape,
+        channels=np.full(count, model.latent_channels),
+        text_length=np.full(count, model.text.length if model.text else LABEL_TOKENS),
+        checksum=none,
+        vae_stride=Geometry().vae_stride,
+        form=form,
+        shard_bytes={},
+        origin={},
+        part_lengths=np.tile(further, (count, 1)) if form.parts else None,
+    )
+
+
+def representative(steps: Sequence[int], cost: np.ndarray, most: int) -> list[int]:
+    """Chooses steps that represent the distribution of cost: one from each of `most` quantiles.
+
+    Args:
+      steps: steps of an epoch to choose from.
+      cost: [steps of the epoch] cost of every step, or the part of it that differs between steps.
+      most: maximum number of steps to choose.
+    """
+    if len(steps) <= most:
+        return list(steps)
+    order = np.asarray(steps)[np.argsort(cost[list(steps)], kind="stable")]
+    middles = (np.arange(most) + 0.5) * len(steps) / most
+    return order[middles.astype(int)].tolist()
+
+
+# ---------------------------------------------------------------- steps on all devices
 
 
 def run_steps(
@@ -58,7 +149,11 @@ def run_steps(
       FloatingPointError: the loss of a step is not finite.
     """
     groups = group_meshes(mesh, plan)
-    collate, collation = random_collator(plan, model)
+    manifest = manifest_of(plan.samples, model)
+    conditions = conditions_for(model, manifest)
+    collation = collation_for(plan, manifest, model, conditions)
+    reader: Any = RandomReader(manifest, conditions)
+    collate = Collator(reader, frozenset(range(plan.topology.ranks)), collation, plan.group_ranks)
     placed = place_ahead((collate(plan.step(number)) for number in chosen), mesh, groups=groups)
     steps = jax.block_until_ready(list(placed))
     spec = training_spec(model)

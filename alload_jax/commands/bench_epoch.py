@@ -103,7 +103,7 @@ def _require_data(options: argparse.Namespace, model: "ModelConfig") -> None:
         return
     if options.workload is None:
         raise InputError(f"{_COMMAND}: --data {options.data}: no such folder; give --workload")
-    from alload_jax.bench.random_data import draw_samples  # imports JAX
+    from alload_jax.bench.balance import draw_samples  # imports JAX
     from alload_jax.run.epoch import write_random_store
 
     samples = draw_samples(options.workload, None, options.samples, options.one_aspect)

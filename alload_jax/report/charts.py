@@ -17,7 +17,7 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
+from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator
 
 CSS = (files("alload_jax.report") / "plan_page.css").read_text(encoding="utf-8")
 COLOURS: dict[str, str] = dict(re.findall(r"--(\w+): (#\w{6});", CSS.partition("}")[0]))
@@ -199,20 +199,8 @@ def section(title: str, sentence: str, content: str) -> str:
 
 
 def compact(value: float) -> str:
-    """The number in a few characters: 640, 4,400, 29k, 1.5×10⁶."""
-    if value == 0 or 1 <= abs(value) < 9_999.5:
-        return f"{value:,.0f}" if value == round(value) or value >= 100 else f"{value:.2g}"
-    if 9_999.5 <= abs(value) < 999_500:
-        return f"{value / 1000:.3g}k"
-    if 1e-3 <= abs(value) < 1:
-        return f"{value:.2g}"
-    digits, power = f"{value:.1e}".split("e")
-    digits = digits.removesuffix(".0")
-    return ("" if digits == "1" else f"{digits}×") + _power_of_ten(int(power))
-
-
-def _power_of_ten(exponent: int) -> str:
-    return "10" + str(exponent).translate(_SUPERSCRIPTS)
+    """The number in a few characters: 640, 4.4k, 1.5M."""
+    return EngFormatter(sep="")(float(f"{value:.3g}"))
 
 
 def percent(value: float) -> str:
@@ -239,7 +227,7 @@ def cost_scale(high: float, unit: str) -> tuple[float, str]:
     exponent = 3 * math.floor(math.log10(high) / 3)
     if exponent in (0, 3):
         return 1.0, unit
-    return 10.0**-exponent, f"{_power_of_ten(exponent)} {unit}".strip()
+    return 10.0**-exponent, f"10{str(exponent).translate(_SUPERSCRIPTS)} {unit}".strip()
 
 
 def show_cost(value: float, unit: str) -> str:

@@ -157,10 +157,11 @@ def write_contact_sheet(
         chosen = list(range(len(previews)))
     strips = [Image.open(io.BytesIO(base64.b64decode(each))) for each in previews]
     captions = source.captions(chosen)
-    rows = [_row(source, *each) for each in itertools.zip_longest(chosen, captions, strips)]
+    parts = [] if previews or holds_pixels(manifest) else [_text([_NOTE], _FAINT)]
+    for each in itertools.zip_longest(chosen, captions, strips):
+        parts += _row(source, *each)
     source.close()
-    notes = [] if previews or holds_pixels(manifest) else [_text([_NOTE], _FAINT)]
-    _stack([*notes, *rows]).save(path, format="PNG")
+    Image.fromarray(np.vstack(parts)).save(path, format="PNG")
 
 
 def latent_colours(latents: np.ndarray) -> np.ndarray:
@@ -182,7 +183,7 @@ def latent_colours(latents: np.ndarray) -> np.ndarray:
 
 def _row(
     source: SampleSource, number: int, caption: str | None, strip: Image.Image | None
-) -> Image.Image:
+) -> list[np.ndarray]:
     """A heading, the frames, which `strip` may show, and the caption of a sample."""
     manifest = source.manifest
     frames, height, width = manifest.shape[number].tolist()
@@ -191,11 +192,14 @@ def _row(
     try:
         cells = cells or [_cell(frame) for frame in _pictures(source, number)]
     except BadRecordError:
-        return _stack([heading, _text(["This record is damaged."], _INK)])
-    parts = [heading, _strip(cells)]
-    if caption:
-        parts.append(_text(lines_of(caption, _LETTERS, _CAPTION_LINES), _INK))
-    return _stack(parts)
+        return [heading, _text(["This record is damaged."], _INK)]
+    page = Image.new("RGB", (_WIDTH, max(cell.height for cell in cells) + _GAP), _PAPER)
+    left = _GAP
+    for cell in cells:
+        page.paste(cell, (left, 0))
+        left += cell.width + _GAP
+    lines = [_text(lines_of(caption, _LETTERS, _CAPTION_LINES), _INK)] if caption else []
+    return [heading, np.asarray(page), *lines]
 
 
 def _pictures(source: SampleSource, number: int) -> np.ndarray:
@@ -219,29 +223,10 @@ def _cell(frame: np.ndarray, columns: int = _FRAMES) -> Image.Image:
     return image.resize(size, Image.Resampling.NEAREST if scale > 1 else Image.Resampling.BOX)
 
 
-def _strip(cells: list[Image.Image]) -> Image.Image:
-    """Cells side by side."""
-    page = Image.new("RGB", (_WIDTH, max(cell.height for cell in cells) + _GAP), _PAPER)
-    left = _GAP
-    for cell in cells:
-        page.paste(cell, (left, 0))
-        left += cell.width + _GAP
-    return page
-
-
-def _text(lines: list[str], colour: tuple[int, int, int]) -> Image.Image:
+def _text(lines: list[str], colour: tuple[int, int, int]) -> np.ndarray:
+    """Lines of text over the whole width."""
     page = Image.new("RGB", (_WIDTH, len(lines) * _LINE + _GAP), _PAPER)
     draw, font = ImageDraw.Draw(page), label_font(14)
     for number, line in enumerate(lines):
         draw.text((_GAP, number * _LINE), line, fill=colour, font=font)
-    return page
-
-
-def _stack(parts: list[Image.Image]) -> Image.Image:
-    """Parts one below the other."""
-    page = Image.new("RGB", (_WIDTH, sum(part.height for part in parts) + _GAP), _PAPER)
-    top = _GAP // 2
-    for part in parts:
-        page.paste(part, (0, top))
-        top += part.height
-    return page
+    return np.asarray(page)

@@ -34,7 +34,40 @@ from alload_jax.report.charts import (
     show_cost,
     svg,
 )
-from alload_jax.report.plan_figures import PolicyPart, StepBars
+
+
+@dataclass(frozen=True)
+class StepBars:
+    """One optimizer step of one policy.
+
+    Attributes:
+      step: index of the step within the epoch.
+      ranks: number of ranks, including those that are not drawn.
+      parts: (rank, cost, seq_len, kind) of every sample and padding on every rank; the kind is
+        "whole", "split" or "padding".
+    """
+
+    step: int
+    ranks: int
+    parts: list[tuple[int, float, int, str]]
+
+
+@dataclass(frozen=True)
+class PolicyPart:
+    """An epoch as one policy plans it.
+
+    Attributes:
+      name: displayed name, such as `equal_tokens (independent)`.
+      metrics: values by their names in `METRICS`; None is shown as a dash.
+      steps: the steps to draw, about three.
+      imbalance: [steps] max/mean − 1 of cost over ranks.
+    """
+
+    name: str
+    metrics: dict[str, float | int | None]
+    steps: tuple[StepBars, ...]
+    imbalance: np.ndarray
+
 
 _WIDTH, _HEIGHT = 720, 290
 """Of curves, in CSS pixels."""

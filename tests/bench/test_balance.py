@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from alload_jax.bench.balance import representative
 from alload_jax.bench.pictures import draw_balance
-from alload_jax.bench.random_data import representative
 from alload_jax.cli import main
 from alload_jax.commands.bench_balance import summarise
 from alload_jax.errors import InputError
