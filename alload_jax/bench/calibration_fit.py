@@ -132,25 +132,6 @@ def memory_details(finding: MemoryFinding, outcomes: Sequence[Outcome]) -> Json:
     }
 
 
-def allocator_details(
-    finding: MemoryFinding, outcomes: Sequence[Outcome], peak: int | None
-) -> Json | None:
-    """The allocator's peak and the predicted bytes of the largest step; None on CPUs."""
-    ran = [o for o in outcomes if o.seconds is not None and o.bytes is not None]
-    if peak is None or not ran:
-        return None
-    largest = max(ran, key=lambda o: o.bytes or 0)
-    found = finding.model.bytes_of(largest.case.tokens, largest.case.rows)
-    return {
-        "rows": largest.case.rows,
-        "seq_len": largest.case.seq_len,
-        "peak_bytes": peak,
-        "compiled_bytes": largest.bytes,
-        "predicted_bytes": found,
-        "relative_error": found / peak - 1,
-    }
-
-
 def fit_sparse_outcomes(
     outcomes: Sequence[Outcome], quadratic: QuadraticCost, config: SparseAttentionConfig
 ) -> tuple[SparseTerms | None, Json]:
@@ -211,13 +192,26 @@ def calibrated(
     if not step.model.text:
         model["condition_tokens"] = step.condition_tokens
     fits = fit_points([o.point() for o in outcomes if o.seconds is not None])
+    allocator = None  # of the largest step; None on CPUs
+    ran = [o for o in outcomes if o.seconds is not None and o.bytes is not None]
+    if peak is not None and ran:
+        largest = max(ran, key=lambda o: o.bytes or 0)
+        found = finding.model.bytes_of(largest.case.tokens, largest.case.rows)
+        allocator = {
+            "rows": largest.case.rows,
+            "seq_len": largest.case.seq_len,
+            "peak_bytes": peak,
+            "compiled_bytes": largest.bytes,
+            "predicted_bytes": found,
+            "relative_error": found / peak - 1,
+        }
     details = {
         "command": command,
         **provenance(["jax", "jaxlib", "flax", "numpy", "scipy"]),
         "margin": finding.margin,
         "fits": fits.summary(),
         "memory": memory_details(finding, outcomes),
-        "allocator": allocator_details(finding, outcomes, peak),
+        "allocator": allocator,
         "points": point_rows(fits, outcomes),
         "skipped": [o.fields() | {"note": o.note} for o in outcomes if o.seconds is None],
     }

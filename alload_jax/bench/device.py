@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.stages import Compiled
 
 from alload_jax.errors import InputError
+from alload_jax.files import Json
 
 _FIELDS = ("clocks.sm", "clocks.max.sm", "power.draw.instant", "power.limit")
 _MILLISECONDS = 50
@@ -53,7 +54,15 @@ def sampling() -> Iterator[list[str]]:
       A list that holds what nvidia-smi printed after the `with`, for `load_of`.
     """
     lines: list[str] = []
-    process = _started()
+    device = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
+    command = ["nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"]
+    command += ["-i", device, "-lms", str(_MILLISECONDS)]
+    given: Json = {"text": True, "encoding": "utf-8", "errors": "replace"}
+    given |= {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    process = None
+    if device and jax.default_backend() == "gpu":
+        with contextlib.suppress(OSError):  # no nvidia-smi here
+            process = subprocess.Popen(command, **given)
     if process is None:
         yield lines
         return
@@ -95,25 +104,6 @@ def load_of(lines: Iterable[str]) -> DeviceLoad | None:
         return None
     clock, most, watts, limit = map(statistics.median, zip(*samples, strict=True))
     return DeviceLoad(clock, most, watts, limit, len(samples))
-
-
-def _started() -> subprocess.Popen[str] | None:
-    device = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
-    if jax.default_backend() != "gpu" or not device:
-        return None
-    command = ["nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits"]
-    command += ["-i", device, "-lms", str(_MILLISECONDS)]
-    try:
-        return subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            encoding="utf-8",
-            errors="replace",
-        )
-    except OSError:
-        return None  # no nvidia-smi here
 
 
 _COPIED_BYTES = 1 << 32

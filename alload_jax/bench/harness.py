@@ -194,11 +194,9 @@ def model_fields(name: str, layers: int | None = None) -> Json:
     return MODELS[name] | {"num_layers": layers} | single
 
 
-def training_fields(
-    model: Json, remat: str = "attention", residual: str = "compute", scan_layers: bool = True
-) -> Json:
+def training_fields(model: Json, remat: str = "attention", *, scan_layers: bool = True) -> Json:
     """`model_fields` for training: in bfloat16, and otherwise as given."""
-    given = {"remat": remat, "residual_dtype": residual, "scan_layers": scan_layers}
+    given = {"remat": remat, "scan_layers": scan_layers}
     return model | given | {"dtype": "bfloat16"}
 
 

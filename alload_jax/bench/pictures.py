@@ -16,7 +16,7 @@ from alload_jax.bench.sparse_attention import Speed, preferred
 from alload_jax.bench.step_profile.attribution import ELSE, ORDER
 from alload_jax.bench.step_profile.summary import Row, totals
 from alload_jax.files import Json
-from alload_jax.planning.cost import CostFile, CostModel, QuadraticCost, bucketed_cost
+from alload_jax.planning.cost import CostFile, CostModel, bucketed_cost
 
 Case = Json
 """A case of a measurement's JSON."""
@@ -95,12 +95,31 @@ def draw_calibration(path: Path, costs: CostFile) -> None:
         _draw_points(upper, members, "seconds", colour, label)
         _draw_points(lower, members, "residual_percent", colour, None)
     if power := costs.power:
-        lengths = _lengths(points)
+        along = _lengths(points)
         style: Json = {"color": _QUIET, "linestyle": "--", "linewidth": 1.2, "zorder": 1}
         style["label"] = f"a·B·S^{power.p:.2f}, one sequence"
-        upper.plot(lengths, bucketed_cost(power, np.ones(len(lengths)), lengths), **style)
-    _label_seconds(upper, costs.quadratic, costs.details["fits"]["quadratic"])
-    _label_residuals(lower, points)
+        upper.plot(along, bucketed_cost(power, np.ones(len(along)), along), **style)
+    terms, form = costs.quadratic, costs.details["fits"]["quadratic"]
+    formula = (
+        f"{terms.c0:.3g}  +  {terms.c_sequence:.3g}·B  +  {terms.c1:.3g}·ΣS"
+        f"  +  {terms.c2:.3g}·ΣS²  seconds"
+    )
+    figures = f"R² {form['r2']:.5f}, mean error {form['mape']:.1%}"
+    if (held := form["held_out_mape"]) is not None:
+        figures += f", held out {held:.1%}"
+    upper.set(xscale="log", yscale="log", ylabel="seconds of a step")
+    upper.scatter([], [], s=46, facecolor="white", edgecolor=_INK, linewidth=1.6, label="held out")
+    upper.set_title(f"{formula}\n{figures}", loc="left", fontsize=10, color=_INK)
+    upper.legend(frameon=False, loc="lower right", fontsize=9)
+    most = max(5.0, *(110 * abs(p["residual"]) for p in points))
+    lower.axhline(0, color=_INK, linewidth=0.8)
+    lower.set(ylim=(-most, most), ylabel="predicted against\nmeasured, %")
+    lower.set_xlabel("tokens of a sequence, S")
+    lengths = sorted({p["seq_len"] for p in points})
+    # Drop ticks that would overlap that of the longest sequence.
+    ticks = [s for s in lengths[:-1] if 1.4 * s < lengths[-1]] + lengths[-1:]
+    lower.set_xticks(ticks, [f"{s / 1024:g}k" if s % 1024 == 0 else f"{s:,}" for s in ticks])
+    lower.minorticks_off()
     for axis in (upper, lower):
         axis.grid(color="#d0d7de", linewidth=0.5)
         axis.spines[["top", "right"]].set_visible(False)
@@ -152,35 +171,6 @@ def _draw_curve(axis: Axes, model: CostModel, members: Sequence[Case], colour: s
 def _lengths(members: Sequence[Case]) -> np.ndarray:
     values = [p["seq_len"] for p in members]
     return np.geomspace(min(values), max(values), 200)
-
-
-def _label_seconds(axis: Axes, terms: QuadraticCost, form: Json) -> None:
-    held = form["held_out_mape"]
-    figures = f"R² {form['r2']:.5f}, mean error {form['mape']:.1%}"
-    figures += "" if held is None else f", held out {held:.1%}"
-    axis.set(xscale="log", yscale="log", ylabel="seconds of a step")
-    axis.scatter([], [], s=46, facecolor="white", edgecolor=_INK, linewidth=1.6, label="held out")
-    formula = (
-        f"{terms.c0:.3g}  +  {terms.c_sequence:.3g}·B  +  {terms.c1:.3g}·ΣS"
-        f"  +  {terms.c2:.3g}·ΣS²  seconds"
-    )
-    axis.set_title(f"{formula}\n{figures}", loc="left", fontsize=10, color=_INK)
-    axis.legend(frameon=False, loc="lower right", fontsize=9)
-
-
-def _label_residuals(axis: Axes, points: Sequence[Case]) -> None:
-    most = max(5.0, *(110 * abs(p["residual"]) for p in points))
-    axis.axhline(0, color=_INK, linewidth=0.8)
-    axis.set(
-        ylim=(-most, most),
-        ylabel="predicted against\nmeasured, %",
-        xlabel="tokens of a sequence, S",
-    )
-    lengths = sorted({p["seq_len"] for p in points})
-    # Drop ticks that would overlap that of the longest sequence.
-    ticks = [s for s in lengths[:-1] if 1.4 * s < lengths[-1]] + lengths[-1:]
-    axis.set_xticks(ticks, [f"{s / 1024:g}k" if s % 1024 == 0 else f"{s:,}" for s in ticks])
-    axis.minorticks_off()
 
 
 # ---------------------------------------------------------------- alload bench kernel

@@ -78,7 +78,6 @@ def add_case_arguments(parser: argparse.ArgumentParser) -> None:
         help="what layers keep, as model.remat; default: all but auto",
     )
     add("--memory-budget", type=ABOVE_0, help="GB for --remat auto; default: the device's")
-    add("--residual", nargs="+", choices=("compute", "float32"), default=("compute",))
     add(
         "--unrolled",
         action="store_true",
@@ -127,15 +126,13 @@ def shared_settings(options: argparse.Namespace) -> Json:
 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
-    """Our own: each way of --remat with each of --residual."""
+    """Our own: each way of --remat."""
     model, shared = model_fields(options.model, options.layers), shared_settings(options)
-    for residual in options.residual:
-        for remat in options.remat:
-            fields = training_fields(model, remat, residual, not options.unrolled)
-            fields["memory_budget"] = options.memory_budget
-            name = f"alload, keep {remat}" + (", float32 residual" * (residual == "float32"))
-            name += ", unrolled" * options.unrolled
-            yield name, "alload_jax.bench.step_process", shared | {"model": fields}
+    for remat in options.remat:
+        fields = training_fields(model, remat, scan_layers=not options.unrolled)
+        fields["memory_budget"] = options.memory_budget
+        name = f"alload, keep {remat}" + ", unrolled" * options.unrolled
+        yield name, "alload_jax.bench.step_process", shared | {"model": fields}
 
 
 def _outcome(result: Json) -> str:

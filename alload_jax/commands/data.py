@@ -223,32 +223,6 @@ def _require_absent(options: argparse.Namespace, flag: str, reason: str) -> None
 
 
 def _show(options: argparse.Namespace) -> int:
-    samples = _sheet_samples(options)
-    source = open_source(options.words[0], source_config(options.config, "alload data"))
-    manifest = source.manifest
-    patch_size = options.patch_size or usual_model(manifest)[1]
-    console = Console(markup=False, soft_wrap=True, width=_WIDTH)
-    console.print(store_table(manifest, patch_size))
-    console.print(bucket_table(manifest, patch_size))
-    if options.sheet:
-        # Imported here because Matplotlib takes a while to import.
-        from alload_jax.report.pictures import write_contact_sheet
-
-        write_contact_sheet(options.sheet, source, samples)
-        print(f"written: {options.sheet}")
-    if not options.check:
-        return 0
-    from alload_jax.data.store import damaged_records
-
-    damaged = 0
-    for line in damaged_records(source):
-        print(line)
-        damaged += 1
-    print(f"{len(manifest):,} records read, {damaged:,} damaged")
-    return 1 if damaged else 0
-
-
-def _sheet_samples(options: argparse.Namespace) -> int:
     if options.samples is not None and not options.sheet:
         raise InputError("alload data: --samples needs --sheet FILE; add it")
     if options.sheet:
@@ -260,4 +234,25 @@ def _sheet_samples(options: argparse.Namespace) -> int:
                 f"alload data: --sheet {options.sheet}: exists already; give --force to replace "
                 "it, or name another file"
             )
-    return 16 if options.samples is None else options.samples
+    source = open_source(options.words[0], source_config(options.config, "alload data"))
+    manifest = source.manifest
+    patch_size = options.patch_size or usual_model(manifest)[1]
+    console = Console(markup=False, soft_wrap=True, width=_WIDTH)
+    console.print(store_table(manifest, patch_size))
+    console.print(bucket_table(manifest, patch_size))
+    if options.sheet:
+        # Imported here because Matplotlib takes a while to import.
+        from alload_jax.report.pictures import write_contact_sheet
+
+        write_contact_sheet(options.sheet, source, options.samples or 16)
+        print(f"written: {options.sheet}")
+    if not options.check:
+        return 0
+    from alload_jax.data.store import damaged_records
+
+    damaged = 0
+    for line in damaged_records(source):
+        print(line)
+        damaged += 1
+    print(f"{len(manifest):,} records read, {damaged:,} damaged")
+    return 1 if damaged else 0

@@ -79,7 +79,14 @@ def sample(options: argparse.Namespace) -> None:
     )
     encoders = find_encoders(source.config, source.origin(), text=text, vae=vae, image=image)
     stride, length = _data(options, source, encoders)
-    raw = _raw_requests(options)
+    given = {name: getattr(options, name) for name in (*_LISTED, "prompt", "prompt_embeds")}
+    given |= {"class": options.classes and tuple(options.classes)}
+    values: dict[str, object] = {
+        name: Path(value) if name in FILES else value
+        for name, value in given.items()
+        if value is not None
+    }
+    raw = read_list(Path(options.list), values) if options.list else [RawRequest(values)]
     target = Target(
         source.config,
         stride,
@@ -157,18 +164,6 @@ def _data(
     if guesses:
         _note(f"the run's data.json is gone: {'; '.join(guesses)}")
     return stride, length
-
-
-def _raw_requests(options: argparse.Namespace) -> list[RawRequest]:
-    """The requests of the flags, or those of the list with the flags as defaults."""
-    given = {name: getattr(options, name) for name in (*_LISTED, "prompt", "prompt_embeds")}
-    given |= {"class": options.classes and tuple(options.classes)}
-    values: dict[str, object] = {
-        name: Path(value) if name in FILES else value
-        for name, value in given.items()
-        if value is not None
-    }
-    return read_list(Path(options.list), values) if options.list else [RawRequest(values)]
 
 
 def _check_outs(raw: Sequence[RawRequest], force: bool) -> None:
