@@ -24,8 +24,6 @@ from alload_jax.files import require_regular
 from alload_jax.planning.samples import PIXEL_PATCH, Geometry, Triple
 from alload_jax.training import EXPERTS, TRANSFORMERS, expert_file, expert_places
 
-_MOST_DIGITS = 18
-
 KEYS = ("diffusers", "original", "comfyui")
 KEYS_HELP = (
     "keys of diffusers (default), of the original repository, or of ComfyUI, which differ for "
@@ -49,26 +47,32 @@ def triple(text: str, example: str = "4,8,8", least: int = 0) -> tuple[int, int,
 
 
 def number(
-    kind: type[int] | type[float], wanted: str, holds: Callable[[float], bool]
-) -> Callable[[str], int | float]:
+    kind: type[int] | type[float],
+    wanted: str,
+    holds: Callable[[float], bool] = lambda _: True,
+    words: typing.Container[str] = (),
+) -> Callable[[str], int | float | str | None]:
     """The type of a flag that takes finite numbers within bounds.
 
     Args:
       kind: whole numbers, or all.
       wanted: what it takes in words, such as `a number above 0`.
       holds: whether a number is within the bounds.
+      words: taken in place of a number; `none`, which configs call `null`, becomes None.
     """
 
-    def read(text: str) -> int | float:
+    def read(text: str) -> int | float | str | None:
+        if text in words or (text == "null" and "none" in words):
+            return None if text in ("none", "null") else text
         with contextlib.suppress(ValueError, OverflowError):
-            if math.isfinite(value := kind(text)) and holds(value):
+            if text.isascii() and math.isfinite(value := kind(text)) and holds(value):
                 return value
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not {wanted}")
 
     return read
 
 
-def up_to(most: int) -> Callable[[str], int | float]:
+def up_to(most: int) -> Callable[[str], object]:
     """The type of a flag that takes whole numbers from 1 to `most`."""
     return number(int, f"a whole number from 1 to {most:,}", lambda value: 1 <= value <= most)
 
@@ -78,6 +82,7 @@ WHOLE = number(int, "a whole number from 0", lambda value: value >= 0)
 FROM_0 = number(float, "a number from 0", lambda value: value >= 0)
 ABOVE_0 = number(float, "a number above 0", lambda value: value > 0)
 SHARE = number(float, "a number from 0 to below 1", lambda value: 0 <= value < 1)
+STEP = number(int, "a step such as 500, nor best", lambda step: 0 <= step < 10**18, ["best"])
 """Types of flags."""
 
 
@@ -89,7 +94,7 @@ def add_run_flags(add: AddFlag, base: bool = True) -> None:
       base: whether frozen parameters are read too.
     """
     add("--weights", choices=["ema", "raw"], help="which weights of a run; default ema")
-    add("--step", type=_step, help="step of a run's checkpoint, or best for the lowest validation "
+    add("--step", type=STEP, help="step of a run's checkpoint, or best for the lowest validation "
         "loss; default the newest")  # fmt: skip
     if base:
         add("--base", metavar="DIR", help="weights that a run of adapters was trained on; default: "
@@ -166,14 +171,6 @@ def run_each_expert(
     return max(map(run, every))
 
 
-def _step(text: str) -> int | Literal["best"]:
-    if text == "best":
-        return "best"
-    if not (text.isascii() and text.isdecimal()) or len(text) > _MOST_DIGITS:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a step such as 500, nor best")
-    return int(text)
-
-
 def add_settings(
     group: "argparse._ActionsContainer",
     kind: type,
@@ -220,27 +217,10 @@ def _reading(hint: object, default: object) -> dict[str, object]:
         return {"action": "store_true"}
     if int not in parts and float not in parts:
         return {"choices": words} if words else {}
-    number = int if int in parts else float
+    kind, what = (int, "a whole number") if int in parts else (float, "a number")
     if type(None) in parts and default is not None:
         words.append("none")
-    return {"type": _number_or(number, words) if words else number}
-
-
-def _number_or(number: type[int] | type[float], words: list[str]) -> Callable[[str], object]:
-    def read(text: str) -> object:
-        if text in words or (text == "null" and "none" in words):  # null is the word of configs
-            return None if text in ("none", "null") else text
-        try:
-            return number(text)
-        except ValueError as error:
-            kind = "a whole number" if number is int else "a number"
-            *others, last = words
-            wanted = f"is not {kind}, {', '.join(others)} or {last}"
-            if not others:
-                wanted = f"is neither {kind} nor {last}"
-            raise argparse.ArgumentTypeError(f"{text!r} {wanted}") from error
-
-    return read
+    return {"type": number(kind, " or ".join([what, *words]), words=words)}
 
 
 def source_config(path: str | None, prog: str) -> SourceConfig | None:
