@@ -158,9 +158,20 @@ def fill_disk(campaign: Campaign, name: str, seed: int) -> Json:
     place.mkdir(exist_ok=True)
     mount(f"size={kilobytes}k", str(place))
     try:
-        faults = _fill(campaign, name)
+        flags = [*campaign.flags(f"{name}/run"), "--checkpoint.keep", "1000"]
+        run = campaign.starter.start("train", flags)
+        status, lines, faults = run.wait(PATIENCE), errors_of(run.stderr), []
+        if status is None:
+            run.kill()
+            faults = ["a full disk does not end the run"]
+        elif status != 2 or len(lines) != 1:
+            faults = [f"status {status}, {lines}"]
         mount("remount,size=200m", str(place))
-        faults += _continue(campaign, name)
+        run = campaign.starter.start("train", campaign.flags(f"{name}/run"))
+        if (status := run.wait(PATIENCE)) != 0:
+            faults.append(f"the run cannot be continued: {status}, {errors_of(run.stderr)}")
+        else:
+            faults += differences(place / "run", campaign.reference(), exact=True)
     finally:
         subprocess.run(["umount", "--lazy", str(place)], check=True)
     seconds = round(time.monotonic() - began, 1)
@@ -170,24 +181,6 @@ def fill_disk(campaign: Campaign, name: str, seed: int) -> Json:
 def mount(options: str, place: str) -> None:
     """Mounts a file system in memory."""
     subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", place], check=True)
-
-
-def _fill(campaign: Campaign, name: str) -> list[str]:
-    flags = ["--checkpoint.keep", "1000"]
-    run = campaign.starter.start("train", [*campaign.flags(f"{name}/run"), *flags])
-    status = run.wait(PATIENCE)
-    lines = errors_of(run.stderr)
-    if status is None:
-        run.kill()
-        return ["a full disk does not end the run"]
-    return [] if status == 2 and len(lines) == 1 else [f"status {status}, {lines}"]
-
-
-def _continue(campaign: Campaign, name: str) -> list[str]:
-    run = campaign.starter.start("train", campaign.flags(f"{name}/run"))
-    if (status := run.wait(PATIENCE)) != 0:
-        return [f"the run cannot be continued: {status}, {errors_of(run.stderr)}"]
-    return differences(campaign.folder / name / "run", campaign.reference(), exact=True)
 
 
 if __name__ == "__main__":

@@ -16,18 +16,13 @@ _SIZE = "--frames 1 --height 8 --width 8"
 _LISTED = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 
-def _wrong_values() -> list[str]:
-    """Values that a key of the config cannot have."""
-    return [
+INPUTS = [
+    *_LISTED["commands"],
+    *(
         f"train --{key} {shlex.quote(value)}"
         for key, values in _LISTED["values"].items()
         for value in values
-    ]
-
-
-INPUTS = [
-    *_LISTED["commands"],
-    *_wrong_values(),
+    ),
     *_LISTED["edges"],
     *reading(_LISTED["readers"]),
 ]
@@ -59,7 +54,8 @@ def _ender(campaign: Campaign, places: dict[str, Path]) -> Callable[[str], str]:
             words = [word.replace("{" + name + "}", str(path)) for word in words]
         if program == "train":
             words = [*_usual(campaign, words), *words]
-        _remove_new(places["work"])
+        for path in places["work"].glob("new*"):  # what the last command wrote
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
         before = _files(places)
         run = campaign.starter.start(program, words)
         status = run.wait(PATIENCE)
@@ -75,12 +71,6 @@ def _ender(campaign: Campaign, places: dict[str, Path]) -> Callable[[str], str]:
         return ""
 
     return end
-
-
-def _remove_new(folder: Path) -> None:
-    """Removes what the last command wrote."""
-    for path in folder.glob("new*"):
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _files(places: dict[str, Path]) -> dict[Path, tuple[int, ...]]:
@@ -105,12 +95,15 @@ def write_files(folder: Path, campaign: Campaign) -> None:
     """Writes files that are not what they should be."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
+    # Aliases that stand for 9⁹ values.
+    bomb = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    bomb += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 9)]
     texts = {
         "text.txt": "these are\nonly: words: [\n",
         "empty.yaml": "",
         "list.yaml": "[1, 2, 3]\n",
         "tag.yaml": "run: !!python/object/apply:os.system ['true']\n",
-        "bomb.yaml": _bomb(),
+        "bomb.yaml": "\n".join(bomb) + "\n",
         "all.txt": "".join(f"{n}\n" for n in range(64)),
     }
     for name, text in texts.items():
@@ -128,10 +121,3 @@ def write_files(folder: Path, campaign: Campaign) -> None:
         run = folder / f"bad_{name.split('.')[0]}"
         run.mkdir()
         (run / name).write_text(text)
-
-
-def _bomb() -> str:
-    """Aliases that stand for 9⁹ values."""
-    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
-    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 9)]
-    return "\n".join(lines) + "\n"

@@ -8,7 +8,7 @@ import signal
 import socket
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -348,13 +348,20 @@ def differences(found: Path, expected: Path, exact: bool) -> list[str]:
     steps = [steps_of(folder) for folder in (found, expected)]
     if steps[0] != steps[1]:
         faults.append(f"there are checkpoints of steps {steps[0]}, not {steps[1]}")
-    for what, read in (("last arrays", last_arrays), ("exports", _exports)):
+
+    def exports(folder: Path) -> dict[str, np.ndarray]:
+        files = (folder / "exported").rglob("*.safetensors")
+        return {name: value for file in files for name, value in load_file(file).items()}
+
+    def bits(value: np.ndarray) -> tuple[Any, ...]:
+        return value.shape, value.dtype, value.tobytes()
+
+    for what, read in (("last arrays", last_arrays), ("exports", exports)):
         ours, theirs = read(found), read(expected)
         if ours.keys() != theirs.keys():
             faults.append(f"{what} have other names")
-        wrong = [
-            name for name in ours.keys() & theirs.keys() if not _same(ours[name], theirs[name])
-        ]
+        both = ours.keys() & theirs.keys()
+        wrong = [name for name in both if bits(ours[name]) != bits(theirs[name])]
         faults += [f"{what} differ: {min(wrong)} and {len(wrong) - 1} more"] if wrong else []
     return faults
 
@@ -367,15 +374,6 @@ def last_arrays(folder: Path) -> dict[str, np.ndarray]:
     return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
 
 
-def _exports(folder: Path) -> dict[str, np.ndarray]:
-    files = (folder / "exported").rglob("*.safetensors")
-    return {name: value for file in files for name, value in load_file(file).items()}
-
-
-def _same(one: np.ndarray, other: np.ndarray) -> bool:
-    return (one.shape, one.dtype, one.tobytes()) == (other.shape, other.dtype, other.tobytes())
-
-
 def rows_of(folder: Path) -> list[Json]:
     """The lines of a run's metrics, with their validations."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -386,12 +384,17 @@ def _differences_of_metrics(found: list[Json], expected: list[Json], exact: bool
         [[row[name] for name in COMPUTED] for row in rows if not is_validation(row)]
         for rows in (found, expected)
     )
+
+    def agree(one: list[Any], other: list[Any]) -> bool:
+        near = (abs(a - b) <= 1e-4 * max(abs(a), abs(b)) for a, b in zip(one, other, strict=True))
+        return one == other if exact else all(near)
+
     faults = []
     if [row[0] for row in ours] != [row[0] for row in theirs]:
         faults.append("steps are missing or repeated")
     for name, of_run in (("samples", ours), ("validations", _validations(found))):
         of_other = theirs if name == "samples" else _validations(expected)
-        if len(of_run) != len(of_other) or not all(map(_agree(exact), of_run, of_other)):
+        if len(of_run) != len(of_other) or not all(map(agree, of_run, of_other)):
             faults.append(f"{name} or their losses differ")
     return faults
 
@@ -399,11 +402,3 @@ def _differences_of_metrics(found: list[Json], expected: list[Json], exact: bool
 def _validations(rows: list[Json]) -> list[list[Any]]:
     """Step and loss of each validation."""
     return [[row["step"], row["validation/loss"]] for row in rows if is_validation(row)]
-
-
-def _agree(exact: bool) -> Callable[[list[Any], list[Any]], bool]:
-    def agree(one: list[Any], other: list[Any]) -> bool:
-        near = (abs(a - b) <= 1e-4 * max(abs(a), abs(b)) for a, b in zip(one, other, strict=True))
-        return one == other if exact else all(near)
-
-    return agree

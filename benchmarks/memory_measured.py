@@ -104,7 +104,9 @@ def main() -> int:
             write_weights(folder / name, _model(name))
         for case in cases:
             write_clips(folder / case.clips, case.latents)
-        total = _memory_of_gpu()
+        command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+        found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        total = float(found.stdout.split()[0]) * 2**20
         for number, case in enumerate(cases):
             record.add(run(case, folder, folder / f"run_{number}", total))
             print(json.dumps(record.content["cases"][-1]), flush=True)
@@ -113,12 +115,6 @@ def main() -> int:
 
 def _model(name: str) -> ModelConfig:
     return read_config(["--config", str(ROOT / "configs" / f"{name}.yaml")]).model
-
-
-def _memory_of_gpu() -> float:
-    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    found = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    return float(found.stdout.split()[0]) * 2**20
 
 
 def write_weights(folder: Path, config: ModelConfig) -> None:

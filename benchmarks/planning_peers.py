@@ -138,11 +138,6 @@ def merged(chosen: T, tried: T) -> T:
     return dataclasses.replace(chosen, **changed)  # type: ignore[type-var]
 
 
-def settings_of(planner: Any) -> Json:
-    """The settings of a peer; the cost model stands in the JSON once."""
-    return {k: v for k, v in dataclasses.asdict(planner).items() if k != "cost"}
-
-
 def smaller(case: Case, size: int) -> Case:
     """A smaller case for tuning: fewer samples, and fewer ranks (8 or more) for as many steps."""
     if size >= case.size:
@@ -169,15 +164,11 @@ def with_ratios(case: Json) -> Json:
     return case | {"rows": rows}
 
 
-def tuned_on(case: Case, peer: str, size: int) -> Case:
-    """The case on which a peer is tuned: all steps where it plans a window of them, else fewer."""
-    return case if "over a window" in peer else smaller(case, size)
-
-
 def _tune(case: Case, peer: str, cost: QuadraticCost, size: int) -> tuple[Any, Json]:
     """The best settings, and the figures of their epoch."""
     rounds = [settings for settings in sweep(peer, cost) if settings]
-    small = tuned_on(case, peer, size)
+    # All steps where it plans a window of them, else fewer.
+    small = case if "over a window" in peer else smaller(case, size)
     chosen = rounds[0][0]
     speeds: dict[Any, float] = {}
     for settings in rounds:
@@ -242,7 +233,9 @@ def main(argv: list[str]) -> int:
         rows = [_own_row(case, *own, costs, cost) for own in OURS]
         for peer in options.peers:
             planner, figures = tuned[case, peer]
-            rows.append({"planner": peer, "settings": settings_of(planner)} | figures)
+            fields = dataclasses.asdict(planner)
+            fields.pop("cost", None)  # the cost model stands in the JSON once
+            rows.append({"planner": peer, "settings": fields} | figures)
         today = [{"date": header["date"]} | row for row in rows]
         results.append(dataclasses.asdict(case) | {"m_mem": case.m_mem, "rows": today})
     if options.update:

@@ -73,11 +73,6 @@ CASES = (
     Case(*CLIP, "feed_forward_and_attention"),
     Case(*CLIP, "full"),
 )
-TINY = (
-    Case(2, (1, 8, 8), "attention"),
-    Case(2, (1, 8, 8), "offload_feed_forward_and_attention"),
-    Case(2, (1, 8, 8), "matmuls_and_attention", unrolled=True),
-)
 
 
 def lowered(step: Step, case: Case, model: ModelConfig) -> Any:
@@ -134,36 +129,32 @@ def shapes_of(cases: Sequence[Case], fields: Mapping[str, Any]) -> list[dict[str
 def main(argv: list[str]) -> int:
     """Compiles all cases, times them, and writes the result after each."""
     parser = benchmark_parser(__doc__, "step_parts.json")
-    parser.add_argument("--tiny", action="store_true", help="for trying it on a CPU")
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     parser.add_argument("--repeats", type=int, default=5, help="timed steps (default 5)")
     options = parser.parse_args(argv)
     set_xla_flags()
-    if not options.tiny:
-        require_gpu()
-    fields = model_fields("tiny" if options.tiny else "1.3b", options.layers)
+    require_gpu()
+    fields = model_fields("1.3b", options.layers)
     model = config_from_fields(training_fields(fields))
-    cases = TINY if options.tiny else CASES
     record = Record(options.out, ("jax", "jaxlib", "flax"), model=fields, cases=[])
     result = record.content
     step, begin = Step(training_spec(model)), time.perf_counter()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         update = pool.submit(step.update.lower(step.state, step.accumulator).compile)
-        pending = [pool.submit(lowered(step, case, model).compile) for case in cases]
+        pending = [pool.submit(lowered(step, case, model).compile) for case in CASES]
         step.update = update.result()
         programs = [each.result() for each in pending]
     result["compile_seconds"] = time.perf_counter() - begin
-    for case, program in zip(cases, programs, strict=True):
+    for case, program in zip(CASES, programs, strict=True):
         row = {"name": case.name, **case._asdict()} | timed(step, case, program, options.repeats)
         record.add(row)
         print(f"{case.name}: {row['seconds']:.4f} s, {row['bytes'] / 1e9:.1f} GB", flush=True)
-    if jax.default_backend() == "gpu":
-        result["roofs"] = roofs = measure_roofs(shapes_of(cases, fields))
-        for case, row in zip(cases, result["cases"], strict=True):
-            row["roof_seconds"] = roof_seconds(case, step, fields, roofs)
-            row["of_roof"] = row["roof_seconds"] / row["seconds"]
-            print(f"{case.name}: {row['of_roof']:.3f} of the roof", flush=True)
-        record.write()
+    result["roofs"] = roofs = measure_roofs(shapes_of(CASES, fields))
+    for case, row in zip(CASES, result["cases"], strict=True):
+        row["roof_seconds"] = roof_seconds(case, step, fields, roofs)
+        row["of_roof"] = row["roof_seconds"] / row["seconds"]
+        print(f"{case.name}: {row['of_roof']:.3f} of the roof", flush=True)
+    record.write()
     return 0
 
 

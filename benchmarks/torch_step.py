@@ -203,9 +203,10 @@ class Weights:
         self.copies: list[tuple[Any, Any]] = []
         decayed: list[Any] = []
         kept: list[Any] = []
+        kept_float32 = {*(model._keep_in_fp32_modules or ())}  # by diffusers' own loader
         for name, weight in model.named_parameters():
             master = weight
-            if settings.precision == "bf16_copy" and not _stays_float32(model, name):
+            if settings.precision == "bf16_copy" and not kept_float32 & {*name.split(".")}:
                 master = torch.nn.Parameter(weight.data)
                 weight.data = weight.data.bfloat16()
                 self.copies.append((weight, master))
@@ -282,16 +283,13 @@ class Trainer:
         if MODELS[self.settings.kind].casts_timestep:
             timestep = timestep.to(noised.dtype)
         with self._attention():  # around the backward pass too: it recomputes
-            with self._autocast():
+            autocast = self.settings.precision == "autocast"
+            with torch.autocast(self.device, torch.bfloat16, enabled=autocast):
                 (predicted,) = self.forward(noised, timestep, **self.conditions, return_dict=False)
             wrong = (predicted.float() - (noise - self.clips))[: self.rows]
             loss = wrong.square().sum() / predicted.numel()
             loss.backward()
         return loss.detach()
-
-    def _autocast(self) -> Any:
-        enabled = self.settings.precision == "autocast"
-        return torch.autocast(self.device, torch.bfloat16, enabled=enabled)
 
     def _attention(self) -> Any:
         backend = BACKENDS.get(self.settings.attention)
@@ -331,12 +329,6 @@ def compiled(model: Any, settings: Settings) -> Any:
     elif settings.compile == "blocks":
         model.compile_repeated_blocks(**options)
     return model
-
-
-def _stays_float32(model: Any, name: str) -> bool:
-    """Whether diffusers' own loader would keep this weight in float32 in a bfloat16 model."""
-    kept = model._keep_in_fp32_modules or ()
-    return any(part in kept for part in name.split("."))
 
 
 # ---------------------------------------------------------------- the measurement
