@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import rich.box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from alload_jax.bench.harness import console
 from alload_jax.commands.flags import require_place, source_config, triple, up_to, usual_model
 from alload_jax.data.manifest import (
     CAPTION,
@@ -106,7 +106,6 @@ def _joined(triple: Triple) -> str:
 
 
 _MERGE, _CAPTIONS = "merge", "captions"
-_WIDTH = 160
 _MOST_SAMPLES = 1000
 _DIFFERENCES = 4
 
@@ -237,9 +236,8 @@ def _show(options: argparse.Namespace) -> int:
     source = open_source(options.words[0], source_config(options.config, "alload data"))
     manifest = source.manifest
     patch_size = options.patch_size or usual_model(manifest)[1]
-    console = Console(markup=False, soft_wrap=True, width=_WIDTH)
-    console.print(store_table(manifest, patch_size))
-    console.print(bucket_table(manifest, patch_size))
+    console().print(store_table(manifest, patch_size))
+    console().print(bucket_table(manifest, patch_size))
     if options.sheet:
         # Imported here because Matplotlib takes a while to import.
         from alload_jax.report.pictures import write_contact_sheet

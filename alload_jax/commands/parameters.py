@@ -2,10 +2,9 @@
 
 import argparse
 
-from rich.console import Console
 from rich.table import Table
 
-_WIDTH = 160
+from alload_jax.bench.harness import console
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +34,6 @@ def run(options: argparse.Namespace) -> int:
         shape = "×".join(map(str, leaf.shape))
         table.add_row(name, shape, f"{leaf.size:,}", optimizer if name in names else "frozen")
         counts["trained" if name in names else "frozen"] += leaf.size
-    Console(markup=False, soft_wrap=True, width=_WIDTH).print(table)
+    console().print(table)
     print(f"trained: {counts['trained']:,}   frozen: {counts['frozen']:,}")
     return 0

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import rich.box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from alload_jax.bench.harness import console
 from alload_jax.commands.flags import (
     ABOVE_0,
     COUNT,
@@ -41,8 +41,6 @@ from alload_jax.planning.study import Case, advice
 from alload_jax.planning.workloads import names
 
 _MOST_EPOCHS = 10_000
-_WIDTH = 150
-"""Width of a comparison in characters; narrower terminals wrap its lines, but not its cells."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -206,10 +204,8 @@ def _show_memory(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps({"model": name, "cases": cases}, indent=2))
         return 0
-    console = Console(markup=False, soft_wrap=True)
-    console.width = max(console.width, _WIDTH)
-    console.print(f"predicted by arithmetic, not measured: {name}", highlight=False)
-    console.print(memory_table(cases))
+    print(f"predicted by arithmetic, not measured: {name}")
+    console().print(memory_table(cases))
     return 0
 
 
@@ -237,17 +233,15 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _print_tables(inputs: PlanInputs, cases: list[Case]) -> None:
-    console = Console(markup=False, soft_wrap=True)
-    console.width = max(console.width, _WIDTH)
-    console.print(one_line(f"data: {inputs.source}"), highlight=False)
+    print(one_line(f"data: {inputs.source}"))
     if inputs.shares:
-        console.print(shares_table(inputs.shares))
-    console.print(one_line(f"cost model: {inputs.costs_source}"), highlight=False)
+        console().print(shares_table(inputs.shares))
+    print(one_line(f"cost model: {inputs.costs_source}"))
     for reason in dict.fromkeys(case.reason for case in cases if case.reason):
-        console.print(reason, highlight=False)
-    console.print(case_table(cases[0]) if len(cases) == 1 else comparison_table(cases))
+        print(reason)
+    console().print(case_table(cases[0]) if len(cases) == 1 else comparison_table(cases))
     for sentence in advice(inputs.study, [case for case in cases if case.ranks == cases[0].ranks]):
-        console.print(sentence, highlight=False)
+        print(sentence)
 
 
 def _settings(options: argparse.Namespace, inputs: PlanInputs, case: Case) -> dict[str, object]:
