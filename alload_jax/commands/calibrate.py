@@ -15,14 +15,13 @@ from alload_jax.errors import InputError
 from alload_jax.files import Json, parse_yaml, read_json, read_text
 from alload_jax.planning.cost import (
     CostFile,
-    QuadraticCost,
     SparseLayers,
     read_cost_file,
     with_layers,
     without_layers,
     write_cost_file,
 )
-from alload_jax.planning.fit import RunFit, fit_run
+from alload_jax.planning.fit import fit_run
 from alload_jax.planning.remat import AUTO_REMAT
 from alload_jax.sharding.host_memory import set_xla_flags
 
@@ -148,13 +147,6 @@ def calibrate_from_run(folder: Path, out: Path) -> int:
         details=details,
     )
     write_cost_file(out, costs)
-    _print_fit(found, before)
-    print(f"written: {out}")
-    return 0
-
-
-def _print_fit(found: RunFit, before: QuadraticCost | None) -> None:
-    """Coefficients, beside those of the model that planned the run."""
     print(f"{found.steps:,} steps, mean error {found.mape:.1%}")
     if found.drift is not None:
         longer = "longer" if found.drift >= 0 else "shorter"
@@ -163,6 +155,8 @@ def _print_fit(found: RunFit, before: QuadraticCost | None) -> None:
         if isinstance(value, float):
             was = f" (was {getattr(before, name):.4g})" if before else ""
             print(f"  {name} = {value:.4g} s{was}")
+    print(f"written: {out}")
+    return 0
 
 
 _COMMAND = "alload calibrate"

@@ -1,6 +1,8 @@
 """`alload report`: pictures of finished and running trainings."""
 
 import argparse
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from alload_jax.commands import add_command
@@ -12,64 +14,27 @@ from alload_jax.training import expert_places
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the reports, each a subcommand."""
     reports = parser.add_subparsers(required=True, metavar="REPORT")
-    for name, words, report, example in (
+    for name, words, draw, run in (
         (
             "sparsity",
             "Draw the sparsity of each layer's attention over training.",
-            _report_sparsity,
+            _sparsity,
             "runs/digits_sparse",
         ),
         (
             "validation",
             "Draw the validation loss of each size and noise level over training.",
-            _report_validation,
+            _validation,
             "runs/digits",
         ),
     ):
-        add = add_command(reports, name, words, report).add_argument
-        add("run_folder", metavar="RUN", help=f"folder of a run, as {example}")
+        add = add_command(reports, name, words, partial(_run, name, draw)).add_argument
+        add("run_folder", metavar="RUN", help=f"folder of a run, as {run}")
         add("--out", help=f"the PNG to write (default RUN/{name}.png)")
 
 
-def _report_sparsity(options: argparse.Namespace) -> int:
-    # Imported here because JAX takes a second to import.
-    from alload_jax.report.pictures import write_sparsity_picture
-    from alload_jax.training.callbacks.telemetry import LAYER_LOG
-    from alload_jax.training.run_files import read_metrics
-
-    folder, out = _places(options, "sparsity")
-    rows = [row for row in read_metrics(folder / LAYER_LOG) if "sparsity" in row]
-    if not rows:
-        raise InputError(
-            f"alload report sparsity: {folder / LAYER_LOG} holds no sparsity; train with "
-            "model.sparse_attention, for at least 10 steps"
-        )
-    write_sparsity_picture(out, rows, f"Attention of {folder.name}")
-    last = rows[-1]
-    sparse = sum(last["sparse"])
-    print(
-        f"step {last['step']}: {sparse} of {len(last['sparse'])} layers are sparse; written: {out}"
-    )
-    return 0
-
-
-def _report_validation(options: argparse.Namespace) -> int:
-    # Imported here because JAX takes a second to import.
-    from alload_jax.report.pictures import write_validation_picture
-    from alload_jax.training.run_files import is_validation, read_metrics
-
-    folder, out = _places(options, "validation")
-    rows = [row for row in read_metrics(folder / "metrics.jsonl") if is_validation(row)]
-    try:
-        best = write_validation_picture(out, rows, f"Validation of {folder.name}")
-    except InputError as error:
-        raise InputError(f"alload report validation: {folder}: {error}") from error
-    print(f"lowest loss at step {best} of {rows[-1]['step']}; written: {out}")
-    return 0
-
-
-def _places(options: argparse.Namespace, name: str) -> tuple[Path, Path]:
-    """The run's folder and the file to write.
+def _run(name: str, draw: Callable[[Path, Path], str], options: argparse.Namespace) -> int:
+    """Checks the run's folder and the file to write, draws, and prints a line.
 
     Raises:
       InputError: there is no such folder, or the file cannot be written.
@@ -83,4 +48,35 @@ def _places(options: argparse.Namespace, name: str) -> tuple[Path, Path]:
     if not options.out and out.is_symlink():  # the run may be somebody else's
         raise InputError(f"{out}: is a link; remove it, or name a file by --out")
     require_place(f"alload report {name}", "--out", out)
-    return folder, out
+    print(f"{draw(folder, out)}; written: {out}")
+    return 0
+
+
+def _sparsity(folder: Path, out: Path) -> str:
+    # Imported here because JAX takes a second to import.
+    from alload_jax.report.pictures import write_sparsity_picture
+    from alload_jax.training.callbacks.telemetry import LAYER_LOG
+    from alload_jax.training.run_files import read_metrics
+
+    rows = [row for row in read_metrics(folder / LAYER_LOG) if "sparsity" in row]
+    if not rows:
+        raise InputError(
+            f"alload report sparsity: {folder / LAYER_LOG} holds no sparsity; train with "
+            "model.sparse_attention, for at least 10 steps"
+        )
+    write_sparsity_picture(out, rows, f"Attention of {folder.name}")
+    sparse = rows[-1]["sparse"]
+    return f"step {rows[-1]['step']}: {sum(sparse)} of {len(sparse)} layers are sparse"
+
+
+def _validation(folder: Path, out: Path) -> str:
+    # Imported here because JAX takes a second to import.
+    from alload_jax.report.pictures import write_validation_picture
+    from alload_jax.training.run_files import is_validation, read_metrics
+
+    rows = [row for row in read_metrics(folder / "metrics.jsonl") if is_validation(row)]
+    try:
+        best = write_validation_picture(out, rows, f"Validation of {folder.name}")
+    except InputError as error:
+        raise InputError(f"alload report validation: {folder}: {error}") from error
+    return f"lowest loss at step {best} of {rows[-1]['step']}"
