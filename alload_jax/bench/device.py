@@ -25,24 +25,6 @@ _PATIENCE = 2.0
 """Seconds that nvidia-smi has to end."""
 
 
-class DeviceLoad(NamedTuple):
-    """Medians over samples of one GPU.
-
-    Attributes:
-      sm_mhz: clock of the multiprocessors.
-      most_sm_mhz: the highest that they have.
-      watts: power that the GPU takes.
-      most_watts: its limit; at the limit, the clock falls.
-      samples: how many there were.
-    """
-
-    sm_mhz: float
-    most_sm_mhz: float
-    watts: float
-    most_watts: float
-    samples: int
-
-
 @contextlib.contextmanager
 def sampling() -> Iterator[list[str]]:
     """Samples the first GPU that JAX uses, from some 0.1 s after the start on.
@@ -88,8 +70,14 @@ def sampling() -> Iterator[list[str]]:
         reader.join(_PATIENCE)
 
 
-def load_of(lines: Iterable[str]) -> DeviceLoad | None:
-    """Of what nvidia-smi printed; None if no line is whole and has all values."""
+def load_of(lines: Iterable[str]) -> Json | None:
+    """Medians over what nvidia-smi printed; None if no line is whole and has all values.
+
+    Returns:
+      `sm_mhz`, the clock of the multiprocessors, and `most_sm_mhz`, the highest that they have;
+      `watts` that the GPU takes, and `most_watts`, its limit, at which the clock falls; `samples`,
+      how many there were.
+    """
     samples = []
     for line in lines:
         try:
@@ -102,8 +90,9 @@ def load_of(lines: Iterable[str]) -> DeviceLoad | None:
             samples.append(values)
     if not samples:
         return None
-    clock, most, watts, limit = map(statistics.median, zip(*samples, strict=True))
-    return DeviceLoad(clock, most, watts, limit, len(samples))
+    medians = map(statistics.median, zip(*samples, strict=True))
+    names = ("sm_mhz", "most_sm_mhz", "watts", "most_watts")
+    return dict(zip(names, medians, strict=True)) | {"samples": len(samples)}
 
 
 _COPIED_BYTES = 1 << 32

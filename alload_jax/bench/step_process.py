@@ -121,7 +121,6 @@ def measure(**fields: Any) -> Json:
         peak = found.temp_size_in_bytes + sum(
             leaf.nbytes for leaf in jax.tree.leaves((step.state, step.accumulator, batch))
         )
-    load = load_of(lines)
     return recorded | {
         "seconds": statistics.median(seconds),
         "seconds_least": min(seconds),
@@ -129,5 +128,5 @@ def measure(**fields: Any) -> Json:
         "compile_seconds": compiled - begin,
         "peak_bytes": peak,
         "temporary_bytes": found.temp_size_in_bytes,
-        "load": load and load._asdict(),
+        "load": load_of(lines),
     }

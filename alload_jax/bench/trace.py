@@ -222,30 +222,23 @@ def device_shares(profile: ProfileData) -> dict[str, list[float] | float]:
     return {"busy": busy, "exposed": exposed, "idle": 1 - sum(busy) / len(busy)}
 
 
-class Spent(NamedTuple):
-    """Of one operation in one step, mean over steps and devices.
-
-    Attributes:
-      calls: runs of the kernel.
-      seconds: time in which it alone is running, and its part of the time that it shares.
-      running: seconds in which it runs, alone or not.
-    """
-
-    calls: float
-    seconds: float
-    running: float
-
-
-def time_of_operations(steps: Sequence[Divided]) -> dict[Operation, Spent]:
-    """The time of each operation in `divided_steps`.
+def time_of_operations(steps: Sequence[Divided]) -> dict[Operation, dict[str, float]]:
+    """The time of each operation in `divided_steps`, mean over steps and devices.
 
     Where kernels overlap, each has an equal part of the time; collectives have only time in which
     nothing else runs.
+
+    Returns:
+      `calls`, runs of the kernel; `seconds` in which it alone is running, and its part of the time
+      that it shares; `running`, seconds in which it runs, alone or not.
     """
     sums: dict[Operation, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     for device, _ in chain.from_iterable(steps):
         for each, seconds in device:
             for place, value in enumerate((1, seconds, (each.end - each.begin) / 1e9)):
                 sums[each.operation][place] += value
-    count = sum(map(len, steps))
-    return {each: Spent(*(value / count for value in total)) for each, total in sums.items()}
+    count, names = sum(map(len, steps)), ("calls", "seconds", "running")
+    return {
+        each: {name: value / count for name, value in zip(names, total, strict=True)}
+        for each, total in sums.items()
+    }

@@ -216,8 +216,8 @@ def _profiled(program: str | Path, settings: Json, keep: str | None) -> tuple[Js
     found |= {name: traced[name] for name in ("traced_seconds", "traced_steps", "devices")}
     found |= {
         "roofs": roofs,
-        "roof": roof and roof._asdict() | {"seconds": roof.seconds},
-        "of_roof": roof and roof.seconds / found["seconds"],  # of a step that is not traced
+        "roof": roof,
+        "of_roof": roof and roof["seconds"] / found["seconds"],  # of a step that is not traced
         "rows": [row._asdict() for row in rows(traced, roofs)],
     }
     return found | records(operations), operations

@@ -105,7 +105,7 @@ def attributed(profile: ProfileData, accumulate: str, update: str) -> Json:
     for operation, each_spent in spent.items():
         attribution = attribution_of(operation, parts)
         call = attribution.attention
-        fields = operation._asdict() | attribution._asdict() | each_spent._asdict()
+        fields = operation._asdict() | attribution._asdict() | each_spent
         operations.append(fields | {"attention": call and call._asdict()})
     return {
         "traced_seconds": fmean(end - begin for begin, end in step_windows(profile)) / 1e9,

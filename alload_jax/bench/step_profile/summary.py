@@ -14,7 +14,7 @@ from alload_jax.bench.step_profile.attribution import COMMUNICATION, ELSE, IDLE,
 from alload_jax.files import Json
 
 Operation = Json
-"""As `measure` gives them: the fields of `Operation`, `Attribution` and `Spent`."""
+"""As `measure` gives them: the fields of `Operation` and `Attribution`, and its times."""
 SHORTEST = 5e-5
 """Seconds of a step from which an operation is worth a record of its own."""
 _DETAILS = ("forward", "recomputed", "backward")
@@ -47,25 +47,6 @@ class Row(NamedTuple):
     roof_seconds: float | None
     of_roof: float | None
     bound: str
-
-
-class StepRoof(NamedTuple):
-    """The least time of a step, seconds: what no choice of rematerialisation avoids.
-
-    Attributes:
-      products: matrix products of the forward and the backward pass.
-      attention: each attention's forward and backward once.
-      optimizer: bytes of state and gradients at the rate of copies.
-    """
-
-    products: float
-    attention: float
-    optimizer: float
-
-    @property
-    def seconds(self) -> float:
-        """Of all three."""
-        return self.products + self.attention + self.optimizer
 
 
 def attention_shapes(operations: Sequence[Operation]) -> list[dict[str, int]]:
@@ -194,11 +175,16 @@ def _alone(call: Mapping[str, int], roofs: Json) -> tuple[float, float] | None:
     return None
 
 
-def step_roof(profile: Json, roofs: Json) -> StepRoof:
-    """The roof of the whole step, of the measured rates.
+def step_roof(profile: Json, roofs: Json) -> dict[str, float]:
+    """The least time of a step, by the measured rates: what no rematerialisation avoids.
 
     Recomputation does not count. Every forward of fused attention has one backward, so that the
     calls of the backward say how often both are needed.
+
+    Returns:
+      Seconds of the `products` of the forward and the backward pass; of `attention`, each forward
+      and backward once; of the `optimizer`, bytes of state and gradients at the rate of copies; and
+      `seconds`, their sum.
     """
     operations = profile["operations"]
     runs, products, attention = executions(operations), 0.0, 0.0
@@ -216,7 +202,8 @@ def step_roof(profile: Json, roofs: Json) -> StepRoof:
             else:
                 attention += seconds
     optimizer = profile["optimizer_bytes"] / roofs["copy_bytes_per_second"]
-    return StepRoof(products, attention, optimizer)
+    roof = {"products": products, "attention": attention, "optimizer": optimizer}
+    return roof | {"seconds": sum(roof.values())}
 
 
 def records(operations: Sequence[Operation]) -> dict[str, list[Json]]:
