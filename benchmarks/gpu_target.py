@@ -69,16 +69,6 @@ FLAGS = "--xla_gpu_autotune_level=0"
 """Of XLA, beside those of training: nothing can be measured."""
 
 
-def require_no_backend_but_cpu() -> None:
-    """Keeps JAX from looking for a GPU. Call it before JAX initializes its devices.
-
-    Kernels of widths that no table knows are not compared with XLA either.
-    """
-    os.environ["PALLAS_KERNELS_FIRST_USE"] = "0"
-    jax.config.update("jax_platforms", "cpu")
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
-
-
 def _description(capability: str) -> str:
     """What XLA reads of the GPU of a compute capability."""
     if capability == "9.0":
@@ -138,9 +128,15 @@ def record(
       out: the file.
       rows: devices → what the JSON says of each case.
       packages: whose versions matter beside JAX's.
-      gpus: devices that it compiles for.
+      gpus: devices that it compiles for, H200s of one host that are not there.
+
+    Raises:
+      InputError: JAX's CUDA plugin is not installed.
     """
-    require_no_backend_but_cpu()
+    # JAX must not look for a GPU, nor compare kernels of widths that no table knows with XLA.
+    os.environ["PALLAS_KERNELS_FIRST_USE"] = "0"
+    jax.config.update("jax_platforms", "cpu")
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
     set_xla_flags()
     devices, named = devices_of_host(gpus), ("jax", "jaxlib", *packages, "jax-cuda12-plugin")
     found = Record(out, named, compiled_for=devices[0].device_kind, cases=[])

@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,20 +24,23 @@ if TYPE_CHECKING:  # these modules import JAX, which takes a second
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the commands below this one and their flags."""
     actions = parser.add_subparsers(required=True, metavar="ACTION")
+    files = partial(run_each_expert, as_files=True)
 
     words = "Write the adapters of a run as a safetensors file."
-    add = add_command(actions, "export", words, _of_each(_export, "checkpoint")).add_argument
+    run = partial(files, _export, name="checkpoint")
+    add = add_command(actions, "export", words, run).add_argument
     add("--checkpoint", required=True, help="run folder of a model with adapters (model.lora)")
     add_run_flags(add, base=False)
     _add_output(add)
     words = "Write a file of adapters with other keys."
-    add = add_command(actions, "convert", words, _of_each(_convert, "file")).add_argument
+    add = add_command(actions, "convert", words, partial(files, _convert, name="file")).add_argument
     add("file", help="file of adapters of diffusers, PEFT, ComfyUI or musubi-tuner")
     add("--model", required=True, help="transformer folder of the model; config.json is enough")
     add_skip_unknown(add)
     _add_output(add)
     words = "Add files of adapters to weights, for diffusers."
-    add = add_command(actions, "merge", words, _of_each(_merge, "model", False)).add_argument
+    run = partial(run_each_expert, _merge, name="model")
+    add = add_command(actions, "merge", words, run).add_argument
     add("--model", required=True, help="transformer folder of diffusers, or run folder")
     add("--lora", required=True, metavar="FILE[:SCALE]", nargs="+", help="files, with factors; "
         "default 1")  # fmt: skip
@@ -53,12 +56,6 @@ def _add_output(add: AddFlag) -> None:
     add("--keys", choices=KEYS, default="diffusers", help=KEYS_HELP)
     add("--dtype", choices=["float32", "bfloat16"], default="float32", help="default float32")
     add("--force", action="store_true", help="replace a file that exists")
-
-
-def _of_each(
-    run: Callable[[argparse.Namespace], int], name: str, as_files: bool = True
-) -> Callable[[argparse.Namespace], int]:
-    return lambda options: run_each_expert(run, options, name, as_files)
 
 
 def _export(options: argparse.Namespace) -> int:

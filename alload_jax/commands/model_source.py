@@ -64,10 +64,6 @@ def note_skipped(lora: LoraFile) -> None:
         print(f"note: {lora.place}: left out: {line}", file=sys.stderr)
 
 
-DATA_NAME = "data.json"
-"""File in a run folder in which train.py records facts about the data."""
-
-
 @dataclass(frozen=True)
 class Source:
     """A model with its weights: a run folder of train.py, or released weights.
@@ -215,7 +211,7 @@ class Source:
         """The content of data.json; empty for released weights, and where the file is gone."""
         if self.run is None:
             return {}
-        file = self.folder / DATA_NAME
+        file = self.folder / "data.json"  # facts about the data that train.py records
         if (recorded := read_json(file)) is None:
             return {}
         stride, length = (

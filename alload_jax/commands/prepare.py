@@ -98,7 +98,14 @@ def run_media(options: argparse.Namespace) -> int:
     from alload_jax.data.prepare.settings import MediaSettings
     from alload_jax.training.progress import ProgressBar
 
-    engine = _engine(options)
+    engine: Engine | None = None
+    if options.engine == "ray":
+        require_package("ray", "ray", "--engine ray")
+        from alload_jax.data.prepare.ray_engine import RayEngine
+
+        engine = RayEngine(options.ray_address, options.workers)
+    elif options.ray_address is not None:
+        raise InputError("--ray-address does not apply to --engine local; add --engine ray")
     _check_places(options)
     names = MediaSettings.__dataclass_fields__
     given = {name: value for name, value in vars(options).items() if name in names}
@@ -175,17 +182,6 @@ def _check_places(options: argparse.Namespace) -> None:
                 f"alload prepare media: --report {report}: is another file, which would be lost; "
                 "name a new one"
             )
-
-
-def _engine(options: argparse.Namespace) -> "Engine | None":
-    if options.engine == "local":
-        if options.ray_address is not None:
-            raise InputError("--ray-address does not apply to --engine local; add --engine ray")
-        return None
-    require_package("ray", "ray", "--engine ray")
-    from alload_jax.data.prepare.ray_engine import RayEngine
-
-    return RayEngine(options.ray_address, options.workers)
 
 
 def _print_summary(
