@@ -91,7 +91,8 @@ def assert_cut_as_by_pyscenedetect(path, rate, cuts):
     with opened_video(Source(path, 0, path.stat().st_size)) as container:
         decoded = numbered_scenes(3.0, video_frames(container))
         frames = list(frames_at(decoded, Fraction(rate)))
-    begins = [b.place for a, b in itertools.pairwise(frames) if a.scene != b.scene]
+    scenes = [frame.scene for frame in frames]
+    begins = [n for n in range(1, len(scenes)) if scenes[n] != scenes[n - 1]]
     assert begins == [begin.frame_num for begin, _ in expected][1:]
     assert len(begins) == cuts
 

@@ -48,20 +48,6 @@ _UNKNOWN, _BT2020, _ICTCP = 2, 9, (14, 15)  # colours by ITU-T H.273
 _STILLS = {b"\x89PNG": "PNG", b"\xff\xd8\xff": "JPEG", b"RIFF": "WebP", b"BM": "BMP"}
 
 
-class TimedFrame(NamedTuple):
-    """A frame at a place of the fixed rate.
-
-    Attributes:
-      place: it is shown at second place / fps.
-      frame: the decoded frame; several places can share one.
-      scene: number of its scene.
-    """
-
-    place: int
-    frame: av.VideoFrame
-    scene: int = 0
-
-
 class Decoded(NamedTuple):
     """A decoded frame.
 
@@ -114,10 +100,8 @@ def damage_named(what: str) -> Iterator[None]:
         raise UnusableError(f"{what} ({short(error)})") from error
 
 
-def frames_at(
-    frames: Iterator[Decoded], fps: Fraction, expected: float = 0.0
-) -> Iterator[TimedFrame]:
-    """Resamples decoded frames to `fps` by presentation times.
+def frames_at(frames: Iterator[Decoded], fps: Fraction, expected: float = 0.0) -> Iterator[Decoded]:
+    """Resamples decoded frames to `fps` by presentation times: the one of each place, in turn.
 
     A place shows the last frame that begins before it, or at most 0.3 places after it: time stamps
     are often rounded to milliseconds. Frames of a higher rate are shown once at most. The last one
@@ -138,11 +122,11 @@ def frames_at(
         first = decoded.begin if first is None else first
         place = max(0, math.ceil((decoded.begin - first) * fps - _EARLY))
         if held is not None and place - last > _LONGEST_HOLD * fps:
-            yield TimedFrame(last, held.frame, held.scene)
+            yield held
             seconds = float((place - last) / fps)
             raise UnusableError(f"time stamps jump by {seconds:,.0f} s")
         if held is not None:
-            yield from (TimedFrame(at, held.frame, held.scene) for at in range(last, place))
+            yield from itertools.repeat(held, place - last)
         last, held = place, decoded
         end = (decoded.end - first) * fps
         until = max(place + 1, math.ceil(end - _EARLY))
@@ -151,8 +135,7 @@ def frames_at(
     seconds = float(until / fps)
     if expected - seconds > max(_LATE_END, 0.1 * expected):
         raise UnusableError(f"truncated: {seconds:.1f} of {expected:.1f} s can be decoded")
-    until = min(until, last + int(_LONGEST_HOLD * fps))
-    yield from (TimedFrame(at, held.frame, held.scene) for at in range(last, until))
+    yield from itertools.repeat(held, min(until - last, int(_LONGEST_HOLD * fps)))
 
 
 def video_frames(container: InputContainer, note: Note = lambda change: None) -> Iterator[Decoded]:
@@ -519,7 +502,7 @@ def video_clips(
 
 
 def _windows(
-    scene: Iterator[TimedFrame],
+    scene: Iterator[Decoded],
     picture: Callable[[av.VideoFrame], np.ndarray],
     stride: int,
     frames: int,
