@@ -127,9 +127,20 @@ def conditions_for(model: ModelConfig, manifest: Manifest) -> Conditions:
 
     Raises:
       InputError: the kind of condition or the width differs from the model's, or a text is too
-        long.
+        long; or the data lack what an image-to-video model takes.
     """
-    _require_channels(model, manifest)
+    if model.latent_channels > model.in_channels:
+        raise InputError(
+            f"model.out_channels is {model.out_channels}; to train, it must be at most "
+            f"model.in_channels, which is {model.in_channels}"
+        )
+    held, given = manifest.form.given_channels, model.given_channels
+    if given and held != given and (held or not model.given_optional):
+        raise InputError(
+            f"{manifest.path}: holds given frames of {held} channels, but "
+            f"model.in_channels − model.out_channels is {given}; prepare the data "
+            "with --image-to-video, or train a text-to-video model"
+        )
     text = model.text
     if text is not None and manifest.form.text_dim != text.dim:
         raise InputError(
@@ -144,7 +155,18 @@ def conditions_for(model: ModelConfig, manifest: Manifest) -> Conditions:
         )
     if model.condition_parts():
         return _conditions_in_parts(model, manifest)
-    image_shape = _image_shape(model, manifest)
+    image_shape = manifest.form.image_shape if model.image else None
+    if model.image and (image_shape is None or image_shape[1] != model.image.dim):
+        raise InputError(
+            f"{manifest.path}: holds image embeddings: {manifest.form.described()['image']}, but "
+            f"model.image.dim is {model.image.dim}; prepare the data with --image-folder, or set "
+            "model.image as in the data"
+        )
+    if model.image and image_shape and model.image.positions not in (None, image_shape[0]):
+        raise InputError(
+            f"{manifest.path}: holds {image_shape[0]} image embeddings a sample, but "
+            f"model.image.positions is {model.image.positions}; set it to that"
+        )
     if text is not None:
         length, width, dtype = text.length, text.dim, _embedding_dtype(model)
     elif manifest.form.text_dim is None:
@@ -154,7 +176,6 @@ def conditions_for(model: ModelConfig, manifest: Manifest) -> Conditions:
             f"{manifest.path}: holds text embeddings of width {manifest.form.text_dim}, but "
             f"model.text is null; set model.text.dim to {manifest.form.text_dim}"
         )
-    given = model.given_channels
     return Conditions(length, dtype, width, model.num_classes, given, image_shape)
 
 
@@ -241,52 +262,6 @@ def form_for(model: ModelConfig) -> SampleForm:
         (image.positions or tokens, image.dim) if image else None,
         tuple(sorted(others.items())),
     )
-
-
-def _image_shape(model: ModelConfig, manifest: Manifest) -> tuple[int, int] | None:
-    """Shape of the image embeddings that the model takes, after checking what it is given.
-
-    Raises:
-      InputError: the data lack what an image-to-video model takes.
-    """
-    form = manifest.form
-    if model.image is None:
-        return None
-    shape = form.image_shape
-    if shape is None or shape[1] != model.image.dim:
-        raise InputError(
-            f"{manifest.path}: holds image embeddings: {form.described()['image']}, but "
-            f"model.image.dim is {model.image.dim}; prepare the data with --image-folder, or set "
-            "model.image as in the data"
-        )
-    if model.image.positions not in (None, shape[0]):
-        raise InputError(
-            f"{manifest.path}: holds {shape[0]} image embeddings a sample, but "
-            f"model.image.positions is {model.image.positions}; set it to that"
-        )
-    return shape
-
-
-def _require_channels(model: ModelConfig, manifest: Manifest) -> None:
-    """Checks the channels that the model takes and that the data hold.
-
-    Raises:
-      InputError: the data lack what an image-to-video model takes.
-    """
-    if model.latent_channels > model.in_channels:
-        raise InputError(
-            f"model.out_channels is {model.out_channels}; to train, it must be at most "
-            f"model.in_channels, which is {model.in_channels}"
-        )
-    held = manifest.form.given_channels
-    if not model.given_channels or held == model.given_channels:
-        return
-    if held or not model.given_optional:
-        raise InputError(
-            f"{manifest.path}: holds given frames of {held} channels, but "
-            f"model.in_channels − model.out_channels is {model.given_channels}; prepare the data "
-            "with --image-to-video, or train a text-to-video model"
-        )
 
 
 def samples_for(
