@@ -8,7 +8,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import NamedTuple
 
 from alload_jax.data.prepare.sources import MEDIA, UnusableError, readable_name, suffix_of
 from alload_jax.errors import InputError
@@ -71,9 +70,13 @@ class CaptionRule:
         first = [] if found is None else [found]
         if not self.every:
             return first
-        known = CAPTION_COLUMNS if self.column is None else (self.column,)
-        bases = [base.strip().lower() for base in first or known]
-        return first + next(filter(None, (_numbered(names, base) for base in bases)), [])
+        for base in first or (CAPTION_COLUMNS if self.column is None else (self.column,)):
+            stem = re.escape(base.strip().lower().removesuffix("s"))  # of caption_1, caption_2
+            pattern = re.compile(rf"{stem}s?[ _-]?(\d{{1,4}})")
+            matches = ((pattern.fullmatch(name.strip().lower()), name) for name in names)
+            if numbered := sorted((int(match[1]), name) for match, name in matches if match):
+                return [*first, *(name for _, name in numbered)]
+        return first
 
     def of_values(self, values: Iterable[object]) -> list[str]:
         """The captions in the values of a file's columns; empty if there are none."""
@@ -107,11 +110,9 @@ class CaptionRule:
         return self.of_values([by_name[name] for name in self.columns(by_name)])
 
 
-class _Stem(NamedTuple):
-    """What a caption and its media file have in common; a lower level is closer."""
-
-    level: int
-    name: str
+_Stem = tuple[int, str]
+"""What a caption and its media file have in common, a level, of which a lower one is closer, and a
+name."""
 
 
 class CaptionFiles:
@@ -162,26 +163,19 @@ class CaptionFiles:
     def _stems_of_media(self, name: str) -> list[_Stem]:
         stems = {*self._stems(_base(name)), *self._stems(name)}
         # clip, of clip.mp4, before clip.mp4 itself
-        return sorted(stems, key=lambda stem: (stem.level, len(stem.name)))
+        return sorted(stems, key=lambda stem: (stem[0], len(stem[1])))
 
     def _stems(self, base: str) -> list[_Stem]:
         composed = unicodedata.normalize("NFC", base)
         folder, slash, last = composed.rpartition("/")
         first = last.partition(".")[0]
-        grouped = [_Stem(2, folder + slash + first)] if first and self._by_first_dot else []
-        return [_Stem(0, base), _Stem(1, composed), *grouped]
+        grouped = [(2, folder + slash + first)] if first and self._by_first_dot else []
+        return [(0, base), (1, composed), *grouped]
 
 
 def _base(name: str) -> str:
     """A file name without its suffix."""
     return name.removesuffix(PurePosixPath(name).suffix)
-
-
-def _numbered(names: Iterable[str], base: str) -> list[str]:
-    """The names that are the base with a number, such as caption_1, by their numbers."""
-    pattern = re.compile(rf"{re.escape(base.removesuffix('s'))}s?[ _-]?(\d{{1,4}})")
-    matches = ((pattern.fullmatch(name.strip().lower()), name) for name in names)
-    return [name for _, name in sorted((int(match[1]), name) for match, name in matches if match)]
 
 
 def _entries(value: object) -> list[object]:

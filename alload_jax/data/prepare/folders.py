@@ -79,15 +79,12 @@ class MediaFolder:
             for _ in range(_DRAWS * self.shuffle_tags):  # some are drawn again, or there are few
                 if len(orders) < self.shuffle_tags:
                     orders[", ".join([*kept, *rng.sample(rest, len(rest))])] = None
-            found |= dict.fromkeys(map(self._with_words, orders))
+            for words in (self.prefix + each + self.suffix if each else each for each in orders):
+                has_trigger = re.search(rf"(?<!\w){re.escape(self.trigger)}(?!\w)", words)
+                if self.trigger and not has_trigger:
+                    words = f"{self.trigger}, {words}" if words else self.trigger
+                found[words] = None
         return tuple(found)
-
-    def _with_words(self, caption: str) -> str:
-        """A caption between prefix and suffix, behind the trigger if that is no word of it."""
-        words = self.prefix + caption + self.suffix if caption else caption
-        if self.trigger and not re.search(rf"(?<!\w){re.escape(self.trigger)}(?!\w)", words):
-            words = f"{self.trigger}, {words}" if words else self.trigger
-        return words
 
 
 _MOST_ORDERS = 100
@@ -105,13 +102,10 @@ def set_items(place: Path, settings: MediaSettings) -> list[Item]:
     Raises:
       InputError: the file or a folder cannot be read, or a key or value is wrong.
     """
-    found = [
-        item
-        for number, each in enumerate(_folders(place), 1)
-        for item in _items(place, number, each, settings)
-    ]
+    found: list[Item] = []
     places: dict[PurePosixPath, Path] = {}
-    for each in _folders(place):
+    for number, each in enumerate(_folders(place), 1):
+        found += _items(place, number, each, settings)
         path = str(typing.cast(dict[str, object], each)["path"])
         name, real = _name(path), (place.parent / path).resolve()
         if places.setdefault(name, real) != real:

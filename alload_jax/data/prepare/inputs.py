@@ -109,8 +109,6 @@ TABLES = (".csv", ".jsonl", ".json", ".parquet")
 _LISTS = (("prompt.txt", "prompts.txt", "captions.txt"), ("videos.txt", "images.txt"))
 """Lists of captions and of media, by lines, as finetrainers reads them."""
 
-_LONGEST_FIELD = 2**24
-
 
 def table_items(
     table: Path, path_column: str | None, rule: CaptionRule, root: Path | None = None
@@ -175,7 +173,7 @@ def _require_once(table: Path, names: Iterable[str], used: Iterable[str]) -> Non
 
 
 def _csv_rows(table: Path, _: str | None, __: CaptionRule) -> Iterator[Json]:
-    before = csv.field_size_limit(_LONGEST_FIELD)
+    before = csv.field_size_limit(2**24)
     try:
         with table.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file)
@@ -242,9 +240,6 @@ def _parquet_rows(table: Path, path_column: str | None, rule: CaptionRule) -> It
             yield from batch.to_pylist()
 
 
-_LONGEST_HEADER = 2**20
-
-
 def tar_items(tars: Sequence[Path], rule: CaptionRule) -> list[Item]:
     """The media of uncompressed .tar files, in the order of their members.
 
@@ -257,10 +252,10 @@ def tar_items(tars: Sequence[Path], rule: CaptionRule) -> list[Item]:
     A file that is damaged, or no uncompressed .tar, gives an item with the reason, after the items
     of the members before the damage.
     """
-    return [item for path in tars for item in _items(path, rule)]
+    return [item for path in tars for item in _tar_items(path, rule)]
 
 
-def _items(path: Path, rule: CaptionRule) -> list[Item]:
+def _tar_items(path: Path, rule: CaptionRule) -> list[Item]:
     members: list[tarfile.TarInfo] = []
     damage = ""
     try:
@@ -294,7 +289,7 @@ class _Headers(io.FileIO):
     """A .tar file of which only headers are read, which may claim to be of any size."""
 
     def read(self, size: int | None = -1) -> bytes:
-        return super().read(min(size or 0, _LONGEST_HEADER))
+        return super().read(min(size or 0, 2**20))
 
 
 def _source(path: Path, member: tarfile.TarInfo) -> Source:
@@ -398,10 +393,8 @@ def write_captions(table: Path, media: Path) -> tuple[int, int]:
                 "edit it, or remove it first; nothing is written"
             )
     names = [path.relative_to(root).as_posix() for path in sorted(root.rglob("*"))]
-    texts, stems = (
-        CaptionFiles(names),
-        Counter(name.rpartition(".")[0] for name in names if suffix_of(name) in MEDIA),
-    )
+    texts = CaptionFiles(names)
+    stems = Counter(name.rpartition(".")[0] for name in names if suffix_of(name) in MEDIA)
     wanted: dict[str, list[tuple[str, list[str]]]] = defaultdict(list)
     for item in table_items(table, None, rule, media):
         try:
@@ -414,9 +407,7 @@ def write_captions(table: Path, media: Path) -> tuple[int, int]:
         if text is None or suffix_of(text) == ".json":  # .txt is read before .json
             stem = name.rpartition(".")[0]
             text = f"{name if stems[stem] > 1 else stem}.txt"
-        wanted[text].append(
-            (name, [clean(each) for each in (item.caption or "", *item.alternatives)])
-        )
+        wanted[text].append((name, list(map(clean, (item.caption or "", *item.alternatives)))))
     changes = {}
     for text, files in wanted.items():
         words = files[0][1]

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import shutil
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -31,7 +32,6 @@ from alload_jax.data.prepare.work_folder import (
     progress_note,
     read_progress,
     read_report,
-    remove_all,
     remove_work_folder,
 )
 from alload_jax.data.store import finish_store, is_finished
@@ -261,7 +261,8 @@ def _finish(out: Path, units: int, path: Path | None, update: Update | None) -> 
         write_skipped(path, total.skipped)
     if not total.used:
         reasons = "; ".join(f"{row.path}: {row.reason}" for row in total.skipped[:2])
-        remove_all(out)
+        shutil.rmtree(partial_folder(out), ignore_errors=True)
+        remove_work_folder(out)
         raise InputError(f"{out}: no file can be used ({reasons}, …)")
     finish_store(out, shards=units)
     if path is None:

@@ -411,7 +411,7 @@ def is_animated(source: Source) -> bool:
 
 
 def upright(image: Image.Image, colour: tuple[int, int], note: Note) -> Image.Image:
-    """An opened image as 8-bit RGB of standard range, turned as its EXIF data say, on white.
+    """An opened image of any mode as 8-bit RGB of standard range, turned as EXIF says, on white.
 
     Args:
       image: the image, at the frame that is wanted.
@@ -421,7 +421,22 @@ def upright(image: Image.Image, colour: tuple[int, int], note: Note) -> Image.Im
     Raises:
       UnusableError: its values are floats, whose range is not known.
     """
-    found = to_rgb(ImageOps.exif_transpose(image), note)
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I"):  # 16 bits, which Pillow would clip, not scale
+        values = np.asarray(image).astype(np.int64).clip(0, 65535)
+        clear = values == image.info.get("transparency", -1)
+        alpha = Image.fromarray(np.where(clear, 0, 255).astype(np.uint8))
+        grey = Image.fromarray(((values + 128) // 257).astype(np.uint8))
+        image = Image.merge("LA", (grey, alpha))
+    if image.mode == "F":
+        raise UnusableError("image of floats, whose range is not known")
+    if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
+        rgba = image.convert("RGBA")
+        if rgba.getchannel("A").getextrema()[0] != 255:
+            note(ON_WHITE)
+        white = Image.new("RGBA", rgba.size, (BACKGROUND, BACKGROUND, BACKGROUND, 255))
+        image = Image.alpha_composite(white, rgba)
+    found = image.convert("RGB")
     if colour[1] not in TRANSFERS:
         return found
     note(TONE_MAPPED.format(TRANSFERS[colour[1]]))
@@ -462,29 +477,6 @@ def check_pixels(height: int, width: int) -> None:
         raise UnusableError(
             f"{width}×{height} pixels are more than {MOST_PIXELS:,}: a decompression bomb?"
         )
-
-
-def to_rgb(image: Image.Image, note: Note) -> Image.Image:
-    """An image of any mode as 8-bit RGB, on white where it is transparent, which it notes.
-
-    Raises:
-      UnusableError: its values are floats, whose range is not known.
-    """
-    if image.mode.startswith("I"):  # 16 bits, which Pillow would clip, not scale
-        values = np.asarray(image).astype(np.int64).clip(0, 65535)
-        clear = values == image.info.get("transparency", -1)
-        alpha = Image.fromarray(np.where(clear, 0, 255).astype(np.uint8))
-        grey = Image.fromarray(((values + 128) // 257).astype(np.uint8))
-        image = Image.merge("LA", (grey, alpha))
-    if image.mode == "F":
-        raise UnusableError("image of floats, whose range is not known")
-    if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
-        rgba = image.convert("RGBA")
-        if rgba.getchannel("A").getextrema()[0] != 255:
-            note(ON_WHITE)
-        white = Image.new("RGBA", rgba.size, (BACKGROUND, BACKGROUND, BACKGROUND, 255))
-        return Image.alpha_composite(white, rgba).convert("RGB")
-    return image.convert("RGB")
 
 
 def cut(picture: np.ndarray, wanted: Fit) -> np.ndarray:

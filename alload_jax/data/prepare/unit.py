@@ -178,36 +178,25 @@ class Job:
 
     def encode_frames(self, frames: np.ndarray) -> np.ndarray:
         """Encodes a clip, here or remotely; see `VaeEncoder.encode`."""
-        return np.asarray(self._call("vae", "encode", frames))
+        return np.asarray(self.call("vae", "encode", frames))
 
     def encode_caption(self, caption: str | None) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Encodes a caption, here or remotely: the condition, and tokens of further kinds by name.
 
         See `TextEncoder.encode`.
         """
-        found: Encoded = self._call("text", "encode", caption)
+        found: Encoded = self.call("text", "encode", caption)
         if not isinstance(found, dict):
             return found, {}
         return found[TEXT], {name: array for name, array in found.items() if name != TEXT}
-
-    def encode_given(self, clip: np.ndarray) -> Given:
-        """What image-to-video models are given for a clip; nothing without their encoder."""
-        if self.given is None:
-            return Given(None, None)
-        return self._call("given", "encode", clip[0], clip[-1], len(clip))
-
-    def surplus_tokens(self, caption: str) -> int:
-        """See `TextEncoder.surplus_tokens`; 0 of encoders that have no such method."""
-        if not hasattr(self.text, "surplus_tokens"):
-            return 0
-        return int(self._call("text", "surplus_tokens", caption))
 
     @property
     def has_weights(self) -> bool:
         """Whether other processes should encode."""
         return self.vae.has_weights or self.text.has_weights
 
-    def _call(self, name: str, method: str, *arguments: Any) -> Any:
+    def call(self, name: str, method: str, *arguments: Any) -> Any:
+        """Calls a method of the encoder of that name, here or remotely."""
         encoder = getattr(self, name)
         if self.remote is not None and getattr(encoder, "has_weights", True):
             return self.remote.encode(name, method, *arguments)
@@ -281,8 +270,9 @@ def _add_item(
         for words in map(clean, item.alternatives):
             other, other_parts = job.encode_caption(words)
             alternatives.append((other, words, other_parts))
+        can_count = hasattr(job.text, "surplus_tokens")
         for words in map(clean, filter(None, (item.caption, *item.alternatives))):
-            if surplus := job.surplus_tokens(words):
+            if can_count and (surplus := int(job.call("text", "surplus_tokens", words))):
                 changes.add(f"caption cut, {surplus:,} tokens too long")
         content = item.content
         if item.source and not content:
@@ -343,8 +333,10 @@ def _stored(item: Item) -> list[_Clip]:
 
 def _encoded(job: Job, item: Item, note: Note) -> Iterator[_Clip]:
     for clip in _clips(job.settings, job.token, item, note):
-        size = (len(clip), clip.shape[1], clip.shape[2])
-        yield job.encode_frames(clip), job.encode_given(clip), size, clip
+        size, given = (len(clip), clip.shape[1], clip.shape[2]), Given(None, None)
+        if job.given is not None:
+            given = job.call("given", "encode", clip[0], clip[-1], len(clip))
+        yield job.encode_frames(clip), given, size, clip
 
 
 def clip_sizes(

@@ -63,10 +63,6 @@ class _File:
     def path(self) -> str:
         return str(self.rows[0][PATH])
 
-    @property
-    def number(self) -> int | None:
-        return shard_number(str(self.rows[0]["shard"]))
-
     def records(self) -> tuple[StoredRecord, ...]:
         """Where the clips are stored."""
         return tuple(
@@ -120,7 +116,11 @@ class Update:
                     "prepare the media to another folder"
                 )
             _require_contents(out, part.rows, {item.name for item in items})
-        self._remove_unused()
+        for part in self._parts:  # of shards that it no longer names since an earlier update
+            named = {*part.notes["shard_bytes"], *(each.path.name for each in finished_shards(out))}
+            for path in out.glob("shard-*.arrayrecord"):
+                if path.name not in named:
+                    path.unlink()
         with ThreadPoolExecutor(_THREADS) as pool:
             self._items = list(pool.map(_with_content, items))
         self.found, files = self._match()
@@ -155,7 +155,10 @@ class Update:
         for each in self.found:
             if each.now is None:
                 continue
-            rows = [row | _told(each.item) for row in each.now.rows]
+            told: _Row = {PATH: each.item.name, FOUND: list(each.item.found) or None}
+            told |= {WEIGHT: None if each.item.weight == 1 else each.item.weight}
+            told |= {DROPOUT: each.item.dropout or None}
+            rows = [row | told for row in each.now.rows]
             old = each.before.rows if each.before else []
             if len(old) != len(rows):
                 new += rows
@@ -209,7 +212,8 @@ class Update:
                     skipped[one.path][one.reason] = one
         for number, report in read_reports(self._out):
             for one in report.skipped:
-                if any(f.now is None or f.now.number == number for f in now.get(one.path, ())):
+                files = now.get(one.path, ())
+                if any(not f.now or shard_number(f.now.rows[0]["shard"]) == number for f in files):
                     skipped[one.path][one.reason] = one
         return UnitReport(
             used=len(used),
@@ -253,22 +257,6 @@ class Update:
                         rows[row[CONTENT], row.get(PATH), row["shard"]].append(row)
                 for own in rows.values():
                     yield _File(own, part.path.parent, stored)
-
-    def _remove_unused(self) -> None:
-        """Removes shards that the manifest no longer names since an earlier update."""
-        for part in self._parts:
-            named = part.notes["shard_bytes"]
-            moved = {shard.path.name for shard in finished_shards(self._out)}
-            for path in self._out.glob("shard-*.arrayrecord"):
-                if path.name not in named and path.name not in moved:
-                    path.unlink()
-
-
-def _told(item: Item) -> _Row:
-    """What the manifest says of a file's samples beside their records."""
-    weight = None if item.weight == 1 else item.weight
-    told = {PATH: item.name, WEIGHT: weight, DROPOUT: item.dropout or None}
-    return told | {FOUND: list(item.found) or None}
 
 
 def _place(row: _Row) -> tuple[object, object]:

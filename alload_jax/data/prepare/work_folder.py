@@ -34,14 +34,14 @@ _SECONDS_BETWEEN_NOTES = 0.2
 _SECONDS_FOR_WORKERS = 60
 
 
-PREVIEWS, PREVIEW_FRAMES, _PREVIEW_SIZE = 16, 6, (1200, 150)
+PREVIEWS, PREVIEW_FRAMES = 16, 6
 
 
 def preview(clip: np.ndarray) -> str:
     """A preview, as in `UnitReport`, of a clip [frames, height, width, 3] uint8."""
     chosen = np.linspace(0, len(clip) - 1, min(PREVIEW_FRAMES, len(clip))).round().astype(int)
     strip, file = Image.fromarray(np.concatenate(clip[chosen], axis=1)), io.BytesIO()
-    strip.thumbnail(_PREVIEW_SIZE)
+    strip.thumbnail((1200, 150))
     strip.save(file, "PNG")
     return base64.b64encode(file.getvalue()).decode("ascii")
 
@@ -243,12 +243,6 @@ def remove_work_folder(out: Path) -> None:
     """Removes the work folder at once, which ends a preparation."""
     work_folder(out).rename(_removed(out))
     shutil.rmtree(_removed(out))
-
-
-def remove_all(out: Path) -> None:
-    """Removes the work folder and the shards of a preparation."""
-    shutil.rmtree(partial_folder(out), ignore_errors=True)
-    remove_work_folder(out)
 
 
 def _report_path(out: Path, number: int) -> Path:
