@@ -480,7 +480,18 @@ class TransformerFamily(Family):
                     shape = shapes[path].shape[0 if layer is None else 1 :]
                     key = theirs.format(layer)
                     found.append(_tensor(key, shape, path, layer, config.patch_size))
-        return _with_places(found)
+        # Those of one key are parts of its outputs, in their order.
+        ends: dict[str, int] = {}
+        begins = []
+        for tensor in found:
+            begins.append(ends.get(tensor.key, 0))
+            ends[tensor.key] = begins[-1] + tensor.shape[0]
+        return [
+            replace(tensor, outputs=ends[tensor.key], begin=begin)
+            if tensor.swapped or tensor.shape[0] < ends[tensor.key]
+            else tensor
+            for tensor, begin in zip(found, begins, strict=True)
+        ]
 
     @override
     def naming_of(self, keys: set[str]) -> Naming:
@@ -540,21 +551,6 @@ def _stem(name: str) -> str:
 
 SWAPPED = "~"
 """Ends the name of a layer in checkpoints which have the second half of our outputs first."""
-
-
-def _with_places(tensors: list[Tensor]) -> list[Tensor]:
-    """The tensors, those of one key as parts of its outputs, in their order."""
-    ends: dict[str, int] = {}
-    begins = []
-    for tensor in tensors:
-        begins.append(ends.get(tensor.key, 0))
-        ends[tensor.key] = begins[-1] + tensor.shape[0]
-    return [
-        replace(tensor, outputs=ends[tensor.key], begin=begin)
-        if tensor.swapped or tensor.shape[0] < ends[tensor.key]
-        else tensor
-        for tensor, begin in zip(tensors, begins, strict=True)
-    ]
 
 
 def _tensor(

@@ -289,8 +289,12 @@ class TransformerConfig(ModelConfig):
                     f"model.remat_layers has {len(self.remat_layers)} policies, which does not "
                     f"divide model.{name} {getattr(self, name)}; give a number that does"
                 )
-        if self.sparse_attention is not None:
-            self.sparse_attention.check_layers(self.num_layers)
+        sparse = self.sparse_attention
+        if sparse and sparse.forced is not None and len(sparse.forced) != self.num_layers:
+            raise InputError(
+                f"model.sparse_attention.forced is {len(sparse.forced)} densities; give "
+                f"{self.num_layers}, one for each of model.num_layers"
+            )
 
     @override
     def require_divisible(self, tensor: int, context: int) -> None:

@@ -1,7 +1,7 @@
 """A stack of equal layers, run as a loop or each by itself, and what they keep for the gradient."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -27,9 +27,6 @@ from alload_jax.models.common.segments import Grid
 from alload_jax.models.common.sparse_attention.config import number_layers
 from alload_jax.models.common.stored import with_cast_kernels
 from alload_jax.planning.remat import OFFLOADED, RematPolicy
-
-ApplyLayer = Callable[[RematPolicy, PyTree, PyTree], tuple[PyTree, Auxiliary]]
-"""(policy, x, parameters of a layer) → (x, auxiliary values)."""
 
 
 class StackedTransformer(nnx.Module):
@@ -101,7 +98,13 @@ def apply_layers(
 
     if not as_loop:
         found = []
-        for number, layer in enumerate(_each(layers)):
+        # The gradient of `jax.lax.split` puts those of the layers together once; that of indexing
+        # adds up an array of all layers for each. Indexing kernels with slots, which have no such
+        # gradient, took XLA many times as long to compile and saved no memory.
+        leaves, tree = jax.tree.flatten(layers)
+        parts = [jax.lax.split(leaf, [1] * len(leaf), axis=0) for leaf in leaves]
+        for number, each in enumerate(zip(*parts, strict=True)):
+            layer = jax.tree.unflatten(tree, [jnp.squeeze(part, axis=0) for part in each])
             policy = policies[number % len(policies)]
             step = rematerialise(partial(apply_layer, policy), policy, in_loop=False)
             x, values = step(x, layer)
@@ -118,7 +121,16 @@ def apply_layers(
     else:
         shape = (-1, len(policies))
         grouped = jax.tree.map(lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), layers)
-        steps = [_of_group(apply_layer, *each) for each in enumerate(policies)]
+
+        def of_group(number: int, x: PyTree, group: PyTree) -> tuple[PyTree, Auxiliary]:
+            """A step takes its parameters from those of the group by itself.
+
+            Given them, it would keep them for the backward pass, in a copy of all layers'.
+            """
+            layer = jax.tree.map(lambda leaf: leaf[number], group)
+            return apply_layer(policies[number], x, layer)
+
+        steps = [partial(of_group, number) for number in range(len(policies))]
     # XLA would compute all layers of an iteration again before it needs the first.
     wrap = partial(rematerialise, in_loop=len(policies) == 1)
     if offloaded:
@@ -144,32 +156,6 @@ def apply_layers(
         ),
         sample_axes,
     )
-
-
-def _of_group(apply_layer: ApplyLayer, number: int, policy: RematPolicy) -> Callable:
-    """Applies one of the layers of an iteration of the loop.
-
-    It takes its parameters from those of the group by itself. Given them, it would keep them for
-    the backward pass, in a copy of all layers'.
-    """
-
-    def apply_one(x: PyTree, group: PyTree) -> tuple[PyTree, Auxiliary]:
-        return apply_layer(policy, x, jax.tree.map(lambda leaf: leaf[number], group))
-
-    return apply_one
-
-
-def _each(layers: PyTree) -> Iterator[PyTree]:
-    """The parameters of one layer after another.
-
-    By `jax.lax.split`, whose gradient puts those of the layers together once; that of indexing adds
-    up an array of all layers for each. Indexing kernels with slots, which have no such gradient,
-    took XLA many times as long to compile and saved no memory.
-    """
-    leaves, tree = jax.tree.flatten(layers)
-    parts = [jax.lax.split(leaf, [1] * len(leaf), axis=0) for leaf in leaves]
-    for layer in zip(*parts, strict=True):
-        yield jax.tree.unflatten(tree, [jnp.squeeze(part, axis=0) for part in layer])
 
 
 # ---------------------------------------------------------------- what a layer keeps

@@ -146,22 +146,18 @@ class LoraLinear(Linear):
     @override
     def product(self, inputs: jax.Array) -> jax.Array:
         product = super().product(inputs) + self._adapted(inputs)
-        return product if self.lora_magnitude is None else product * self._gain(product.dtype)
-
-    def _gain(self, dtype: jnp.dtype) -> jax.Array:
-        """The trained length of each output over that of kernel and adapter, [out].
-
-        As in the paper (§4.3), the latter has no gradient. It is computed without their sum, which
-        is as large as the kernel.
-        """
+        if self.lora_magnitude is None:
+            return product
+        # The gain is the trained length of each output over that of kernel and adapter. As in the
+        # paper (§4.3), the latter has no gradient. It is computed without their sum, which is as
+        # large as the kernel.
         with jax.default_matmul_precision("highest"):
             kernel = jnp.asarray(self.kernel[...], jnp.float32)
             down, up = self.lora_down[...], self.scale * self.lora_up[...]
             square = jnp.sum(jnp.square(kernel), axis=0)
             square += jnp.sum((2 * down.T @ kernel + (down.T @ down) @ up) * up, axis=0)
         length = jax.lax.stop_gradient(jnp.sqrt(jnp.maximum(square, _LEAST_SQUARE)))
-        assert self.lora_magnitude is not None
-        return (self.lora_magnitude[...] / length).astype(dtype)
+        return product * (self.lora_magnitude[...] / length).astype(product.dtype)
 
     def _adapted(self, inputs: jax.Array) -> jax.Array:
         """What the adapter adds, [..., in] → [..., out]."""

@@ -85,11 +85,7 @@ class Checkpoint:
             self._stack = self._stack.pop_all()
         if all(key.startswith(_PREFIX) for key in self.keys):
             self.keys = {key.removeprefix(_PREFIX): found for key, found in self.keys.items()}
-        self._take_scales()
-        return self
-
-    def _take_scales(self) -> None:
-        """Takes the scales of weights, and those of activations, out of the keys."""
+        # Scales, of weights and of activations, are no keys of their own.
         for key in list(self.keys):
             layer, dot, _ = key.rpartition(".")
             weight = f"{layer}{dot}weight"
@@ -97,6 +93,7 @@ class Checkpoint:
                 _, self._scales[weight] = self.keys.pop(key)
             elif key.endswith(_OF_ACTIVATIONS):
                 del self.keys[key]
+        return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
@@ -116,18 +113,23 @@ class Checkpoint:
         handle, name = self.keys[key]
         shape, dtype = self.header_of(key)
         scale_name = self._scales.get(key)
-        if dtype in _FLOAT8:
-            value = _read_float8(self._owner[name], name, dtype).reshape(shape).astype(np.float32)
+        if dtype in _FLOAT8:  # which safetensors does not read into NumPy arrays
+            with self._owner[name].open("rb") as content:
+                header = _header(content)
+                first, end = json.loads(header[8:])[name]["data_offsets"]
+                content.seek(len(header) + first)
+                value = np.frombuffer(content.read(end - first), _FLOAT8[dtype])
+            value = value.reshape(shape).astype(np.float32)
         else:
             value = handle.get_tensor(name)
         if scale_name is None:
             return value
-        header = handle.get_slice(scale_name)
-        count = int(np.prod(header.get_shape()))
-        if header.get_dtype() not in FLOATS or count not in (1, shape[0]):
+        found = handle.get_slice(scale_name)
+        count = int(np.prod(found.get_shape()))
+        if found.get_dtype() not in FLOATS or count not in (1, shape[0]):
             raise InputError(
-                f"{self.place}: {scale_name} is {header.get_dtype()} of shape "
-                f"{header.get_shape()}, but a weight of shape {shape} needs one scale, or one for "
+                f"{self.place}: {scale_name} is {found.get_dtype()} of shape "
+                f"{found.get_shape()}, but a weight of shape {shape} needs one scale, or one for "
                 "each output; name another file of the model"
             )
         scale = handle.get_tensor(scale_name).astype(np.float32)
@@ -146,15 +148,6 @@ class Checkpoint:
         """Returns the value of that name in the files' metadata; None if there is none."""
         found = [(handle.metadata() or {}).get(name) for handle, _ in self.keys.values()]
         return next((value for value in found if value is not None), None)
-
-
-def _read_float8(file: Path, name: str, dtype: str) -> np.ndarray:
-    """The values of a tensor, which safetensors does not read into NumPy arrays."""
-    with file.open("rb") as content:
-        header = _header(content)
-        first, end = json.loads(header[8:])[name]["data_offsets"]
-        content.seek(len(header) + first)
-        return np.frombuffer(content.read(end - first), _FLOAT8[dtype])
 
 
 _GGUF = ".gguf"

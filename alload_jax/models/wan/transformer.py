@@ -333,17 +333,9 @@ class WanTransformer(StackedTransformer):
         sharding: NamedSharding | None = None,
         first_frame_timestep: jax.Array | None = None,
     ) -> Output:
-        """See `Model.forward`.
+        """See `Model.forward`; a timestep may also be [B, S], one per token.
 
-        Args:
-          latents: [B, frames, height, width, in_channels], multiples of the patch size.
-          timestep: [B] float32, 0 (data) to 1000 (noise), or [B, S] for one per token.
-          condition: [B, L] int32 classes, `num_classes` for the null class; or text embeddings
-            [B, L, text.dim] if the config has `text`.
-          image: [B, N, image.dim] image embeddings, if the config has `image`.
-          sharding: sharding of rows over a mesh of Auto axes, which kernels need.
-          first_frame_timestep: [B] float32, timestep of the first latent frame if it differs (Wan
-            2.2's 5B model keeps a given first frame at 0).
+        Wan 2.2's 5B model keeps a given first frame at a timestep of 0.
 
         Raises:
           ValueError: an image is given but the config has none, or it is missing.
@@ -470,24 +462,11 @@ class WanTransformer(StackedTransformer):
         x, auxiliary = apply_layers(self.blocks, x, context, self.config, axes)
         predicted = self.head(x, time, sharding, by_segment)
         if not self.config.predicts_velocity:
-            predicted = _velocity_to(predicted, tokens, timestep, modulated)
+            # The velocity leads from the noisy tokens to the predicted data.
+            sigma = timestep / TIMESTEP_SCALE
+            if modulated is not None:
+                sigma = to_tokens(sigma, modulated)
+            sigma = sigma.reshape(*sigma.shape, *(1,) * (tokens.ndim - sigma.ndim))
+            distance = tokens.astype(jnp.float32) - predicted.astype(jnp.float32)
+            predicted = distance / jnp.maximum(sigma, _LEAST_SIGMA)
         return Output(predicted, auxiliary)
-
-
-def _velocity_to(
-    data: jax.Array, tokens: jax.Array, timestep: jax.Array, modulated: jax.Array | None
-) -> jax.Array:
-    """The velocity that leads from noisy tokens to predicted data; see `WanTransformer.transform`.
-
-    Args:
-      data: [B, S, patch_dim], predicted.
-      tokens: [B, S, patch_dim], noisy.
-      timestep: [B] or [B, S]; [B, M] if `modulated` says which of them a token has.
-      modulated: [B, S] int32 or None.
-    """
-    sigma = timestep / TIMESTEP_SCALE
-    if modulated is not None:
-        sigma = to_tokens(sigma, modulated)
-    sigma = sigma.reshape(*sigma.shape, *(1,) * (tokens.ndim - sigma.ndim))
-    distance = tokens.astype(jnp.float32) - data.astype(jnp.float32)
-    return distance / jnp.maximum(sigma, _LEAST_SIGMA)

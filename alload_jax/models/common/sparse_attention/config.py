@@ -75,8 +75,9 @@ class SparseAttentionConfig:
     def __post_init__(self) -> None:
         known, most, share = get_args(SelectorName), self.max_density, "above 0 and at most 1"
         if self.selector not in known:
+            names = ", ".join(known)
             raise InputError(
-                _message("selector", self.selector, f"choose one of {', '.join(known)}")
+                f"model.sparse_attention.selector is {self.selector}; choose one of {names}"
             )
         require = partial(require_fields, "model.sparse_attention.", self)
         counts = "rank profile_every sparse_profile_every profile_blocks"
@@ -97,13 +98,10 @@ class SparseAttentionConfig:
         for name in ("capacities", "forced"):
             for density in getattr(self, name) or ():
                 if not 0 < density <= 1:
-                    raise InputError(_message(name, getattr(self, name), f"each must be {share}"))
-
-    def check_layers(self, layers: int) -> None:
-        """Raises InputError if the forced densities are not one for each layer."""
-        if self.forced is not None and len(self.forced) != layers:
-            wanted = f"give {layers}, one for each of model.num_layers"
-            raise InputError(_message("forced", f"{len(self.forced)} densities", wanted))
+                    raise InputError(
+                        f"model.sparse_attention.{name} is {getattr(self, name)}; each must be "
+                        f"{share}"
+                    )
 
     def identity(self) -> dict[str, object]:
         """The fields that determine a checkpoint's arrays, as JSON values."""
@@ -129,10 +127,6 @@ class SparseAttentionConfig:
             return tuple(sorted(sparse, reverse=True)[:_MOST_BRANCHES])
         lower = {each for each in self.capacities if each < self.max_density}
         return tuple(sorted({self.max_density, *lower}, reverse=True))
-
-
-def _message(field: str, value: object, wanted: str) -> str:
-    return f"model.sparse_attention.{field} is {value}; {wanted}"
 
 
 PROFILED, SPARSITY, RECALL = "attention_profiled", "attention_sparsity", "attention_recall"

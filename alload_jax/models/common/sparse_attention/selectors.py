@@ -156,34 +156,29 @@ def sample_attention(
     def of_row(query: jax.Array, key: jax.Array, tokens: jax.Array, segments: jax.Array) -> Sample:
         used = jnp.maximum(jnp.sum(tokens > 0), 1)
         chosen = (jnp.arange(number) * used // number + measured) % used
-        of_block = partial(_attention_of_block, query, key, tokens, segments)
+        within = jnp.arange(query.shape[1])
+
+        def of_block(block: jax.Array) -> tuple[jax.Array, jax.Array]:
+            """Mass [num_heads, N] and usable blocks [N] of a block of queries."""
+            usable = (segments == segments[block]) & (segments >= 0) & (tokens > 0)
+            seen = usable[:, None] & (within < tokens[:, None])
+            logits = jnp.einsum(
+                "shd,nthd->hsnt", query[block], key, preferred_element_type=jnp.float32
+            )
+            logits = jnp.where(seen, logits / math.sqrt(query.shape[-1]), -jnp.inf)
+            top = jnp.max(logits, axis=(-2, -1), keepdims=True)
+            weights = jnp.exp(logits - jnp.where(jnp.isfinite(top), top, 0.0)).sum(axis=-1)
+            total = jnp.maximum(weights.sum(axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
+            by_block = weights / total
+            counted = (within < tokens[block])[None, :, None]
+            mean = jnp.where(counted, by_block, 0).sum(axis=1) / jnp.maximum(tokens[block], 1)
+            return mean, usable
+
         return Sample(chosen, *jax.lax.map(of_block, chosen))
 
     query, key = jax.lax.stop_gradient((query, key))
     sample = jax.vmap(of_row)(query, key, layout.tokens, layout.segments)
     return sample._replace(mass=jnp.moveaxis(sample.mass, 1, 2))
-
-
-def _attention_of_block(
-    query: jax.Array,
-    key: jax.Array,
-    tokens: jax.Array,
-    segments: jax.Array,
-    block: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """Mass [num_heads, N] and usable blocks [N] of a block of queries of a row."""
-    within = jnp.arange(query.shape[1])
-    usable = (segments == segments[block]) & (segments >= 0) & (tokens > 0)
-    seen = usable[:, None] & (within < tokens[:, None])
-    logits = jnp.einsum("shd,nthd->hsnt", query[block], key, preferred_element_type=jnp.float32)
-    logits = jnp.where(seen, logits / math.sqrt(query.shape[-1]), -jnp.inf)
-    top = jnp.max(logits, axis=(-2, -1), keepdims=True)
-    weights = jnp.exp(logits - jnp.where(jnp.isfinite(top), top, 0.0)).sum(axis=-1)
-    total = jnp.maximum(weights.sum(axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
-    by_block = weights / total
-    counted = (within < tokens[block])[None, :, None]
-    mean = jnp.where(counted, by_block, 0).sum(axis=1) / jnp.maximum(tokens[block], 1)
-    return mean, usable
 
 
 def profile(
@@ -202,10 +197,9 @@ def profile(
     """
     mass, usable = sample.mass, sample.usable[:, None]
 
-    def scores_of_row(scores: PooledScores | jax.Array, block: jax.Array) -> jax.Array:
-        return scores_of(jax.tree.map(lambda x: x[None], scores), block)[0]
-
-    found = jax.vmap(scores_of_row)(scores, sample.block)
+    found = jax.vmap(lambda row, block: scores_of(jax.tree.map(lambda x: x[None], row), block)[0])(
+        scores, sample.block
+    )
     falling = jnp.sort(mass, axis=-1, descending=True)
     before = jnp.cumsum(falling, axis=-1) - falling
     critical = ((before < config.coverage) & (falling > 0)).sum(axis=-1)
