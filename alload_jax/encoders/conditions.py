@@ -16,18 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from typing_extensions import override
 
-from alload_jax.encoders.loading import (
-    CONFIG_NAME,
-    Encoder,
-    find_beside,
-    inference,
-    load_tokenizer,
-    read_config,
-    require_packages,
-    to_host,
-    weight_files,
-    weights_digest,
-)
+from alload_jax.encoders import loading
 from alload_jax.errors import InputError
 
 if TYPE_CHECKING:
@@ -37,7 +26,7 @@ TEXT = "text"
 """The kind of tokens that every text encoder gives; records hold them under this name."""
 
 
-class TextModel(Encoder):
+class TextModel(loading.Encoder):
     """A text encoder in a local folder, made of the folder and the most tokens of a text.
 
     Attributes:
@@ -141,7 +130,9 @@ class Umt5Text(TextModel):
 
     @override
     def _find_parts(self) -> None:
-        self._tokenizer_folder = find_beside(self.folder, "tokenizer", _TOKENIZERS, "tokenizer")
+        self._tokenizer_folder = loading.find_beside(
+            self.folder, "tokenizer", _TOKENIZERS, "tokenizer"
+        )
 
     @property
     @override
@@ -150,7 +141,7 @@ class Umt5Text(TextModel):
 
     @override
     def origin(self) -> dict[str, object]:
-        files = weight_files(self.folder, "model")
+        files = loading.weight_files(self.folder, "model")
         found = (self._tokenizer_folder / name for name in _TOKENIZERS)
         files += [path for path in found if path.is_file()]
         return {
@@ -158,7 +149,7 @@ class Umt5Text(TextModel):
             "width": self.width,
             "length": self.length,
             "ftfy": importlib.util.find_spec("ftfy") is not None,
-            "weights": weights_digest(self._config, files),
+            "weights": loading.weights_digest(self._config, files),
         }
 
     @override
@@ -175,9 +166,9 @@ class Umt5Text(TextModel):
             return_tensors="pt",
         )
         mask = tokens.attention_mask
-        with inference():
+        with loading.inference():
             state = model(tokens.input_ids.to(device), mask.to(device)).last_hidden_state
-            return {TEXT: to_host(state[0, : int(mask.sum())])}
+            return {TEXT: loading.to_host(state[0, : int(mask.sum())])}
 
     @override
     def surplus_tokens(self, text: str) -> int:
@@ -186,8 +177,8 @@ class Umt5Text(TextModel):
 
     @cached_property
     def _tokenizer(self) -> Any:
-        require_packages(self.described)
-        return load_tokenizer(self._tokenizer_folder)
+        loading.require_packages(self.described)
+        return loading.load_tokenizer(self._tokenizer_folder)
 
 
 GLYPHS = "glyphs"
@@ -251,14 +242,14 @@ class HunyuanVideoText(TextModel):
     def _find_parts(self) -> None:
         _, kind, _, _, wanted = self.second
         self._second_folder = self.folder.parent / "text_encoder_2"
-        if not (self._second_folder / CONFIG_NAME).is_file():
+        if not (self._second_folder / loading.CONFIG_NAME).is_file():
             raise InputError(
-                f"{self._second_folder}: has no {CONFIG_NAME}; give the folder of HunyuanVideo's "
-                f"pipeline, which has {wanted} there"
+                f"{self._second_folder}: has no {loading.CONFIG_NAME}; give the folder of "
+                f"HunyuanVideo's pipeline, which has {wanted} there"
             )
-        self._second_config = read_config(self._second_folder, "model_type", [kind], wanted)
+        self._second_config = loading.read_config(self._second_folder, "model_type", [kind], wanted)
         self._tokenizer_folders = [
-            find_beside(folder, name, _TOKENIZER_FILES, "tokenizer")
+            loading.find_beside(folder, name, _TOKENIZER_FILES, "tokenizer")
             for folder, name in ((self.folder, "tokenizer"), (self._second_folder, "tokenizer_2"))
         ]
 
@@ -276,9 +267,9 @@ class HunyuanVideoText(TextModel):
         digests = []
         models = ((self._config, self.folder), (self._second_config, self._second_folder))
         for (config, folder), tokenizer in zip(models, self._tokenizer_folders, strict=True):
-            files = [tokenizer / name for name in _TOKENIZER_FILES]
-            files = [*weight_files(folder, "model"), *(path for path in files if path.is_file())]
-            digests.append(weights_digest(config, files))
+            files = loading.weight_files(folder, "model")
+            files += [path for name in _TOKENIZER_FILES if (path := tokenizer / name).is_file()]
+            digests.append(loading.weights_digest(config, files))
         return {
             "name": self.name,
             "width": self.width,
@@ -298,9 +289,6 @@ class HunyuanVideoText(TextModel):
         Raises:
           InputError: the weights cannot be loaded, or a tokenizer is another model's.
         """
-        return {TEXT: self._language(text), self.second[0]: self._of_second(text)}
-
-    def _language(self, text: str) -> np.ndarray:
         most = self.length + self._system_tokens
         ids = self._conversation_ids(text, truncation=True, max_length=most)
         if len(ids) <= self._system_tokens:
@@ -310,11 +298,12 @@ class HunyuanVideoText(TextModel):
                 "tokenizer"
             )
         model, _ = self._model
-        with inference():
+        with loading.inference():
             states = model(
                 input_ids=self._sent(ids), output_hidden_states=True, use_cache=False
             ).hidden_states[-1 - _LAST_LAYERS]
-            return to_host(states[0, self._system_tokens :])
+            language = loading.to_host(states[0, self._system_tokens :])
+        return {TEXT: language, self.second[0]: self._of_second(text)}
 
     def _conversation_ids(self, text: str, **options: Any) -> list[int]:
         conversation = [
@@ -342,8 +331,8 @@ class HunyuanVideoText(TextModel):
             prompt, add_special_tokens=True, truncation=True, max_length=_GLYPH_TOKENS
         ).input_ids
         _, model = self._model
-        with inference():
-            return to_host(model(input_ids=self._sent(ids)).last_hidden_state[0])
+        with loading.inference():
+            return loading.to_host(model(input_ids=self._sent(ids)).last_hidden_state[0])
 
     def _sent(self, ids: Sequence[int]) -> "torch.Tensor":
         """Ids of tokens as [1, L] on the device."""
@@ -353,8 +342,8 @@ class HunyuanVideoText(TextModel):
 
     @cached_property
     def _tokenizers(self) -> tuple[Any, Any]:
-        require_packages(self.described)
-        language, glyphs = map(load_tokenizer, self._tokenizer_folders)
+        loading.require_packages(self.described)
+        language, glyphs = map(loading.load_tokenizer, self._tokenizer_folders)
         if self._has_template and not language.chat_template:
             raise InputError(
                 f"{self._tokenizer_folders[0]}: has no chat template; copy chat_template.jinja of "
@@ -365,7 +354,7 @@ class HunyuanVideoText(TextModel):
     @override
     def _load(self) -> Any:
         """The language model and the second encoder."""
-        weight_files(self._second_folder, "model")  # before the long loading of the other
+        loading.weight_files(self._second_folder, "model")  # before the long loading of the other
         return super()._load(), self._read(self.second[2], self._second_folder)
 
 
@@ -417,14 +406,14 @@ class HunyuanVideo13bText(HunyuanVideoText):
         _, tokenizer = self._tokenizers
         ids = tokenizer(text, truncation=True, max_length=_POOLED_TOKENS).input_ids
         _, model = self._model
-        with inference():
-            return to_host(model(input_ids=self._sent(ids)).pooler_output)
+        with loading.inference():
+            return loading.to_host(model(input_ids=self._sent(ids)).pooler_output)
 
 
 _PROCESSORS = ("preprocessor_config.json",)
 
 
-class ImageEncoder(Encoder):
+class ImageEncoder(loading.Encoder):
     """An image encoder in local folders; see `Encoder`.
 
     Attributes:
@@ -444,7 +433,7 @@ class ImageEncoder(Encoder):
     @override
     def __init__(self, folder: str | Path, *, device: str | None = None, dtype: str | None = None):
         super().__init__(folder, device=device, dtype=dtype)
-        self._processor_folder = find_beside(
+        self._processor_folder = loading.find_beside(
             self.folder, self.processor, _PROCESSORS, "image processor"
         )
 
@@ -459,9 +448,9 @@ class ImageEncoder(Encoder):
         Raises:
           InputError: weights are missing.
         """
-        files = weight_files(self.folder, "model")
+        files = loading.weight_files(self.folder, "model")
         files += [self._processor_folder / name for name in _PROCESSORS]
-        return {"name": self.name, "weights": weights_digest(self._config, files)}
+        return {"name": self.name, "weights": loading.weights_digest(self._config, files)}
 
     def encode(self, picture: np.ndarray) -> np.ndarray:
         """Encodes a picture.
@@ -484,8 +473,8 @@ class ImageEncoder(Encoder):
             )
         model = self._model
         pixels = self._processor(images=Image.fromarray(picture), return_tensors="pt").pixel_values
-        with inference():
-            return to_host(self._states(model, pixels.to(self._device, model.dtype))[0])
+        with loading.inference():
+            return loading.to_host(self._states(model, pixels.to(self._device, model.dtype))[0])
 
     @abstractmethod
     def _states(self, model: Any, pixels: "torch.Tensor") -> "torch.Tensor":
@@ -493,7 +482,7 @@ class ImageEncoder(Encoder):
 
     @cached_property
     def _processor(self) -> Any:
-        require_packages(self.described)
+        loading.require_packages(self.described)
         kind = getattr(import_module("transformers"), self.processor_class)
         return kind.from_pretrained(self._processor_folder, local_files_only=True)
 

@@ -194,9 +194,6 @@ def _file_digest(path: Path, size: int, changed: int) -> bytes:
         return hashlib.file_digest(file, "sha256").digest()
 
 
-_LONGEST_REASON = 200
-
-
 def load_tokenizer(folder: Path) -> Any:
     """The tokenizer in a local folder, of the class that its config names.
 
@@ -216,7 +213,7 @@ def load_tokenizer(folder: Path) -> Any:
 
 def _reason(error: Exception) -> str:
     """The first line of a library's error, cut between words where it is long."""
-    return shorten(first_line(error), _LONGEST_REASON, placeholder=" …")
+    return shorten(first_line(error), 200, placeholder=" …")
 
 
 @contextmanager

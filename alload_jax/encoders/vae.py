@@ -16,13 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from typing_extensions import override
 
-from alload_jax.encoders.loading import (
-    Encoder,
-    inference,
-    to_host,
-    weight_files,
-    weights_digest,
-)
+from alload_jax.encoders import loading
 from alload_jax.errors import InputError
 from alload_jax.planning.samples import Triple
 
@@ -30,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class Vae(Encoder):
+class Vae(loading.Encoder):
     """A VAE of diffusers in a local folder; see `Encoder`.
 
     Equal clips give equal latents on the same device. A size that does not fit the GPU's memory is
@@ -77,8 +71,8 @@ class Vae(Encoder):
         Raises:
           InputError: weights are missing.
         """
-        files = weight_files(self.folder, self.stem)
-        digest = weights_digest(self._config, files)
+        files = loading.weight_files(self.folder, self.stem)
+        digest = loading.weights_digest(self._config, files)
         return {"name": self.name, "channels": self.channels, "weights": digest}
 
     def encode(self, frames: np.ndarray) -> np.ndarray:
@@ -109,12 +103,12 @@ class Vae(Encoder):
     def encode_pixels(self, clip: "torch.Tensor") -> np.ndarray:
         """Encodes what `pixels` gives; [t, h, w, channels] float32, see `encode`."""
         model = self._model
-        with inference():
+        with loading.inference():
             clip = clip.to(model.dtype)
             area = float(clip.shape[3] * clip.shape[4])
             mode = self._whole_or_tiled(lambda: model.encode(clip).latent_dist.mode(), area)
             latents = self._normalised(mode.float())
-            return np.ascontiguousarray(to_host(latents[0].permute(1, 2, 3, 0)))
+            return np.ascontiguousarray(loading.to_host(latents[0].permute(1, 2, 3, 0)))
 
     @abstractmethod
     def encode_given(self, first: np.ndarray, last: np.ndarray | None, frames: int) -> np.ndarray:
@@ -153,7 +147,7 @@ class Vae(Encoder):
         import torch
 
         model, device = self._model, self._device
-        with inference():
+        with loading.inference():
             scaled = torch.from_numpy(latents.astype(np.float32)).permute(3, 0, 1, 2)[None]
             scaled = self._as_decoded(scaled.to(device)).to(model.dtype)
             area = float(np.prod(latents.shape[1:3]) * self.stride[1] * self.stride[2])
@@ -238,17 +232,9 @@ class WanVae(Vae):
         The latents are those of a clip that is mid-grey but for its first and, where it is given,
         last frame. The mask says of which frames each latent was given.
 
-        Args:
-          first, last: [H, W, 3] uint8; a last frame needs two frames or more.
-          frames: frames of the clip, stride·n + 1.
-
         Returns:
           [t, h, w, stride + channels] float32: first the mask, 0 or 1 for each of a latent's
           frames, then the normalised latents. All frames of the first latent are given.
-
-        Raises:
-          ValueError: a picture has another shape or dtype, or the frames do not fit.
-          InputError: as `encode`.
         """
         given = np.stack([first] if last is None else [first, last])
         if frames < len(given):
@@ -411,18 +397,12 @@ class HunyuanVideoVae(Vae):
     def encode_given(self, first: np.ndarray, last: np.ndarray | None, frames: int) -> np.ndarray:
         """See `Vae.encode_given`; as diffusers' HunyuanVideo15ImageToVideoPipeline makes it.
 
-        Args:
-          first: [H, W, 3] uint8.
-          last: None, because the models take no last frame.
-          frames: frames of the clip, stride·n + 1.
-
         Returns:
           [t, h, w, channels + 1] float32: the normalised latents of the first frame, zeros behind
           them, and a mask that is 1 for the first frame.
 
         Raises:
-          ValueError: as `Vae.encode_given`, or a last frame is given.
-          InputError: as `encode`.
+          ValueError: as `Vae.encode_given`, or a last frame is given, which the models do not take.
         """
         if last is not None:
             raise ValueError("last is given, but the models take a first frame only; give None")
