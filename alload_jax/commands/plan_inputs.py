@@ -436,7 +436,7 @@ def _samples(request: PlanRequest, packed: bool) -> tuple[Samples, str, np.ndarr
 def _media_samples(place: str, geometry: Geometry) -> tuple[Samples, str, np.ndarray | None]:
     """The samples that `alload prepare media` would make of a set of folders; see `_samples`."""
     require_package("av", "prepare", "alload plan --manifest of a set of folders")
-    from alload_jax.data.prepare.folders import set_items
+    from alload_jax.data.prepare.inputs import set_items
     from alload_jax.data.prepare.settings import MediaSettings
     from alload_jax.data.prepare.unit import clip_sizes
 

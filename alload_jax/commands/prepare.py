@@ -92,8 +92,7 @@ def _add_media_arguments(parser: argparse.ArgumentParser) -> None:
 def run_media(options: argparse.Namespace) -> int:
     """Prepares the folder and prints a summary."""
     require_package("av", "prepare", "alload prepare media")
-    from alload_jax.data.prepare.folders import SETS, set_items
-    from alload_jax.data.prepare.inputs import count_ignored, find_items
+    from alload_jax.data.prepare.inputs import SETS, count_ignored, find_items, set_items
     from alload_jax.data.prepare.pipeline import prepare_media
     from alload_jax.data.prepare.settings import MediaSettings
     from alload_jax.training.progress import ProgressBar
@@ -164,7 +163,7 @@ def run_media(options: argparse.Namespace) -> int:
 
 
 def _check_places(options: argparse.Namespace) -> None:
-    from alload_jax.data.prepare.folders import SETS, set_places
+    from alload_jax.data.prepare.inputs import SETS, set_places
     from alload_jax.data.prepare.pipeline import is_skipped_list
 
     out, place = Path(os.path.realpath(options.out)), Path(options.input)

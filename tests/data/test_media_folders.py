@@ -11,8 +11,7 @@ from pyarrow.parquet import read_table
 
 from alload_jax.cli import main
 from alload_jax.data.manifest import read_manifest, read_rows
-from alload_jax.data.prepare.folders import MediaFolder, set_items
-from alload_jax.data.prepare.inputs import find_items
+from alload_jax.data.prepare.inputs import MediaFolder, find_items, set_items
 from alload_jax.data.prepare.pipeline import prepare_media
 from alload_jax.data.prepare.settings import MediaSettings
 from alload_jax.data.prepare.sources import Item

@@ -15,7 +15,7 @@ from media_helpers import changed, prepare, skipped, stored
 from PIL import Image
 
 from alload_jax.data.manifest import read_manifest, read_paths
-from alload_jax.data.prepare.tone_mapping import tone_mapped
+from alload_jax.data.prepare.sources import tone_mapped
 
 PQ, HLG = 16, 18
 TO_2020 = np.array([[0.6274, 0.3293, 0.0433], [0.0691, 0.9195, 0.0114], [0.0164, 0.0880, 0.8956]])

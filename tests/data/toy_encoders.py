@@ -14,8 +14,8 @@ from alload_jax.data.prepare.encoders import (
     VAE_ENCODERS,
     Given,
     Pixels,
+    TextEmbeddings,
 )
-from alload_jax.data.prepare.model_encoders import TextEmbeddings
 from alload_jax.data.prepare.sources import UnusableError
 from alload_jax.errors import InputError
 

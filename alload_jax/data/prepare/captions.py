@@ -91,7 +91,13 @@ class CaptionRule:
         Raises:
           UnusableError: the bytes are no text, or the JSON is not valid.
         """
-        text = _decoded(data)
+        # In UTF-8, or in UTF-16 with a mark as Windows writes it, without a character cut off.
+        marked = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+        decoder = codecs.getincrementaldecoder("utf-16" if marked else "utf-8-sig")()
+        try:
+            text = decoder.decode(data, final=len(data) < LONGEST_FILE)
+        except UnicodeDecodeError as error:
+            raise UnusableError("its caption is not UTF-8; save it as UTF-8") from error
         if suffix != ".json":
             return _distinct(re.split(r"\r?\n", text)) if self.every else [text]
         try:
@@ -195,16 +201,6 @@ def _distinct(captions: Iterable[str]) -> list[str]:
         if cleaned := clean(caption):
             kept.setdefault(cleaned, caption)
     return list(kept.values()) or captions[:1]
-
-
-def _decoded(data: bytes) -> str:
-    """Text in UTF-8, or in UTF-16 with a mark as Windows writes it, without a character cut off."""
-    marked = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-    decoder = codecs.getincrementaldecoder("utf-16" if marked else "utf-8-sig")()
-    try:
-        return decoder.decode(data, final=len(data) < LONGEST_FILE)
-    except UnicodeDecodeError as error:
-        raise UnusableError("its caption is not UTF-8; save it as UTF-8") from error
 
 
 def clean(caption: str) -> str:

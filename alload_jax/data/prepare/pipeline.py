@@ -18,22 +18,12 @@ from typing import IO
 import pyarrow as pa
 import pyarrow.parquet
 
+from alload_jax.data.prepare import work_folder
 from alload_jax.data.prepare.settings import MediaSettings, items_digest
 from alload_jax.data.prepare.sources import Item, with_copies
 from alload_jax.data.prepare.unit import Job, deferred_interrupts, encoding_processes, prepare_unit
 from alload_jax.data.prepare.update import Update
 from alload_jax.data.prepare.videos import require_detector
-from alload_jax.data.prepare.work_folder import (
-    PREVIEWS,
-    Skipped,
-    UnitReport,
-    claimed,
-    join_workers,
-    progress_note,
-    read_progress,
-    read_report,
-    remove_work_folder,
-)
 from alload_jax.data.store import finish_store, is_finished
 from alload_jax.data.store.files import partial_folder
 from alload_jax.errors import InputError
@@ -68,7 +58,7 @@ def prepare_media(
     report: Path | None = None,
     on_files: OnFiles = lambda items, before: None,
     update: bool = False,
-) -> UnitReport:
+) -> work_folder.UnitReport:
     """Writes the data folder `out`; goes on where an earlier call with equal arguments stopped.
 
     The folder has the same bytes whatever the engine and the number of workers, and wherever
@@ -100,14 +90,14 @@ def prepare_media(
         replace(settings, **dict(own)).areas(job.token)
     flags = settings.flags() | job.encoder_origins()
     flags |= {"update": True} if update else {"files": items_digest(items)}
-    with claimed(out, flags, update):
+    with work_folder.claimed(out, flags, update):
         size, changes, first = settings.files_per_shard, None, 0
         if update:
             try:
                 changes = Update(out, items, job.origin())
             except InputError:
                 if not partial_folder(out).exists():  # nothing is to go on
-                    remove_work_folder(out)
+                    work_folder.remove_work_folder(out)
                 raise
             first, items = changes.first, changes.todo
             on_files([each.item for each in changes.found if each.now], True)
@@ -115,7 +105,7 @@ def prepare_media(
         units += [items[at : at + size] for at in range(0, len(items), size)]
         todo = []
         for number, unit in enumerate(units[first:], first):
-            if is_finished(out, number) and read_report(out, number) is not None:
+            if is_finished(out, number) and work_folder.read_report(out, number) is not None:
                 on_files(unit, True)
             else:
                 todo.append(number)
@@ -171,7 +161,7 @@ def run_shards(
             number = running.pop(future)
             finished(number, len(units[number]))
         for number in running.values():
-            finished(number, read_progress(out, number))
+            finished(number, work_folder.read_progress(out, number))
 
 
 def _in_processes(
@@ -212,7 +202,7 @@ _workers: list[tuple[list[Job], Event, IO[str]]] = []
 
 
 def _start_worker(jobs: list[Job], stop: Event) -> None:
-    _workers.append((jobs, stop, join_workers(jobs[0].out)))
+    _workers.append((jobs, stop, work_folder.join_workers(jobs[0].out)))
     threading.Thread(target=_end_in_time, args=(stop,), daemon=True).start()
 
 
@@ -233,41 +223,45 @@ def _work(number: int, items: Sequence[Item]) -> None:
     jobs, stop, _ = _workers[0]
     job = jobs[number % len(jobs)]
     try:
-        prepare_unit(job, number, items, stop.is_set, progress_note(job.out, number))
+        prepare_unit(job, number, items, stop.is_set, work_folder.progress_note(job.out, number))
     except KeyboardInterrupt:
         if not stop.is_set():
             raise
 
 
-def _finish(out: Path, units: int, path: Path | None, update: Update | None) -> UnitReport:
+def _finish(
+    out: Path, units: int, path: Path | None, update: Update | None
+) -> work_folder.UnitReport:
     """Makes the data folder of the shards, writes the list of skipped files, and cleans up."""
     if update:
         changes, own = update.commit(), out / SKIPPED_NAME
         listed = path if path is not None and path.is_file() and path.stat().st_size else own
         total = replace(update.report(listed), changes=changes)
         write_skipped(path or own, total.skipped)
-        remove_work_folder(out)
+        work_folder.remove_work_folder(out)
         return total
-    found = [read_report(out, number) or UnitReport() for number in range(units)]
+    found = [
+        work_folder.read_report(out, number) or work_folder.UnitReport() for number in range(units)
+    ]
     # Reports of an earlier version have none: what follows them would get other captions.
     drawn = takewhile(lambda report: report.previews or not report.used, found)
-    total = UnitReport(
+    total = work_folder.UnitReport(
         used=sum(report.used for report in found),
         without_caption=sum(report.without_caption for report in found),
         skipped=[row for report in found for row in report.skipped],
-        previews=[each for report in drawn for each in report.previews][:PREVIEWS],
+        previews=[each for report in drawn for each in report.previews][: work_folder.PREVIEWS],
     )
     if path is not None:
         write_skipped(path, total.skipped)
     if not total.used:
         reasons = "; ".join(f"{row.path}: {row.reason}" for row in total.skipped[:2])
         shutil.rmtree(partial_folder(out), ignore_errors=True)
-        remove_work_folder(out)
+        work_folder.remove_work_folder(out)
         raise InputError(f"{out}: no file can be used ({reasons}, …)")
     finish_store(out, shards=units)
     if path is None:
         write_skipped(out / SKIPPED_NAME, total.skipped)
-    remove_work_folder(out)
+    work_folder.remove_work_folder(out)
     return total
 
 
@@ -280,7 +274,7 @@ def is_skipped_list(path: Path) -> bool:
     return {"path", "reason", "clips"} <= names <= set(_SKIPPED.names)  # earlier lists lack used
 
 
-def write_skipped(path: Path, rows: Sequence[Skipped]) -> None:
+def write_skipped(path: Path, rows: Sequence[work_folder.Skipped]) -> None:
     """Writes the list of files that cannot be used or were changed, by the fields of `Skipped`."""
     table = pa.Table.from_pylist([vars(row) for row in rows], schema=_SKIPPED)
     path.parent.mkdir(parents=True, exist_ok=True)

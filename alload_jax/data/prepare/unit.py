@@ -18,6 +18,7 @@ import numpy as np
 from array_record.python import array_record_module
 
 from alload_jax.data import record as records
+from alload_jax.data.prepare import sources
 from alload_jax.data.prepare.captions import clean
 from alload_jax.data.prepare.encoders import (
     Encoded,
@@ -27,18 +28,6 @@ from alload_jax.data.prepare.encoders import (
     VaeEncoder,
 )
 from alload_jax.data.prepare.settings import MediaSettings
-from alload_jax.data.prepare.sources import (
-    IMAGES,
-    Item,
-    Note,
-    UnusableError,
-    content_of,
-    decode_image,
-    fit,
-    is_animated,
-    short,
-    suffix_of,
-)
 from alload_jax.data.prepare.videos import video_clips
 from alload_jax.data.prepare.work_folder import PREVIEWS, Skipped, UnitReport, preview, write_report
 from alload_jax.data.record import TEXT
@@ -220,7 +209,7 @@ class Job:
 def prepare_unit(
     job: Job,
     number: int,
-    items: Sequence[Item],
+    items: Sequence[sources.Item],
     stopped: Callable[[], bool] = lambda: False,
     finished: Callable[[int], None] = lambda files: None,
 ) -> None:
@@ -246,15 +235,16 @@ def prepare_unit(
                 finished(files)
             write_report(job.out, number, report)
     except OSError as error:
+        reason = error.strerror or sources.short(error)
         raise InputError(
-            f"{job.out}: shard {number} cannot be written ({error.strerror or short(error)}); free "
-            "disk space and run the same command again, which goes on from here"
+            f"{job.out}: shard {number} cannot be written ({reason}); free disk space and run the "
+            "same command again, which goes on from here"
         ) from error
 
 
 def _add_item(
     job: Job,
-    item: Item,
+    item: sources.Item,
     shard: ShardWriter,
     report: UnitReport,
     stopped: Callable[[], bool],
@@ -276,13 +266,13 @@ def _add_item(
                 changes.add(f"caption cut, {surplus:,} tokens too long")
         content = item.content
         if item.source and not content:
-            content = content_of(item.source, item.own, item.copy)
+            content = sources.content_of(item.source, item.own, item.copy)
         for latents, given, size, clip in _stored(item) or _encoded(job, item, changes.add):
             if stopped():
                 raise KeyboardInterrupt
             values = [array for array in (latents, *given) if array is not None]
             if not all(np.isfinite(array).all() for array in values):
-                raise UnusableError("the encoder gives values that are not finite")
+                raise sources.UnusableError("the encoder gives values that are not finite")
             shard.add(
                 latents,
                 condition,
@@ -300,7 +290,7 @@ def _add_item(
             )
             if clip is not None and len(report.previews) < previews:
                 report.previews.append(preview(clip))
-    except UnusableError as error:
+    except sources.UnusableError as error:
         report.skipped.append(Skipped(item.name, str(error), shard.written - before))
     if clips := shard.written - before:
         report.used += 1
@@ -313,7 +303,7 @@ _Clip = tuple[np.ndarray, Given, Triple, np.ndarray | None]
 """Latents, what is given beside them, size in pixels; and the pixels, where they were decoded."""
 
 
-def _stored(item: Item) -> list[_Clip]:
+def _stored(item: sources.Item) -> list[_Clip]:
     """What the records of a file hold beside its captions; nothing if one cannot be read."""
     found: list[_Clip] = []
     for shard, index, checksum, size in item.records:
@@ -331,7 +321,7 @@ def _stored(item: Item) -> list[_Clip]:
     return found
 
 
-def _encoded(job: Job, item: Item, note: Note) -> Iterator[_Clip]:
+def _encoded(job: Job, item: sources.Item, note: sources.Note) -> Iterator[_Clip]:
     for clip in _clips(job.settings, job.token, item, note):
         size, given = (len(clip), clip.shape[1], clip.shape[2]), Given(None, None)
         if job.given is not None:
@@ -340,14 +330,14 @@ def _encoded(job: Job, item: Item, note: Note) -> Iterator[_Clip]:
 
 
 def clip_sizes(
-    items: Sequence[Item], settings: MediaSettings, token: Sequence[int]
-) -> Iterator[tuple[Item, Triple]]:
+    items: Sequence[sources.Item], settings: MediaSettings, token: Sequence[int]
+) -> Iterator[tuple[sources.Item, Triple]]:
     """The file and size in pixels of each clip that `prepare_unit` would make.
 
     By the times in videos alone; `token` is that of `Job`.
     """
     for item in items:
-        with suppress(UnusableError):
+        with suppress(sources.UnusableError):
             for clip in _clips(settings, token, item, times_only=True):
                 yield item, (len(clip), clip.shape[1], clip.shape[2])
 
@@ -355,17 +345,17 @@ def clip_sizes(
 def _clips(
     settings: MediaSettings,
     token: Sequence[int],
-    item: Item,
-    note: Note = lambda change: None,
+    item: sources.Item,
+    note: sources.Note = lambda change: None,
     times_only: bool = False,
 ) -> Iterator[np.ndarray]:
     settings = replace(settings, **dict(item.own)) if item.own else settings
     if item.source is None:
-        raise UnusableError(item.reason)
-    choose = partial(fit, areas=settings.areas(token), max_enlarge=settings.max_enlarge)
-    is_image = suffix_of(item.name) in IMAGES
-    if is_image and not is_animated(item.source):
-        yield decode_image(item.source, choose, note)
+        raise sources.UnusableError(item.reason)
+    choose = partial(sources.fit, areas=settings.areas(token), max_enlarge=settings.max_enlarge)
+    is_image = sources.suffix_of(item.name) in sources.IMAGES
+    if is_image and not sources.is_animated(item.source):
+        yield sources.decode_image(item.source, choose, note)
         return
     yield from video_clips(
         item.source,

@@ -14,23 +14,7 @@ from av.container import InputContainer
 from av.filter import Graph
 from av.video.reformatter import Interpolation, VideoReformatter
 
-from alload_jax.data.prepare.sources import (
-    BACKGROUND,
-    ON_WHITE,
-    Fit,
-    Note,
-    Source,
-    UnusableError,
-    check_pixels,
-    covering,
-    cut,
-    image_errors,
-    open_image,
-    opened,
-    short,
-    upright,
-)
-from alload_jax.data.prepare.tone_mapping import TONE_MAPPED, TRANSFERS, tone_mapped
+from alload_jax.data.prepare import sources
 from alload_jax.errors import InputError
 
 # Playlists and scripts that open other files or addresses must not pass for a video.
@@ -64,28 +48,28 @@ class Decoded(NamedTuple):
 
 
 @contextmanager
-def opened_video(source: Source) -> Iterator[InputContainer]:
+def opened_video(source: sources.Source) -> Iterator[InputContainer]:
     """Opens a container that has a video stream.
 
     Raises:
       UnusableError: it is damaged, no video, without pictures, or too large.
     """
-    with opened(source) as file:
+    with sources.opened(source) as file:
         start = file.read(12)
         file.seek(0)
         kind = next((name for magic, name in _STILLS.items() if start.startswith(magic)), None)
         if kind and (kind != "WebP" or start[8:] == b"WEBP"):
-            raise UnusableError(f"{kind} image with the suffix of a video; rename it")
+            raise sources.UnusableError(f"{kind} image with the suffix of a video; rename it")
         with damage_named("not a video, or damaged"):
             container = av.open(file, "r", container_options=_OPTIONS)
         with container:
             if not container.streams.video:
                 what = "audio only" if container.streams.audio else "no video stream"
-                raise UnusableError(f"{what}: it has no pictures")
+                raise sources.UnusableError(f"{what}: it has no pictures")
             context = container.streams.video[0].codec_context
             if context is None:
-                raise UnusableError("of a codec that cannot be decoded")
-            check_pixels(context.height, context.width)
+                raise sources.UnusableError("of a codec that cannot be decoded")
+            sources.check_pixels(context.height, context.width)
             yield container
 
 
@@ -95,9 +79,9 @@ def damage_named(what: str) -> Iterator[None]:
     try:
         yield
     except (av.FFmpegError, ValueError, EOFError, MemoryError) as error:
-        if isinstance(error, UnusableError):
+        if isinstance(error, sources.UnusableError):
             raise
-        raise UnusableError(f"{what} ({short(error)})") from error
+        raise sources.UnusableError(f"{what} ({sources.short(error)})") from error
 
 
 def frames_at(frames: Iterator[Decoded], fps: Fraction, expected: float = 0.0) -> Iterator[Decoded]:
@@ -124,21 +108,23 @@ def frames_at(frames: Iterator[Decoded], fps: Fraction, expected: float = 0.0) -
         if held is not None and place - last > _LONGEST_HOLD * fps:
             yield held
             seconds = float((place - last) / fps)
-            raise UnusableError(f"time stamps jump by {seconds:,.0f} s")
+            raise sources.UnusableError(f"time stamps jump by {seconds:,.0f} s")
         if held is not None:
             yield from itertools.repeat(held, place - last)
         last, held = place, decoded
         end = (decoded.end - first) * fps
         until = max(place + 1, math.ceil(end - _EARLY))
     if held is None:
-        raise UnusableError("no frame can be decoded")
+        raise sources.UnusableError("no frame can be decoded")
     seconds = float(until / fps)
     if expected - seconds > max(_LATE_END, 0.1 * expected):
-        raise UnusableError(f"truncated: {seconds:.1f} of {expected:.1f} s can be decoded")
+        raise sources.UnusableError(f"truncated: {seconds:.1f} of {expected:.1f} s can be decoded")
     yield from itertools.repeat(held, min(until - last, int(_LONGEST_HOLD * fps)))
 
 
-def video_frames(container: InputContainer, note: Note = lambda change: None) -> Iterator[Decoded]:
+def video_frames(
+    container: InputContainer, note: sources.Note = lambda change: None
+) -> Iterator[Decoded]:
     """Decodes the first video stream, in order of time.
 
     Interlaced frames are deinterlaced (yadif), which is noted.
@@ -157,7 +143,7 @@ def video_frames(container: InputContainer, note: Note = lambda change: None) ->
             begin, duration = frame.pts * base, frame.duration * base or each
         if begun is not None and begin <= begun:
             continue  # a time stamp that goes back
-        check_pixels(frame.height, frame.width)
+        sources.check_pixels(frame.height, frame.width)
         begun, after = begin, begin + duration
         yield Decoded(frame, begin, after)
 
@@ -197,8 +183,8 @@ def _decoded(container: InputContainer, stream: av.VideoStream) -> Iterator[av.V
         packets = container.demux(stream)
         for frame in itertools.chain.from_iterable(map(decoder.decode, packets)):
             if frame.is_corrupt:
-                raise UnusableError("damaged video (corrupt frame)")
-            if TRANSFERS.keys() & {frame.color_trc, transfer}:
+                raise sources.UnusableError("damaged video (corrupt frame)")
+            if sources.TRANSFERS.keys() & {frame.color_trc, transfer}:
                 for name, value in stored.items():
                     if getattr(frame, name) == _UNKNOWN:
                         setattr(frame, name, value)
@@ -206,7 +192,7 @@ def _decoded(container: InputContainer, stream: av.VideoStream) -> Iterator[av.V
 
 
 def _progressive(
-    frames: Iterator[av.VideoFrame], stream: av.VideoStream, note: Note
+    frames: Iterator[av.VideoFrame], stream: av.VideoStream, note: sources.Note
 ) -> Iterator[av.VideoFrame]:
     """Passes all frames from the first interlaced one on through yadif, which alters only those."""
     graph: Graph | None = None
@@ -244,21 +230,21 @@ def _passed(graph: Graph | None, frame: av.VideoFrame | None) -> Iterator[av.Vid
             return
 
 
-def animation_frames(source: Source, note: Note) -> Iterator[Decoded]:
+def animation_frames(source: sources.Source, note: sources.Note) -> Iterator[Decoded]:
     """Decodes an animated image, as `upright` does each frame.
 
     Raises:
       UnusableError: it is damaged. What was yielded before is sound.
     """
     after = Fraction(0)
-    with opened(source) as file:
-        with image_errors():
-            image, colour = open_image(file)
+    with sources.opened(source) as file:
+        with sources.image_errors():
+            image, colour = sources.open_image(file)
         for number in range(bool(image.info.get("default_image")), getattr(image, "n_frames", 1)):
-            with image_errors():
+            with sources.image_errors():
                 image.seek(number)
                 image.load()
-                picture = upright(image, colour, note)
+                picture = sources.upright(image, colour, note)
             frame = av.VideoFrame.from_ndarray(np.asarray(picture), format="rgb24")
             # Browsers show frames without a duration for as long.
             begin, after = after, after + (Fraction(image.info.get("duration", 0) or 100) / 1000)
@@ -291,9 +277,9 @@ def shown_size(frame: av.VideoFrame, aspect: Fraction | None) -> tuple[float, fl
 def to_picture(
     frame: av.VideoFrame,
     aspect: Fraction | None,
-    wanted: Fit,
+    wanted: sources.Fit,
     scaler: VideoReformatter,
-    note: Note = lambda change: None,
+    note: sources.Note = lambda change: None,
 ) -> np.ndarray:
     """Resizes a decoded frame, turns it upright and cuts it: [height, width, 3] uint8.
 
@@ -310,14 +296,16 @@ def to_picture(
       UnusableError: its pixel format cannot be converted.
     """
     transpose, flip_x, flip_y = turn_of(frame)
-    height, width = covering(wanted.bucket, *shown_size(frame, aspect))
+    height, width = sources.covering(wanted.bucket, *shown_size(frame, aspect))
     height, width = (width, height) if transpose else (height, width)
     with_alpha = any(part.is_alpha for part in frame.format.components)
     with_alpha = with_alpha or frame.format.has_palette
-    is_hdr = frame.color_trc in TRANSFERS
+    is_hdr = frame.color_trc in sources.TRANSFERS
     is_dolby = frame.color_trc == _UNKNOWN and "DOVI_RPU_BUFFER" in frame.side_data
     if is_dolby or frame.colorspace in _ICTCP:
-        raise UnusableError("colours as ICtCp, of HDR or Dolby Vision, which are not converted")
+        raise sources.UnusableError(
+            "colours as ICtCp, of HDR or Dolby Vision, which are not converted"
+        )
     wide = "rgba64le" if with_alpha else "rgb48le"
     with damage_named("pixel format that cannot be converted"):
         picture = scaler.reformat(
@@ -331,18 +319,18 @@ def to_picture(
     alpha: np.ndarray
     picture, alpha = picture[..., :3], picture[..., 3:]
     if is_hdr:
-        note(TONE_MAPPED.format(TRANSFERS[frame.color_trc]))
-        picture = tone_mapped(picture, frame.color_primaries, frame.color_trc)
+        note(sources.TONE_MAPPED.format(sources.TRANSFERS[frame.color_trc]))
+        picture = sources.tone_mapped(picture, frame.color_primaries, frame.color_trc)
         alpha = alpha // 256
     if with_alpha and alpha.min() < 255:
-        note(ON_WHITE)
+        note(sources.ON_WHITE)
         alpha = alpha.astype(np.uint16)
-        mixed = picture * alpha + BACKGROUND * (255 - alpha)
+        mixed = picture * alpha + sources.BACKGROUND * (255 - alpha)
         picture = ((mixed + 127) // 255).astype(np.uint8)
     picture = picture.swapaxes(0, 1) if transpose else picture
     picture = picture[:, ::-1] if flip_x else picture
     picture = picture[::-1] if flip_y else picture
-    return cut(picture, wanted)
+    return sources.cut(picture, wanted)
 
 
 _LONGEST_SIDE = 256
@@ -361,7 +349,8 @@ def require_detector() -> None:
         import scenedetect  # noqa: F401
     except ImportError as error:  # or OpenCV's libraries
         raise InputError(
-            f"--scenes needs the package scenedetect ({short(error)}); install alload-jax[scenes]"
+            f"--scenes needs the package scenedetect ({sources.short(error)}); install "
+            "alload-jax[scenes]"
         ) from error
 
 
@@ -390,7 +379,7 @@ def numbered_scenes(threshold: float, frames: Iterator[Decoded]) -> Iterator[Dec
     def feed(picture: np.ndarray, times: int) -> None:
         for _ in range(times):
             found = detector.process_frame(FrameTimecode(next(fed), _RATE), picture)
-            cuts.update(cut.frame_num - delay for cut in found)
+            cuts.update(each.frame_num - delay for each in found)
 
     # The first and the last frame are repeated, without which cuts beside them were not found.
     for decoded in frames:
@@ -429,8 +418,8 @@ def clip_lengths(frames: int) -> tuple[int, ...]:
 
 
 def video_clips(
-    source: Source,
-    choose: Callable[[int, int], Fit],
+    source: sources.Source,
+    choose: Callable[[int, int], sources.Fit],
     *,
     fps: Fraction,
     frames: int,
@@ -440,7 +429,7 @@ def video_clips(
     scene_threshold: float | None = None,
     animated_image: bool = False,
     times_only: bool = False,
-    note: Note = lambda change: None,
+    note: sources.Note = lambda change: None,
 ) -> Iterator[np.ndarray]:
     """Decodes a video or an animated image and cuts it into clips.
 
@@ -477,7 +466,7 @@ def video_clips(
             expected = float((stream.duration or 0) * (stream.time_base or 0))
         if scene_threshold is not None:
             decoded = numbered_scenes(scene_threshold, decoded)
-        chosen: list[Fit] = []
+        chosen: list[sources.Fit] = []
         scaler = VideoReformatter()
 
         def picture(frame: av.VideoFrame) -> np.ndarray:
@@ -498,7 +487,7 @@ def video_clips(
                 if clips == max_clips:
                     return
         if clips == 0:
-            raise UnusableError(f"too short: {longest} frames at the asked rate")
+            raise sources.UnusableError(f"too short: {longest} frames at the asked rate")
 
 
 def _windows(
