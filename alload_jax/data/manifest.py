@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -278,13 +279,16 @@ def read_manifest(folder: str | Path) -> Manifest:
     notes = manifest_metadata(path)
     _check_format(path, table, notes)
     _check_notes(path, notes)
-    _check_rows(path, table)
+    column = {name: _numbers(path, table, name) for name in SCHEMA.names if name in _BOUNDS}
     _check_shards(path, table, notes["shard_bytes"])
-    form = SampleForm.from_notes(notes)
-    column = {name: table[name].to_numpy() for name in SCHEMA.names}
+    form, ids = SampleForm.from_notes(notes), _numbers(path, table, NUMBER)
+    if ids is not None and len(np.unique(ids)) < len(ids):
+        raise InputError(
+            f"{path}: column {NUMBER} is not a number of its own in each row; {_AGAIN}"
+        )
     return Manifest(
         path=path,
-        shard=column["shard"],
+        shard=table["shard"].to_numpy(),
         index=column["index"],
         shape=np.stack([column[n] for n in ("frames", "height", "width")], -1).astype(np.int64),
         channels=column["channels"],
@@ -295,38 +299,41 @@ def read_manifest(folder: str | Path) -> Manifest:
         shard_bytes=notes["shard_bytes"],
         origin=notes["origin"],
         part_lengths=_part_lengths(path, table, len(form.parts)),
-        ids=_numbers(path, table),
-        joined=_filled(table, JOINED, column["checksum"]),
-        weight=_filled(table, WEIGHT, 1.0, LEAST_WEIGHT, MOST_WEIGHT),
-        dropout=_filled(table, DROPOUT, 0.0, 0.0, 1.0),
+        ids=None if ids is None else ids.astype(np.int64),
+        joined=_numbers(path, table, JOINED, pa.array(column["checksum"])),
+        weight=_numbers(path, table, WEIGHT, pa.scalar(1.0)),
+        dropout=_numbers(path, table, DROPOUT, pa.scalar(0.0)),
     )
 
 
-def _numbers(path: Path, table: pa.Table) -> np.ndarray | None:
-    """[N] numbers of the samples; None where the rows count."""
-    if NUMBER not in table.column_names:
-        return None
-    numbers = table[NUMBER].to_numpy()
-    if table[NUMBER].null_count or len(np.unique(numbers)) < len(numbers) or numbers.min() < 0:
-        raise InputError(
-            f"{path}: column {NUMBER} is not a number of its own in each row; {_AGAIN}"
-        )
-    return numbers.astype(np.int64)
+_SIZES, _ROWS, _CHECKSUMS = (1, _LARGEST_SIZE), (0, 2**63 - 1), (0, 2**32 - 1)
+_BOUNDS: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(("frames", "height", "width", "channels"), _SIZES),
+    **dict.fromkeys(("index", NUMBER), _ROWS),
+    **dict.fromkeys(("checksum", JOINED), _CHECKSUMS),
+    "text_length": (0, _LARGEST_SIZE),
+    WEIGHT: (LEAST_WEIGHT, MOST_WEIGHT),
+    DROPOUT: (0, 1),
+}
+"""Least and most value of each column of numbers."""
 
 
-def _filled(
-    table: pa.Table, name: str, usual: object, least: float = 0.0, most: float = 2.0**32
-) -> np.ndarray | None:
-    """[N] values of a column that may be missing, with the usual one where there is none."""
+def _numbers(path: Path, table: pa.Table, name: str, usual: Any = None) -> Any:
+    """[N] values of a column within its bounds, with the usual one where a row has none.
+
+    None if there is no such column.
+    """
     if name not in table.column_names:
         return None
-    usual = pa.scalar(usual) if isinstance(usual, float) else pa.array(usual)
-    found = np.asarray(pyarrow.compute.coalesce(table[name], usual).to_numpy())
-    if not ((found >= least) & (found <= most)).all():
+    column = table[name] if usual is None else pyarrow.compute.coalesce(table[name], usual)
+    values, (least, most) = np.asarray(column.to_numpy()), _BOUNDS[name]
+    wrong = np.flatnonzero(~((values >= least) & (values <= most)))
+    if wrong.size:
         raise InputError(
-            f"manifest: {name} is not from {least:g} to {most:g} in each row; {_AGAIN}"
+            f"{path}: row {wrong[0]} has {name} {values[wrong[0]]}; it must be from {least:,} to "
+            f"{most:,}, {_AGAIN}"
         )
-    return found
+    return values
 
 
 def _part_lengths(path: Path, table: pa.Table, parts: int) -> np.ndarray | None:
@@ -454,20 +461,6 @@ def _check_notes(path: Path, notes: Json) -> None:
 
 def _is_size(value: object) -> bool:
     return type(value) is int and 1 <= value <= _LARGEST_SIZE
-
-
-def _check_rows(path: Path, table: pa.Table) -> None:
-    """Refuses sizes that no sample has."""
-    least = {"index": 0, "frames": 1, "height": 1, "width": 1, "channels": 1, "text_length": 0}
-    for name, lowest in least.items():
-        values = table[name].to_numpy()
-        highest = np.iinfo(np.int64).max if name == "index" else _LARGEST_SIZE
-        wrong = np.flatnonzero((values < lowest) | (values > highest))
-        if wrong.size:
-            raise InputError(
-                f"{path}: row {wrong[0]} has {name} {values[wrong[0]]}; it must be from {lowest} "
-                f"to {highest:,}, prepare the data again"
-            )
 
 
 def _check_shards(path: Path, table: pa.Table, shard_bytes: dict[str, int]) -> None:

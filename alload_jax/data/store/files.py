@@ -4,14 +4,12 @@ The shards of FOLDER are written in FOLDER.partial. The sidecar of a shard holds
 manifest. It is written after the shard, so that a shard with a sidecar is finished.
 """
 
-import contextlib
 import itertools
 import json
 import os
 import re
-import secrets
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,11 +29,14 @@ from alload_jax.data.manifest import (
 )
 from alload_jax.data.record import SampleForm
 from alload_jax.errors import InputError
-from alload_jax.files import Json
+from alload_jax.files import Json, replacing
 
 _SHARD = re.compile(r"shard-(\d{5,})\.arrayrecord")
 _SIDECAR = re.compile(r"shard-(\d{5,})\.parquet")
-_UNFINISHED = re.compile(r"(shard-\d{5,}|manifest)\.(arrayrecord|parquet)\.[0-9a-f]{8}\.unfinished")
+_UNFINISHED = re.compile(
+    r"(shard-\d{5,}|manifest)\.(arrayrecord|parquet)\.[0-9a-f]{8}\.unfinished"
+    r"|\.[0-9a-f]{16}\.unfinished\.(arrayrecord|parquet)"
+)
 
 
 def shard_name(number: int) -> str:
@@ -54,25 +55,10 @@ def partial_folder(folder: Path) -> Path:
     return folder.with_name(folder.name + ".partial")
 
 
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Gives the path of a file to write, which then takes the place of `path` at once.
-
-    An error removes the file. Several processes may write the same path.
-    """
-    unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}.unfinished")
-    try:
-        yield unfinished
-        replace_by(path, unfinished)
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
-def replace_by(path: Path, unfinished: Path) -> None:
-    """Puts a complete file in the place of `path`, on the disk before it is visible."""
-    with unfinished.open("rb") as file:
+def sync(path: Path) -> None:
+    """Waits until a file that is to take the place of another is on the disk."""
+    with path.open("rb") as file:
         os.fsync(file.fileno())
-    unfinished.replace(path)
 
 
 def write_rows(path: Path, rows: pa.Table, notes: Json) -> None:
@@ -86,6 +72,7 @@ def write_rows(path: Path, rows: pa.Table, notes: Json) -> None:
         pyarrow.parquet.write_table(
             rows, unfinished, version="2.6", compression="snappy", write_page_checksum=True
         )
+        sync(unfinished)
 
 
 class Part(NamedTuple):
@@ -218,7 +205,20 @@ def finish_store(
     """
     folder = Path(folder)
     stored, new = set(stored_numbers(folder)), finished_shards(folder)
-    _require_complete(folder, stored | {shard.number for shard in new}, shards)
+    numbers = stored | {shard.number for shard in new}
+    if not numbers:
+        raise InputError(f"{folder}: there is no finished shard of it; write one with ShardWriter")
+    expected = set(range(shards)) if shards is not None else numbers
+    if missing := sorted(expected - numbers):
+        raise InputError(
+            f"{folder}: shard {missing[0]} is not finished ({len(missing)} of {shards} are "
+            "missing); write it again"
+        )
+    if beyond := sorted(numbers - expected):
+        raise InputError(
+            f"{folder}: holds shard {beyond[0]}, but {shards} shards are expected; remove "
+            f"{partial_folder(folder)}, or correct the number"
+        )
     if new or rows is not None:
         before = stored_part(folder)
         found, notes = _manifest_of([*before, *new])
@@ -243,22 +243,6 @@ def finish_store(
         shutil.rmtree(partial_folder(folder), ignore_errors=True)
     remove_unfinished(folder)
     return folder / MANIFEST_NAME
-
-
-def _require_complete(folder: Path, numbers: set[int], shards: int | None) -> None:
-    if not numbers:
-        raise InputError(f"{folder}: there is no finished shard of it; write one with ShardWriter")
-    expected = set(range(shards)) if shards is not None else numbers
-    if missing := sorted(expected - numbers):
-        raise InputError(
-            f"{folder}: shard {missing[0]} is not finished ({len(missing)} of {shards} are "
-            "missing); write it again"
-        )
-    if beyond := sorted(numbers - expected):
-        raise InputError(
-            f"{folder}: holds shard {beyond[0]}, but {shards} shards are expected; remove "
-            f"{partial_folder(folder)}, or correct the number"
-        )
 
 
 def _manifest_of(parts: list[Part]) -> tuple[pa.Table, Json]:

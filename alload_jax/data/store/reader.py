@@ -69,7 +69,20 @@ class StoreReader(SampleSource):
             arrays = records.decode(data)
         except ValueError as error:
             raise BadRecordError(f"{place} cannot be decoded: {error}") from error
-        self._check_arrays(arrays, sample, place)
+        latents = self.manifest.latent_shape(tuple(self.manifest.shape[sample]))
+        shapes = self.manifest.record_shapes(sample)
+        for name, shape in {records.LATENTS: latents, **shapes}.items():
+            held = [arrays[name]] if name in arrays else []
+            if held and name not in (records.LATENTS, records.GIVEN, records.IMAGE):
+                # Of several texts, the manifest has the length of the longest.
+                held = sorted(texts_of(arrays, name), key=len, reverse=True)
+            found = held[0].shape if held else "nothing"
+            if found != shape or any(other.shape[1:] != shape[1:] for other in held):
+                raise BadRecordError(
+                    f"{place} holds {name} of shape {found}; the manifest says {shape}"
+                )
+            if not all(np.isfinite(array).all() for array in held):
+                raise BadRecordError(f"{place} holds {name} with NaN or infinite values")
         return arrays
 
     @override
@@ -129,22 +142,6 @@ class StoreReader(SampleSource):
                 # A damaged shard raises again on close; `read` has reported it already.
                 with contextlib.suppress(RuntimeError):
                     reader.close()
-
-    def _check_arrays(self, arrays: dict[str, np.ndarray], sample: int, place: str) -> None:
-        latents = self.manifest.latent_shape(tuple(self.manifest.shape[sample]))
-        shapes = self.manifest.record_shapes(sample)
-        for name, shape in {records.LATENTS: latents, **shapes}.items():
-            held = [arrays[name]] if name in arrays else []
-            if held and name not in (records.LATENTS, records.GIVEN, records.IMAGE):
-                # Of several texts, the manifest has the length of the longest.
-                held = sorted(texts_of(arrays, name), key=len, reverse=True)
-            found = held[0].shape if held else "nothing"
-            if found != shape or any(other.shape[1:] != shape[1:] for other in held):
-                raise BadRecordError(
-                    f"{place} holds {name} of shape {found}; the manifest says {shape}"
-                )
-            if not all(np.isfinite(array).all() for array in held):
-                raise BadRecordError(f"{place} holds {name} with NaN or infinite values")
 
 
 @waits("for the data folder to be read")

@@ -13,38 +13,9 @@ import pyarrow as pa
 from array_record.python import array_record_module
 from typing_extensions import override
 
+from alload_jax.data import manifest
 from alload_jax.data import record as records
-from alload_jax.data.manifest import (
-    CAPTION,
-    CAPTIONS,
-    CONTENT,
-    DROPOUT,
-    FOUND,
-    PART_LENGTHS,
-    PATH,
-    WEIGHT,
-    row_schema,
-)
-from alload_jax.data.record import (
-    GIVEN,
-    IMAGE,
-    LABELS,
-    LATENTS,
-    NAMED,
-    TEXT,
-    SampleForm,
-    part_names,
-    texts_of,
-    with_alternatives,
-)
-from alload_jax.data.store.files import (
-    finished_shard,
-    partial_folder,
-    replace_by,
-    shard_name,
-    sidecar,
-    write_sidecar,
-)
+from alload_jax.data.store import files
 from alload_jax.errors import InputError, first_line
 from alload_jax.files import Json
 from alload_jax.planning.samples import Geometry, Triple
@@ -82,7 +53,7 @@ class SampleWriter(ABC):
         """
         self.written = 0
         self.channels: int | None = None
-        self.form = SampleForm()
+        self.form = records.SampleForm()
         self._stride, self._origin = vae_stride, json.loads(json.dumps(origin))
         self._where = where
 
@@ -143,39 +114,41 @@ class SampleWriter(ABC):
         place = f"{self._where}sample {self.written}"
         latents = np.asarray(latents)
         self._check_shape(latents, size, place)
-        arrays = {LATENTS: latents, **_checked_texts(texts, place)}
+        arrays = {records.LATENTS: latents, **_checked_texts(texts, place)}
         arrays |= _checked_image(latents, given, image, place)
         for name, array in arrays.items():
-            if not name.startswith(LABELS):
+            if not name.startswith(records.LABELS):
                 _require_finite(name, array, place)
-        form = SampleForm.of(arrays)
+        form = records.SampleForm.of(arrays)
         if self.channels is not None and form != self.form:
             found, expected = form.described(), self.form.described()
             name = next(name for name in found if found[name] != expected[name])
             raise ValueError(
                 f"{place}: {name} is {found[name]}; the previous samples have {expected[name]}"
             )
-        self.channels, self.form = arrays[LATENTS].shape[-1], form
+        self.channels, self.form = arrays[records.LATENTS].shape[-1], form
         frames, height, width = (int(value) for value in size)
         row: Json = {
             "frames": frames,
             "height": height,
             "width": width,
             "channels": self.channels,
-            "text_length": max(map(len, texts_of(arrays))),
-            CAPTION: caption,
+            "text_length": max(map(len, records.texts_of(arrays))),
+            manifest.CAPTION: caption,
         }
         if len(texts) > 1:
-            row[CAPTIONS] = [words for _, words, _ in texts]
+            row[manifest.CAPTIONS] = [words for _, words, _ in texts]
         if path is not None:
-            row[PATH] = path
+            row[manifest.PATH] = path
         if content is not None:
-            row[CONTENT] = content
-        row |= {WEIGHT: weight} if weight != 1 else {}
-        row |= {DROPOUT: dropout} if dropout else {}
-        row |= {FOUND: list(found_captions)} if found_captions else {}
-        if names := part_names(arrays):
-            row[PART_LENGTHS] = [max(map(len, texts_of(arrays, name))) for name in names]
+            row[manifest.CONTENT] = content
+        row |= {manifest.WEIGHT: weight} if weight != 1 else {}
+        row |= {manifest.DROPOUT: dropout} if dropout else {}
+        row |= {manifest.FOUND: list(found_captions)} if found_captions else {}
+        if names := records.part_names(arrays):
+            row[manifest.PART_LENGTHS] = [
+                max(map(len, records.texts_of(arrays, name))) for name in names
+            ]
         self.add_record(records.encode(arrays), row)
 
     @abstractmethod
@@ -233,7 +206,7 @@ def _checked_texts(
         {name: np.asarray(array) for name, array in kinds.items()} for _, _, kinds in texts
     )
     for name, array in (item for kinds in (parts, *others_parts) for item in kinds.items()):
-        if name in NAMED or not name.isidentifier():
+        if name in records.NAMED or not name.isidentifier():
             raise ValueError(f"{place}: {name!r} cannot name condition tokens; use another word")
         if array.ndim != 2 or not _is_float(array):
             raise ValueError(
@@ -247,8 +220,8 @@ def _checked_texts(
                 f"{place}: {name} of one of its texts has a width of {array.shape[1]}, the first "
                 f"has {held}; all must be alike"
             )
-    arrays = {(LABELS if first.ndim == 1 else TEXT): first, **parts}
-    return with_alternatives(arrays, others, others_parts)
+    arrays = {(records.LABELS if first.ndim == 1 else records.TEXT): first, **parts}
+    return records.with_alternatives(arrays, others, others_parts)
 
 
 def _checked_condition(condition: np.ndarray, place: str) -> np.ndarray:
@@ -275,17 +248,16 @@ def _checked_image(
     latents: np.ndarray, given: np.ndarray | None, image: np.ndarray | None, place: str
 ) -> dict[str, np.ndarray]:
     """Checks the axes of what image-to-video models take; returns what there is of it by name."""
-    arrays = {GIVEN: given, IMAGE: image}
+    arrays = {records.GIVEN: given, records.IMAGE: image}
     found = {name: np.asarray(array) for name, array in arrays.items() if array is not None}
-    if GIVEN in found and (found[GIVEN].ndim != 4 or found[GIVEN].shape[:3] != latents.shape[:3]):
-        raise ValueError(
-            f"{place}: given has shape {found[GIVEN].shape}; it must be {latents.shape[:3]} and "
-            "channels, as the latents"
-        )
-    if IMAGE in found and found[IMAGE].ndim != 2:
-        raise ValueError(
-            f"{place}: image has shape {found[IMAGE].shape}; it must be [tokens, width]"
-        )
+    for name, array in found.items():
+        shape, grid = array.shape, latents.shape[:3]
+        if name == records.GIVEN and (len(shape) != 4 or shape[:3] != grid):
+            raise ValueError(
+                f"{place}: given has shape {shape}; it must be {grid} and channels, as the latents"
+            )
+        if name == records.IMAGE and len(shape) != 2:
+            raise ValueError(f"{place}: image has shape {shape}; it must be [tokens, width]")
     return found
 
 
@@ -297,7 +269,7 @@ def _is_float(array: np.ndarray) -> bool:
 def _require_finite(name: str, array: np.ndarray, place: str) -> None:
     """Refuses an array that does not hold floats, or of which one is NaN or infinite."""
     if not _is_float(array):
-        verb, such = ("are", ", such as x / 127.5 - 1") if name == LATENTS else ("is", "")
+        verb, such = ("are", ", such as x / 127.5 - 1") if name == records.LATENTS else ("is", "")
         raise ValueError(f"{place}: {name} {verb} {array.dtype}; give floats{such}")
     finite = np.asarray(np.isfinite(array))
     if not finite.all():
@@ -349,7 +321,7 @@ class ShardWriter(SampleWriter):
         self.record_bytes = 0
         self._folder, self._number = Path(folder), number
         self._rows: list[Json] = []
-        self._path = partial_folder(self._folder) / shard_name(number)
+        self._path = files.partial_folder(self._folder) / files.shard_name(number)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._unfinished = self._path.with_name(
             f"{self._path.name}.{secrets.token_hex(4)}.unfinished"
@@ -383,23 +355,24 @@ class ShardWriter(SampleWriter):
           OSError: the disk is full, or the file cannot be written.
         """
         held = {name for row in self._rows for name, value in row.items() if value is not None}
-        rows = pa.Table.from_pylist(self._rows, schema=row_schema(held))
+        rows = pa.Table.from_pylist(self._rows, schema=manifest.row_schema(held))
         notes = {
             "vae_stride": list(self._stride),
-            **(self.form if self._rows else SampleForm()).notes(),
+            **(self.form if self._rows else records.SampleForm()).notes(),
             "origin": self._origin,
             "record_bytes": self.record_bytes,
         }
         try:
             self._close()
-            there = finished_shard(self._folder, self._number)
+            there = files.finished_shard(self._folder, self._number)
             # A late writer of equal samples must not disturb those who read the shard by now.
             if there and there.rows.equals(rows) and notes.items() <= there.notes.items():
                 return
             # The shard that is replaced must not pass for finished by the old sidecar.
-            sidecar(self._path.parent, self._number).unlink(missing_ok=True)
-            replace_by(self._path, self._unfinished)
-            write_sidecar(self._folder, self._number, rows, notes)
+            files.sidecar(self._path.parent, self._number).unlink(missing_ok=True)
+            files.sync(self._unfinished)
+            self._unfinished.replace(self._path)
+            files.write_sidecar(self._folder, self._number, rows, notes)
         finally:
             self._unfinished.unlink(missing_ok=True)
 

@@ -25,25 +25,10 @@ from alload_jax.data.manifest import (
     read_rows,
 )
 from alload_jax.data.record import SampleForm
-from alload_jax.data.store.files import (
-    Part,
-    finish_store,
-    finished_shards,
-    form_of,
-    others,
-    partial_folder,
-    remove_unfinished,
-    replacing,
-    require_alike,
-    shard_name,
-    shard_number,
-    stored_numbers,
-    stored_part,
-    write_sidecar,
-)
+from alload_jax.data.store import files
 from alload_jax.data.store.shard import SampleWriter, ShardWriter
 from alload_jax.errors import InputError
-from alload_jax.files import Json
+from alload_jax.files import Json, replacing
 from alload_jax.planning.samples import Triple
 
 WriterMode = Literal["new", "resume", "append"]
@@ -101,24 +86,28 @@ class StoreWriter(SampleWriter):
         self.folder = Path(folder)
         self._limits = samples_per_shard, bytes_per_shard
         require_free(self.folder, mode)
-        self._kept, stored = finished_shards(self.folder), stored_part(self.folder)
+        self._kept, stored = files.finished_shards(self.folder), files.stored_part(self.folder)
         first = self._kept[0].number if stored and self._kept else 0
         for expected, shard in enumerate(self._kept, first):
             if shard.number != expected:  # the samples of the missing one cannot be counted
                 raise InputError(
-                    f"{partial_folder(self.folder)}: holds shard {shard.number}, but shard "
+                    f"{files.partial_folder(self.folder)}: holds shard {shard.number}, but shard "
                     f"{expected} is not finished; write it with ShardWriter, or remove the folder "
                     "to begin again"
                 )
         super().__init__(vae_stride, origin)
         self._shard: ShardWriter | None = None
         self._follow([*stored, *self._kept])
-        files = [shard_number(path.name) for path in self.folder.glob("*.arrayrecord")]
-        numbers = [*stored_numbers(self.folder), *files, *(shard.number for shard in self._kept)]
+        present = [files.shard_number(path.name) for path in self.folder.glob("*.arrayrecord")]
+        numbers = [
+            *files.stored_numbers(self.folder),
+            *present,
+            *(shard.number for shard in self._kept),
+        ]
         self._next_number = max((n for n in numbers if n is not None), default=-1) + 1
 
     def __enter__(self) -> Self:
-        remove_unfinished(self.folder)
+        files.remove_unfinished(self.folder)
         last = self._kept[-1] if self._kept else None
         if last is None or self._is_full(len(last.rows), last.notes["record_bytes"]):
             return self
@@ -155,18 +144,18 @@ class StoreWriter(SampleWriter):
             if self._shard is None and self._next_number == 0:
                 self._shard = self._open_shard(0)
             self._finish_shard()
-            finish_store(self.folder)
+            files.finish_store(self.folder)
         except OSError as failure:
             self._keep(failure)
             raise
 
-    def _follow(self, parts: list[Part]) -> None:
+    def _follow(self, parts: list[files.Part]) -> None:
         """Takes form, origin and number of samples from what is there."""
         given = {"vae_stride": list(self._stride)}
         given |= {} if self._origin is None else {"origin": self._origin}
-        there = ((str(path), form_of(rows, notes)) for path, rows, notes in parts)
-        own = form_of(pa.table({}), given)
-        require_alike([("this writer", own), *there], "name another folder or remove it")
+        there = ((str(path), files.form_of(rows, notes)) for path, rows, notes in parts)
+        own = files.form_of(pa.table({}), given)
+        files.require_alike([("this writer", own), *there], "name another folder or remove it")
         for _, rows, notes in parts:
             self._origin = notes["origin"]
             self.written += len(rows)
@@ -194,12 +183,13 @@ class StoreWriter(SampleWriter):
                 shard.finish()
             except OSError:  # a full disk: the shards before this one stay
                 self.written -= shard.written
-        remove_unfinished(self.folder)
-        if finished_shards(self.folder):
+        files.remove_unfinished(self.folder)
+        if files.finished_shards(self.folder):
             mode = "append" if (self.folder / MANIFEST_NAME).is_file() else "resume"
             error.add_note(
                 f"{self.folder}: {self.written} samples are kept, the new ones in "
-                f"{partial_folder(self.folder)}; StoreWriter with mode={mode!r} goes on after them"
+                f"{files.partial_folder(self.folder)}; StoreWriter with mode={mode!r} goes on "
+                "after them"
             )
 
 
@@ -215,13 +205,13 @@ def require_free(folder: Path, mode: WriterMode = "new") -> None:
         raise InputError(f"{folder}: exists already; name another folder or remove it")
     if mode != "new":
         return
-    if kept := finished_shards(folder):
+    if kept := files.finished_shards(folder):
         samples = sum(len(shard.rows) for shard in kept)
         raise InputError(
-            f"{partial_folder(folder)}: holds {samples} samples of an interrupted writer; go on "
-            'with mode="resume", or remove it'
+            f"{files.partial_folder(folder)}: holds {samples} samples of an interrupted writer; go "
+            'on with mode="resume", or remove it'
         )
-    if found := others(folder):
+    if found := files.others(folder):
         raise InputError(
             f"{found[0]}: would be overwritten, because {folder} is first written there; "
             "move it away or name another folder"
@@ -263,10 +253,10 @@ def merge_stores(
         if folders[number] in folders[:number]:
             raise InputError(f"{manifest.folder}: is given twice; leave one out")
     forms = ((str(manifest.folder), _form(manifest)) for manifest in manifests)
-    require_alike(forms, "only stores that agree can be merged")
+    files.require_alike(forms, "only stores that agree can be merged")
     require_free(out)
-    remove_unfinished(out)
-    partial = partial_folder(out)
+    files.remove_unfinished(out)
+    partial = files.partial_folder(out)
     partial.mkdir(parents=True)
     notes = manifests[0].notes() | {"origin": _merged_origin(manifests), "record_bytes": None}
     try:
@@ -278,11 +268,16 @@ def merge_stores(
         named = zip(manifests, names, strict=True)
         shards = (shard for manifest, name in named for shard in _shards(manifest, name))
         for number, (path, rows) in enumerate(shards):
-            _link(path, partial / shard_name(number))
-            shard = pa.array([shard_name(number)] * len(rows), pa.string())
+            try:
+                os.link(path, partial / files.shard_name(number))
+            except OSError:  # another file system, or one without links
+                with replacing(partial / files.shard_name(number)) as unfinished:
+                    shutil.copyfile(path, unfinished)
+                    files.sync(unfinished)
+            shard = pa.array([files.shard_name(number)] * len(rows), pa.string())
             column = rows.column_names.index("shard")
-            write_sidecar(out, number, rows.set_column(column, "shard", shard), notes)
-        return finish_store(out)
+            files.write_sidecar(out, number, rows.set_column(column, "shard", shard), notes)
+        return files.finish_store(out)
     except BaseException:
         # It holds only links and copies.
         shutil.rmtree(partial, ignore_errors=True)
@@ -306,8 +301,8 @@ def origin_differences(sources: Mapping[str, Json]) -> list[str]:
     names = dict.fromkeys(name for origin in origins.values() for name in origin)
     found = []
     for name in names:
-        first, *others = ((origin.get(name), place) for place, origin in origins.items())
-        if other := next((one for one in others if one[0] != first[0]), None):
+        first, *rest = ((origin.get(name), place) for place, origin in origins.items())
+        if other := next((one for one in rest if one[0] != first[0]), None):
             words = ", ".join(f"{_words(value)} in {place}" for value, place in (first, other))
             found.append(f"{name} ({words})")
     return found
@@ -321,7 +316,7 @@ def _words(value: object) -> str:
 
 
 def _form(manifest: Manifest) -> Json:
-    form = form_of(read_rows(manifest.folder), manifest.notes())
+    form = files.form_of(read_rows(manifest.folder), manifest.notes())
     form |= {f"the origin's {name}": manifest.origin.get(name) for name in _ENCODERS}
     if _has_videos(manifest) and manifest.fps:
         form["fps of its videos"] = manifest.fps
@@ -361,11 +356,3 @@ def _shards(manifest: Manifest, name: str | None) -> Iterator[tuple[Path, pa.Tab
     for shard in manifest.shard_bytes:
         begin, end = np.searchsorted(names, shard), np.searchsorted(names, shard, side="right")
         yield manifest.folder / shard, rows.take(order[begin:end])
-
-
-def _link(source: Path, path: Path) -> None:
-    try:
-        os.link(source, path)
-    except OSError:  # another file system, or one without links
-        with replacing(path) as unfinished:
-            shutil.copyfile(source, unfinished)
