@@ -201,36 +201,31 @@ class Collator:
         local = (part for part in step.micro_batches if part.rank in self.ranks)
         size = self.group_ranks or sys.maxsize
         for (_, group), parts in groupby(local, key=lambda part: (part.index, part.rank // size)):
-            batches.append(self._batch(list(parts), step.epoch, problems))
+            held = list(parts)  # of the ranks, in their order
+            batch = self.collation.empty(held, step.epoch)
+            epochs = batch.epoch.reshape(len(batch.epoch), -1)
+            for sample, place in self.collation.places(held):
+                if sample in self.excluded:
+                    continue
+                number = self.reader.manifest.number(sample)
+                place_of = f"{self.reader.manifest.path}: sample {number}"
+                if sample in self.not_finite:
+                    problems.append(f"{place_of} gives a loss or gradient that is not finite")
+                    continue
+                try:
+                    arrays = self.reader.read(sample)
+                    epoch = int(epochs[place.row, place.slot])
+                    dropout = 0.0 if self.dropout is None else self.dropout[sample]
+                    arrays = with_text_of_epoch(arrays, self.seed, epoch, number, dropout)
+                    condition = self.collation.conditions.of(arrays)
+                except BadRecordError as error:
+                    problems.append(str(error))
+                except ValueError as error:
+                    problems.append(str(BadRecordError(f"{place_of} {error}")))
+                else:
+                    self.collation.put(batch, place, sample, arrays, condition)
+            batches.append(batch)
             groups.append(group)
         # Each part of a split sample reports the same damaged record.
         distinct = tuple(dict.fromkeys(problems))
         return HostStep(step.index, step.epoch, tuple(batches), distinct, tuple(groups))
-
-    def _batch(
-        self, parts: Sequence[MicroBatch], epoch: int, problems: list[str]
-    ) -> AnyBatch[np.ndarray]:
-        """Builds one micro-batch from the parts of the ranks, in the order of the ranks."""
-        batch = self.collation.empty(parts, epoch)
-        epochs = batch.epoch.reshape(len(batch.epoch), -1)
-        for sample, place in self.collation.places(parts):
-            if sample in self.excluded:
-                continue
-            place_of = f"{self.reader.manifest.path}: sample {self.reader.manifest.number(sample)}"
-            if sample in self.not_finite:
-                problems.append(f"{place_of} gives a loss or gradient that is not finite")
-                continue
-            try:
-                arrays = self.reader.read(sample)
-                epoch_of_sample = int(epochs[place.row, place.slot])
-                number = self.reader.manifest.number(sample)
-                dropout = 0.0 if self.dropout is None else self.dropout[sample]
-                arrays = with_text_of_epoch(arrays, self.seed, epoch_of_sample, number, dropout)
-                condition = self.collation.conditions.of(arrays)
-            except BadRecordError as error:
-                problems.append(str(error))
-            except ValueError as error:
-                problems.append(str(BadRecordError(f"{place_of} {error}")))
-            else:
-                self.collation.put(batch, place, sample, arrays, condition)
-        return batch

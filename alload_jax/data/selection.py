@@ -232,9 +232,6 @@ def is_held_out(manifest: Manifest, share: float) -> np.ndarray:
     return found
 
 
-_LONGEST_NUMBER = 20
-
-
 def read_excluded(path: str | Path | None, numbers: np.ndarray) -> frozenset[int]:
     """Reads the numbers of samples, one per line; what follows `#` is a comment.
 
@@ -264,7 +261,7 @@ def read_excluded(path: str | Path | None, numbers: np.ndarray) -> frozenset[int
         if not text:
             continue
         # Python refuses to parse thousands of digits.
-        is_number = text.isascii() and text.isdigit() and len(text) < _LONGEST_NUMBER
+        is_number = text.isascii() and text.isdigit() and len(text) < 20
         if not (is_number and int(text) < samples):
             raise InputError(
                 f"data.exclude: line {number} of {path} is {text[:40]!r}; give a sample's number, "

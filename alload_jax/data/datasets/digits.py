@@ -118,7 +118,12 @@ class Digits(Dataset):
         """Clips with their classes and sizes, in the order of the mix."""
         rng = np.random.default_rng(self.seed)
         for frames, height, width, count in self.mix:
-            for chosen in _choices(labels, height, width, count, rng):
+            # One digit for each sample, or two in most samples that fit two.
+            fits_two, passes = max(height, width) >= 2 * DIGIT, -(-2 * count // len(labels))
+            order = np.concatenate([rng.permutation(len(labels)) for _ in range(passes)])
+            digits = [2 if fits_two and rng.random() < _PAIRS else 1 for _ in range(count)]
+            for number, shown in enumerate(digits):
+                chosen = order[shown * number :][:shown]
                 clip = render_clip(images[chosen], frames, height, width, rng, self.motion)
                 yield clip, labels[chosen], (frames, height, width)
 
@@ -172,20 +177,6 @@ def render_clip(
         path[:, along] += n * area[along]
         np.maximum(clip, _place(digit, path, height, width), out=clip)
     return clip[..., None].astype(np.float16)
-
-
-def _choices(
-    labels: np.ndarray, height: int, width: int, count: int, rng: np.random.Generator
-) -> list[np.ndarray]:
-    """Chooses the digits of each sample: one, or two in most samples that fit two."""
-    order = np.concatenate(
-        [rng.permutation(len(labels)) for _ in range(-(-2 * count // len(labels)))]
-    )
-    fits_two = max(height, width) >= 2 * DIGIT
-    return [
-        order[2 * i : 2 * i + 2] if fits_two and rng.random() < _PAIRS else order[i : i + 1]
-        for i in range(count)
-    ]
 
 
 def _circle(frames: int, free: np.ndarray, rng: np.random.Generator) -> np.ndarray:

@@ -32,11 +32,7 @@ class RandomAccess(Protocol):
 
 @waits("for the data folder to be read")
 class GrainSamples(SampleSource):
-    """Random access to the records of a `grain.sources.RandomAccessDataSource`.
-
-    Attributes:
-      manifest: the manifest.
-    """
+    """`SampleSource` of the records of a `grain.sources.RandomAccessDataSource`."""
 
     def __init__(
         self,

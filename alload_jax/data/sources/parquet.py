@@ -18,21 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet
 from typing_extensions import override
 
-from alload_jax.data.sources.arrays import (
-    READ_ERRORS,
-    FileSamples,
-    Layout,
-    Normalize,
-    Reading,
-    ScannedSample,
-    channels_last,
-    find_files,
-    latent_shape,
-    root_of,
-    scan,
-    text_shape,
-    text_tokens,
-)
+from alload_jax.data.sources import arrays
 from alload_jax.data.store import BadRecordError
 from alload_jax.errors import InputError, first_line
 from alload_jax.files import Json
@@ -50,10 +36,6 @@ _CAPTIONS = ("caption", "prompt", "text")
 _USUAL_MASK = "text_attention_mask"
 
 
-def _is_binary(found: pa.DataType) -> bool:
-    return pa.types.is_binary(found) or pa.types.is_large_binary(found)
-
-
 def _is_text(found: pa.DataType) -> bool:
     return pa.types.is_string(found) or pa.types.is_large_string(found)
 
@@ -64,7 +46,7 @@ def _is_sizes(found: pa.DataType) -> bool:
 
 
 _PARTS: dict[str, tuple[Callable[[pa.DataType], bool], str]] = {
-    "bytes": (_is_binary, "bytes"),
+    "bytes": (lambda t: pa.types.is_binary(t) or pa.types.is_large_binary(t), "bytes"),
     "shape": (_is_sizes, "lists of integers"),
     "dtype": (_is_text, "text such as float32"),
 }
@@ -95,8 +77,8 @@ class Parquet:
     text: str = "text_embedding"
     mask: str | None = None
     labels: str | None = None
-    layout: Layout = "CTHW"
-    normalize: Normalize | None = None
+    layout: arrays.Layout = "CTHW"
+    normalize: arrays.Normalize | None = None
     vae_stride: Triple | None = None
 
     def open(self, folder: str) -> "ParquetSamples":
@@ -124,12 +106,8 @@ class Parquet:
 
 
 @waits("for the data folder to be read")
-class ParquetSamples(FileSamples):
-    """Random access to rows of Parquet files.
-
-    Attributes:
-      manifest: the manifest.
-    """
+class ParquetSamples(arrays.FileSamples):
+    """Random access to rows of Parquet files; see `SampleSource`."""
 
     def __init__(self, folder: Path, config: Parquet):
         """Reads the footers, and the columns of shapes and dtypes, of all files.
@@ -137,13 +115,13 @@ class ParquetSamples(FileSamples):
         Raises:
           InputError: a file is damaged or lacks a column, or rows disagree.
         """
-        self._root, self._config = root_of(folder), config
-        names = find_files(folder, ".parquet") if folder.exists() else []
+        self._root, self._config = arrays.root_of(folder), config
+        names = arrays.find_files(folder, ".parquet") if folder.exists() else []
         if not names:
             raise InputError(f"{folder}: holds no .parquet files; set data.folder to their folder")
-        samples = [sample for of_file in scan(self._scanned, names) for sample in of_file]
+        samples = [sample for of_file in arrays.scan(self._scanned, names) for sample in of_file]
         sizes = {name: (self._root / name).stat().st_size for name in names}
-        reading = Reading(config.layout, config.normalize, classes=config.labels is not None)
+        reading = arrays.Reading(config.layout, config.normalize, classes=config.labels is not None)
         super().__init__(folder, samples, reading, config.vae_stride, sizes, {"format": "parquet"})
 
     @override
@@ -153,14 +131,18 @@ class ParquetSamples(FileSamples):
         place = f"{self._root / name}: row {row} (sample {sample})"
         try:
             values = _read_row(self._root / name, row, config)
-            latents = channels_last(array_of(values, config.latents), config.layout)
+            latents = arrays.channels_last(array_of(values, config.latents), config.layout)
             if config.labels:
                 labels = values[config.labels]
                 classes = np.array(labels if isinstance(labels, list) else [labels])
                 return latents, classes, place
             text, mask = array_of(values, config.text), config.mask_in(values)
-            return latents, text_tokens(text, array_of(values, mask) if mask else None), place
-        except READ_ERRORS as error:
+            return (
+                latents,
+                arrays.text_tokens(text, array_of(values, mask) if mask else None),
+                place,
+            )
+        except arrays.READ_ERRORS as error:
             raise BadRecordError(f"{place} cannot be read: {first_line(error)}") from error
 
     @override
@@ -173,7 +155,7 @@ class ParquetSamples(FileSamples):
         text = column[int(self.manifest.index[sample])].as_py()
         return text if _is_text(column.type) else None
 
-    def _scanned(self, name: str) -> list[ScannedSample]:
+    def _scanned(self, name: str) -> list[arrays.ScannedSample]:
         """What the small columns of a file say of its rows."""
         path, config = self._root / name, self._config
         try:
@@ -185,7 +167,7 @@ class ParquetSamples(FileSamples):
                 table = file.read(columns=small, use_threads=False)
                 probed = {f"{array}_bytes" for array in config.arrays(present)}
                 file_mark = _file_mark(path, file.metadata, probed)
-        except READ_ERRORS as error:
+        except arrays.READ_ERRORS as error:
             if isinstance(error, InputError):
                 raise
             raise InputError(
@@ -271,9 +253,9 @@ def _check_columns(path: Path, schema: pa.Schema, config: Parquet) -> None:
 
 def _scanned_row(
     name: str, row: int, values: Json, config: Parquet, file_mark: int
-) -> ScannedSample:
+) -> arrays.ScannedSample:
     """What the small columns say of a row."""
-    latents = latent_shape(values[f"{config.latents}_shape"], config.layout)
+    latents = arrays.latent_shape(values[f"{config.latents}_shape"], config.layout)
     if config.labels:
         labels = values[config.labels]
         labels = labels if isinstance(labels, list) else [labels]
@@ -281,11 +263,11 @@ def _scanned_row(
         if None in labels:
             raise ValueError(f"{config.labels} is null")
     else:
-        length, width = text_shape(values[f"{config.text}_shape"])
+        length, width = arrays.text_shape(values[f"{config.text}_shape"])
     mark = zlib.crc32(repr((row, sorted(values.items()))).encode(), file_mark)
     sizes = [next((values[one] for one in names if one in values), 0) for names in _SIZES]
     frames, height, widths = (size if isinstance(size, int) else 0 for size in sizes)
-    return ScannedSample(name, row, latents, length, width, mark, (frames, height, widths))
+    return arrays.ScannedSample(name, row, latents, length, width, mark, (frames, height, widths))
 
 
 def _file_mark(path: Path, metadata: pyarrow.parquet.FileMetaData, probed: set[str]) -> int:

@@ -15,20 +15,7 @@ import numpy as np
 from typing_extensions import override
 
 from alload_jax.data.record import DTYPES
-from alload_jax.data.sources.arrays import (
-    FileSamples,
-    Layout,
-    Normalize,
-    Reading,
-    ScannedSample,
-    channels_last,
-    find_files,
-    latent_shape,
-    root_of,
-    scan,
-    text_shape,
-    text_tokens,
-)
+from alload_jax.data.sources import arrays
 from alload_jax.data.store import BadRecordError
 from alload_jax.errors import InputError
 from alload_jax.files import Json, parse_json
@@ -169,18 +156,14 @@ class TensorNames(NamedTuple):
 
 
 @waits("for the data folder to be read")
-class TensorSamples(FileSamples):
-    """Random access to samples in safetensors files.
-
-    Attributes:
-      manifest: the manifest.
-    """
+class TensorSamples(arrays.FileSamples):
+    """Random access to samples in safetensors files; see `SampleSource`."""
 
     def __init__(
         self,
         folder: Path,
         names: Sequence[TensorNames],
-        reading: Reading,
+        reading: arrays.Reading,
         stride: Triple | None,
         origin: Json,
         caption: str = "caption",
@@ -198,9 +181,9 @@ class TensorSamples(FileSamples):
         Raises:
           InputError: a file is damaged, or samples disagree.
         """
-        self._root, self._names, self.reading = root_of(folder), list(names), reading
+        self._root, self._names, self.reading = arrays.root_of(folder), list(names), reading
         self._caption_name = caption
-        found = scan(self._scanned, self._names)
+        found = arrays.scan(self._scanned, self._names)
         sizes = {name: size for _, of_sample in found for name, size in of_sample.items()}
         super().__init__(folder, [sample for sample, _ in found], reading, stride, sizes, origin)
 
@@ -211,13 +194,13 @@ class TensorSamples(FileSamples):
         place = f"{path} (sample {sample})"
         try:
             latents = read_tensors(path, [names.latents])[names.latents]
-            latents = channels_last(latents, self.reading.layout)
+            latents = arrays.channels_last(latents, self.reading.layout)
             path = self._root / names.condition_file
             wanted = [name for name in (names.condition, names.mask) if name]
             condition, *mask = read_tensors(path, wanted).values()
             if self.reading.classes:
                 return latents, condition.reshape(-1), place
-            return latents, text_tokens(condition, mask[0] if mask else None), place
+            return latents, arrays.text_tokens(condition, mask[0] if mask else None), place
         except (OSError, ValueError) as error:
             raise BadRecordError(f"{path} (sample {sample}) cannot be read: {error}") from error
 
@@ -226,13 +209,13 @@ class TensorSamples(FileSamples):
         header = read_header(self._root / self._names[sample].condition_file)
         return header.metadata.get(self._caption_name)
 
-    def _scanned(self, names: TensorNames) -> tuple[ScannedSample, dict[str, int]]:
+    def _scanned(self, names: TensorNames) -> tuple[arrays.ScannedSample, dict[str, int]]:
         """What the headers say of a sample, and the sizes of its files."""
         path = self._root / names.latents_file
         try:
             header = read_header(path)
             info = _info_of(header, names.latents)
-            latents = latent_shape(info.shape, self.reading.layout)
+            latents = arrays.latent_shape(info.shape, self.reading.layout)
             sizes = {names.latents_file: header.bytes}
             mark = content_mark(path, [info])
             path = self._root / names.condition_file
@@ -242,13 +225,13 @@ class TensorSamples(FileSamples):
             infos = [_info_of(header, name) for name in (names.condition, names.mask) if name]
             length, width = (math.prod(infos[0].shape), None)
             if not self.reading.classes:
-                length, width = text_shape(infos[0].shape)
+                length, width = arrays.text_shape(infos[0].shape)
             mark ^= content_mark(path, infos)
         except (OSError, ValueError) as error:
             raise InputError(
                 f"{path}: cannot be read ({error}); write it again, or remove it"
             ) from error
-        return ScannedSample(names.latents_file, 0, latents, length, width, mark), sizes
+        return arrays.ScannedSample(names.latents_file, 0, latents, length, width, mark), sizes
 
 
 SUFFIX = ".safetensors"
@@ -278,8 +261,8 @@ class SafetensorsFolder:
     mask: str | None = None
     labels: str | None = None
     text_suffix: str | None = None
-    layout: Layout = "CTHW"
-    normalize: Normalize | None = None
+    layout: arrays.Layout = "CTHW"
+    normalize: arrays.Normalize | None = None
     vae_stride: Triple | None = None
 
     def __post_init__(self) -> None:
@@ -295,7 +278,7 @@ class SafetensorsFolder:
           InputError: a file is missing or damaged, or lacks a tensor.
         """
         place = Path(folder)
-        files = find_files(place, SUFFIX) if place.exists() else []
+        files = arrays.find_files(place, SUFFIX) if place.exists() else []
         if not files:
             raise InputError(f"{place}: holds no {SUFFIX} files; set data.folder to their folder")
         names, present, mask = [], set(files), None if self.labels else self.mask
@@ -313,5 +296,5 @@ class SafetensorsFolder:
                     f"{place / name}: its text {other} is missing; add it, or remove both"
                 )
             names.append(TensorNames(name, self.latents, other, self.labels or self.text, mask))
-        reading = Reading(self.layout, self.normalize, classes=self.labels is not None)
+        reading = arrays.Reading(self.layout, self.normalize, classes=self.labels is not None)
         return TensorSamples(place, names, reading, self.vae_stride, {"format": "safetensors"})
