@@ -22,8 +22,8 @@ from alload_jax.models.families import SamplingDefaults, family_of, initial_vari
 from alload_jax.models.lora_files import LoraFile, merge_adapters, merge_file, read_lora
 from alload_jax.models.weights import load_weights, read_transformer, require_free, save_weights
 from alload_jax.planning.samples import Triple
-from alload_jax.sampling.conditions import family_fps
 from alload_jax.sampling.config import SamplingConfig
+from alload_jax.sampling.requests import family_fps
 from alload_jax.training.restore import (
     CHECKPOINTS,
     StepChoice,

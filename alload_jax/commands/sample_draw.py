@@ -21,7 +21,6 @@ from alload_jax.files import read_json
 from alload_jax.models.families import family_of
 from alload_jax.planning.samples import Triple
 from alload_jax.sampling import flow
-from alload_jax.sampling.conditions import arrays_of, decoded, stacked
 from alload_jax.sampling.encoders import Encoders, find_encoders
 from alload_jax.sampling.pictures import LATENTS, write_clip
 from alload_jax.sampling.requests import (
@@ -29,8 +28,11 @@ from alload_jax.sampling.requests import (
     RawRequest,
     Request,
     Target,
+    arrays_of,
     check_request,
+    decoded,
     read_list,
+    stacked,
 )
 from alload_jax.training.device_memory import memory_named
 from alload_jax.training.restore import one_device_mesh

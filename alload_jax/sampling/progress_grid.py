@@ -83,8 +83,10 @@ class Progress:
           resumed_at: number of steps that are done.
         """
         self._folder, self._grids, self._drawn = folder, grids, drawn
-        known = _read(folder / DRAWN_NAME)
-        if known is None:
+        try:
+            content = read_json(folder / DRAWN_NAME)
+            known = {int(each["step"]): str(each["drawn"]) for each in content}
+        except (OSError, ValueError, KeyError, TypeError):  # there is none, or it is damaged
             # The last one may be incomplete.
             names = [path.name.removeprefix("step_") for path in folder.glob("step_*")]
             steps = [int(name) for name in names if name.isascii() and name.isdecimal()]
@@ -129,32 +131,21 @@ class Progress:
         if key not in self._cells:
             try:
                 picture = middle_frame(step_folder(self._folder, step) / row.file)
-                self._cells[key] = _fitted(picture.crop(row.box) if row.box else picture)
             except OSError:  # it was not drawn, or it was removed
                 self._cells[key] = None
+                return None
+            picture = picture.crop(row.box) if row.box else picture
+            scale = _CELL / max(picture.size)
+            scale = float(int(scale)) if scale >= 1 else scale  # small ones stay sharp
+            size = (max(1, round(picture.width * scale)), max(1, round(picture.height * scale)))
+            how = Image.Resampling.NEAREST if scale >= 1 else Image.Resampling.BOX
+            self._cells[key] = picture.resize(size, how)
         return self._cells[key]
 
 
 def step_folder(folder: Path, step: int) -> Path:
     """The folder of the samples of a step."""
     return folder / f"step_{step:07d}"
-
-
-def _read(path: Path) -> dict[int, str] | None:
-    """The steps and digests of a file; None if there is none, or if it is damaged."""
-    try:
-        content = read_json(path)
-        return {int(each["step"]): str(each["drawn"]) for each in content}
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def _fitted(picture: Image.Image) -> Image.Image:
-    """A picture that fits a cell; small ones are enlarged without blur."""
-    scale = _CELL / max(picture.size)
-    scale = float(int(scale)) if scale >= 1 else scale
-    size = (max(1, round(picture.width * scale)), max(1, round(picture.height * scale)))
-    return picture.resize(size, Image.Resampling.NEAREST if scale >= 1 else Image.Resampling.BOX)
 
 
 def _page(

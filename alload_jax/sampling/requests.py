@@ -1,26 +1,40 @@
-"""Requests of `alload sample`, from flags or from a list, and their checks."""
+"""Requests of `alload sample`, from flags or from a list: their checks, their condition arrays."""
 
 import difflib
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
 
-from alload_jax.data.pixel_latents import pixel_channels
-from alload_jax.data.record import IMAGE
+from alload_jax.data.condition import Conditions, put_condition
+from alload_jax.data.pixel_latents import pixel_channels, unfold_frames
+from alload_jax.data.record import GIVEN, IMAGE, TEXT
 from alload_jax.errors import InputError
 from alload_jax.files import parse_json, read_text
-from alload_jax.models.common.config import ModelConfig
+from alload_jax.models.common.config import ConditionPart, ModelConfig
+from alload_jax.models.common.embedding import ConditionTokens
 from alload_jax.models.families import family_of
 from alload_jax.planning.samples import Geometry, Triple
-from alload_jax.sampling.encoders import Encoders, embeddings_shape
+from alload_jax.sampling.encoders import (
+    Encoders,
+    as_latent,
+    embeddings_shape,
+    read_embeddings,
+    read_optional,
+    read_picture,
+    refuse_others,
+)
+from alload_jax.sampling.flow import Condition
 from alload_jax.sampling.pictures import check_format
 from alload_jax.sharding.host_memory import host_bytes
+
+if TYPE_CHECKING:
+    from alload_jax.encoders.vae import Vae
 
 NUMBERS = ("frames", "height", "width", "seed")
 FILES = ("prompt_embeds", "negative_embeds", "image_embeds", "image", "last_image", "out")
@@ -204,8 +218,20 @@ def check_request(raw: RawRequest, target: Target) -> Request:
       InputError: a value is missing or invalid.
     """
     size = (raw.get("frames"), raw.get("height"), raw.get("width"))
-    for axis, name in enumerate(("frames", "height", "width")):
-        _check_size(raw, name, size[axis], target.vae_stride[axis], target.model.patch_size[axis])
+    names = ("frames", "height", "width")
+    axes = zip(names, size, target.vae_stride, target.model.patch_size, strict=True)
+    for name, value, stride, patch in axes:
+        if value > _LARGEST:
+            raise InputError(f"{raw.place(name)} is {value}; it must be at most {_LARGEST}")
+        # A whole number of patches; the first frame has a separate latent.
+        begin, step = 1 - stride if name == "frames" else 0, stride * patch
+        whole = (value - begin) // step
+        if whole < 1 or begin + whole * step != value:
+            near = [str(begin + n * step) for n in (whole, whole + 1) if n >= 1]
+            raise InputError(
+                f"{raw.place(name)} is {value}, which a VAE stride of {stride} and patches of "
+                f"{patch} don't divide; nearest: {' and '.join(near or [str(begin + step)])}"
+            )
     if not 0 <= (seed := raw.values.get("seed", 0)) < _SEEDS:
         raise InputError(f"{raw.place('seed')} is {seed}; it must be from 0 to below 2^32")
     out = raw.get("out")
@@ -225,21 +251,6 @@ def check_request(raw: RawRequest, target: Target) -> Request:
         first=raw.values.get("image"),
         last=raw.values.get("last_image"),
         frames_per_latent=target.frames_per_latent,
-    )
-
-
-def _check_size(raw: RawRequest, name: str, value: int, stride: int, patch: int) -> None:
-    """Checks that a size is a whole number of patches; the first frame has a separate latent."""
-    if value > _LARGEST:
-        raise InputError(f"{raw.place(name)} is {value}; it must be at most {_LARGEST}")
-    begin, step = 1 - stride if name == "frames" else 0, stride * patch
-    whole = (value - begin) // step
-    if whole >= 1 and begin + whole * step == value:
-        return
-    near = [str(begin + n * step) for n in (whole, whole + 1) if n >= 1]
-    raise InputError(
-        f"{raw.place(name)} is {value}, which a VAE stride of {stride} and patches of {patch} "
-        f"don't divide; nearest: {' and '.join(near or [str(begin + step)])}"
     )
 
 
@@ -328,7 +339,7 @@ def _text(raw: RawRequest, words_key: str, key: str, target: Target) -> Path | s
                 f"sampling.encoders.text), a local folder of the model's text encoder, or {key}"
             )
         return str(words)
-    tokens = _tokens(raw, key, "text", text.dim)
+    tokens = _token_count(raw, key, "text", text.dim)
     if tokens > text.length:
         raise InputError(
             f"{raw.place(key)}: {file} has {tokens} tokens, but the model takes {text.length}; "
@@ -356,7 +367,7 @@ def _image_tokens(raw: RawRequest, target: Target) -> int:
             f"{place} is not given; the model takes [N, {model.image.dim}] of them: give them, or "
             "--image with --image-encoder"
         )
-    tokens = _tokens(raw, "image_embeds", "image", model.image.dim)
+    tokens = _token_count(raw, "image_embeds", "image", model.image.dim)
     lengths = {part.name: part.length for part in model.condition_parts()}
     exact = model.image.positions
     if exact not in (None, tokens) or tokens > lengths.get(IMAGE, tokens):
@@ -393,7 +404,7 @@ def _check_given(raw: RawRequest, target: Target, size: Triple) -> None:
         raise InputError(f"{place} is given, but --frames is 1; choose more frames")
 
 
-def _tokens(raw: RawRequest, key: str, name: str, dim: int) -> int:
+def _token_count(raw: RawRequest, key: str, name: str, dim: int) -> int:
     """Returns the number of embeddings in a file, which is read and checked."""
     path = raw.values[key]
     shape = embeddings_shape(path, name)
@@ -402,3 +413,186 @@ def _tokens(raw: RawRequest, key: str, name: str, dim: int) -> int:
             f"{raw.place(key)}: {path} holds {list(shape)}, but the model takes [tokens, {dim}]"
         )
     return shape[0]
+
+
+# ---------------------------------------------------------------- what a model is given
+
+
+def decoded(latents: np.ndarray, request: Request, vae: "Vae | None") -> np.ndarray:
+    """The picture of a sample: decoded by the VAE, or the pixels that the latents are.
+
+    Args:
+      latents: [frames, height, width, channels] of the request's grid.
+      request: what was asked for.
+      vae: the VAE; None if the latents are pixels.
+    """
+    if vae is not None:
+        return vae.decode(latents)
+    return unfold_frames(latents, request.frames_per_latent)
+
+
+def family_fps(model: ModelConfig, vae_stride: Triple | None) -> float | None:
+    """Frames per second of the videos of a model's family.
+
+    Args:
+      model: config of the model.
+      vae_stride: pixels per latent, (frames, height, width); None if it is not known.
+
+    Returns:
+      None if the family names none, or if its latents have another stride.
+    """
+    defaults = family_of(model).sampling_defaults(model)
+    return defaults.fps if vae_stride in (None, defaults.vae_stride) else None
+
+
+class RequestArrays(NamedTuple):
+    """Condition and null condition of one request, each part without the batch's axis."""
+
+    condition: Condition
+    null: Condition
+
+
+def arrays_of(request: Request, model: ModelConfig, encoders: Encoders) -> RequestArrays:
+    """Reads or encodes what a request names, float32 or int32 in host memory.
+
+    Raises:
+      InputError: a picture cannot be read, or an encoder does not give what the model takes.
+    """
+    image, *given = _given(request, model, encoders)
+    if model.condition_parts():
+        parts, null_parts = (
+            _parts(source, image, model, encoders) for source in (request.prompt, request.negative)
+        )
+        return RequestArrays(Condition(parts, None, *given), Condition(null_parts, None, *given))
+    if model.text is None:
+        tokens = np.array(request.classes, np.int32)
+        null = np.full_like(tokens, model.num_classes)
+        return RequestArrays(Condition(tokens, image, *given), Condition(null, image, *given))
+    part = ConditionPart(TEXT, model.text.dim, model.text.length)
+    both = Conditions(part.length, np.dtype(np.float32), part.width, 0).empty(2)
+    for row, source in enumerate((request.prompt, request.negative)):
+        put_condition(both, row, 0, 0, _tokens(source, _encoded(source, encoders), part))
+    text, negative = both
+    return RequestArrays(Condition(text, image, *given), Condition(negative, image, *given))
+
+
+def stacked(arrays: Sequence[RequestArrays]) -> RequestArrays:
+    """Condition and null condition of a batch of requests with equal `Request.shape()`."""
+    return jax.tree.map(lambda *parts: np.stack(parts), *arrays)
+
+
+def _parts(
+    source: Path | str | None, image: np.ndarray | None, model: ModelConfig, encoders: Encoders
+) -> dict[str, ConditionTokens]:
+    """The parts of a condition, without the batch's axis; a file of text may hold others too."""
+    found: dict[str, np.ndarray] = {}
+    parts, tokens_by_kind = [], _encoded(source, encoders)
+    if isinstance(source, Path):
+        refuse_others(source, [p.name for p in model.condition_parts() if p.name != IMAGE])
+    for part in model.condition_parts():
+        if part.name == IMAGE:
+            tokens = np.zeros((0, part.width), np.float32) if image is None else image
+            # Requests of a batch have equally many tokens of their images alone.
+            part = part._replace(length=len(tokens))
+        else:
+            tokens = _tokens(source, tokens_by_kind, part)
+        found[part.name] = tokens
+        parts.append(part)
+    held = Conditions(0, np.dtype(np.float32), None, 0, parts=tuple(parts)).empty(1)
+    put_condition(held, 0, 0, 0, found)
+    return jax.tree.map(lambda each: each[0], held)
+
+
+def _encoded(source: Path | str | None, encoders: Encoders) -> Mapping[str, np.ndarray]:
+    """The tokens of words by kind; none of a file of embeddings."""
+    return encoders.encoded(source) if isinstance(source, str) else {}
+
+
+def _tokens(
+    source: Path | str | None, encoded: Mapping[str, np.ndarray], part: ConditionPart
+) -> np.ndarray:
+    """The tokens of a kind, [L, width] float32; none where the source has none.
+
+    Raises:
+      InputError: they do not fit the model, or a value of a file is not finite.
+    """
+    none = np.zeros((0, part.width), np.float32)
+    if not isinstance(source, Path):
+        tokens = encoded.get(part.name, none)[: part.length]
+        if tokens.shape[1] != part.width:
+            raise InputError(
+                f"--text-encoder: gives {part.name} of width {tokens.shape[1]}, but the model "
+                f"takes {part.width}; name the encoder that the model was trained with"
+            )
+        return tokens
+    if part.name == TEXT:
+        return read_embeddings(source, TEXT)[: part.length]
+    found = read_optional(source, part.name)
+    if found is None and part.required:
+        raise InputError(
+            f"{source}: has no tensor {part.name}, which the model takes too; write "
+            f"[{part.length}, {part.width}] of it there"
+        )
+    if found is None:
+        return none
+    if found.ndim != 2 or found.shape[1] != part.width or len(found) > part.length:
+        raise InputError(
+            f"{source}: {part.name} has shape {list(found.shape)}, but the model takes up to "
+            f"[{part.length}, {part.width}]; write embeddings of its own encoder"
+        )
+    return found
+
+
+def _given(
+    request: Request, model: ModelConfig, encoders: Encoders
+) -> tuple[np.ndarray | None, ...]:
+    """Image embeddings, given channels and first latent frame; None where there are none.
+
+    Raises:
+      InputError: a picture cannot be read, or what is given does not fit the model.
+    """
+    embeddings = None
+    if request.image_embeds is not None:
+        embeddings = read_embeddings(request.image_embeds, IMAGE)
+        takes_given = model.given_channels and request.first is None
+        refuse_others(request.image_embeds, [IMAGE, GIVEN] if takes_given else [IMAGE])
+    if request.first is None and not model.given_channels:
+        return embeddings, None, None
+    if request.first is None:
+        shape = (*request.grid, model.given_channels)
+        if request.image_embeds is None:  # as in training without an image
+            return embeddings, np.zeros(shape, np.float32), None
+        # Latents of the given frame and its mask stand in the file of the image's embeddings.
+        in_file = read_optional(request.image_embeds, GIVEN)
+        if in_file is None or in_file.shape != shape:
+            held = "no tensor" if in_file is None else f"{list(in_file.shape)}"
+            raise InputError(
+                f"{request.image_embeds}: holds {held} of the name {GIVEN}, but the model takes "
+                f"the latents of the given frame and its mask, {list(shape)}; write them there"
+            )
+        return embeddings, in_file, None
+    first, last = (
+        None if path is None else read_picture(path, *request.size[1:])
+        for path in (request.first, request.last)
+    )
+    assert first is not None
+    if encoders.image is not None:
+        pictures = [first] if last is None else [first, last]
+        embeddings = np.concatenate([encoders.image.encode(picture) for picture in pictures])
+        if model.image and model.image.positions not in (None, len(embeddings)):
+            raise InputError(
+                f"{request.first}: gives {len(embeddings)} image embeddings, but the model takes "
+                f"{model.image.positions}; it needs a first and a last frame"
+            )
+    if not model.given_channels:
+        if encoders.vae is None:
+            return embeddings, None, as_latent(first, model.in_channels, request.frames_per_latent)
+        return embeddings, None, encoders.vae.encode(first[None])
+    assert encoders.vae is not None
+    given = encoders.vae.encode_given(first, last, request.size[0])
+    if given.shape[-1] != model.given_channels:
+        raise InputError(
+            f"{request.first}: the VAE gives {given.shape[-1]} channels, but the model takes "
+            f"{model.given_channels} beside its latents; name the VAE it was trained with"
+        )
+    return embeddings, given, None

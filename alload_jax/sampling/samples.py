@@ -22,7 +22,6 @@ from alload_jax.diffusion.timesteps import TimestepConfig, shift_of
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.planning.samples import Geometry, Triple, divisible
-from alload_jax.sampling.conditions import arrays_of, decoded, family_fps, stacked
 from alload_jax.sampling.config import Draw, GridConfig, PromptConfig, SamplingConfig
 from alload_jax.sampling.encoders import Encoders, find_encoders
 from alload_jax.sampling.flow import Condition, Flow, make_flow
@@ -35,7 +34,17 @@ from alload_jax.sampling.pictures import (
     write_grid,
 )
 from alload_jax.sampling.progress_grid import Progress, ProgressGrid, Row, step_folder
-from alload_jax.sampling.requests import RawRequest, Request, Target, check_request, require_memory
+from alload_jax.sampling.requests import (
+    RawRequest,
+    Request,
+    Target,
+    arrays_of,
+    check_request,
+    decoded,
+    family_fps,
+    require_memory,
+    stacked,
+)
 
 
 def make_draw(
@@ -171,26 +180,22 @@ class SampleWriter:
 
     def progress(self, resumed_at: int) -> Progress:
         """What shows the samples over the steps of a run, of which `resumed_at` are done."""
-        grids = [self._classes_over_steps(*each) for each in enumerate(self._config.grids)]
+        config, classes, grids = self._config, self._model.num_classes, list[ProgressGrid]()
+        for grid, drawn_labels in zip(config.grids, self._labels, strict=True):
+            file = f"{grid.name}{clip_suffix(grid.frames, config.clip_format)}"
+            of_classes = []  # a row for each, with the first sample of its column
+            for column in range(classes):
+                labels = [str(one) for one in drawn_labels[column].tolist() if one < classes]
+                box = cell_box(0, column, classes, grid.height, grid.width)
+                of_classes.append(Row(" ".join(labels), file, box))
+            grids.append(ProgressGrid(f"progress_{grid.name}", tuple(of_classes)))
         outs = [(each.words, each.request.out) for each in self._prompts]
         rows = tuple(Row(words, str(out)) for words, out in outs if out.suffix != LATENTS)
         if rows:
             grids.append(ProgressGrid("progress_prompts", rows))
-        config = self._config
         drawn = asdict(config) | dict.fromkeys(("every", "encoders", "clip_format"))
         digest = hashlib.sha256(json.dumps(drawn).encode()).hexdigest()[:16]
         return Progress(self._folder, grids, digest, resumed_at)
-
-    def _classes_over_steps(self, number: int, grid: GridConfig) -> ProgressGrid:
-        """A row for each class, with the first sample of its column."""
-        classes = self._model.num_classes
-        suffix = clip_suffix(grid.frames, self._config.clip_format)
-        rows = []
-        for column in range(classes):
-            labels = [label for label in self._labels[number][column].tolist() if label < classes]
-            box = cell_box(0, column, classes, grid.height, grid.width)
-            rows.append(Row(" ".join(map(str, labels)), f"{grid.name}{suffix}", box))
-        return ProgressGrid(f"progress_{grid.name}", tuple(rows))
 
     def begin(self, read: Callable[[str], PyTree]) -> None:
         """Draws the higher noise levels of all prompts with the expert that another run trained.

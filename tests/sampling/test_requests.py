@@ -17,9 +17,17 @@ from alload_jax.errors import InputError
 from alload_jax.models.common.config import ImageConfig, TextConfig
 from alload_jax.models.hunyuan_video.transformer import HunyuanVideoConfig
 from alload_jax.models.wan.transformer import WanConfig
-from alload_jax.sampling.conditions import arrays_of, decoded, family_fps
 from alload_jax.sampling.encoders import Encoders, as_latent, read_picture
-from alload_jax.sampling.requests import RawRequest, Request, Target, check_request, read_list
+from alload_jax.sampling.requests import (
+    RawRequest,
+    Request,
+    Target,
+    arrays_of,
+    check_request,
+    decoded,
+    family_fps,
+    read_list,
+)
 
 MODEL = WanConfig(in_channels=3, text=TextConfig(64, 16), patch_size=(1, 4, 4))
 SIZE = {"frames": 1, "height": 8, "width": 8, "out": Path("x.png")}
