@@ -30,12 +30,7 @@ from alload_jax.models.common.lora import DropoutKey, add_lora
 from alload_jax.models.common.parts import Auxiliary, Output
 from alload_jax.models.common.safetensor_files import Naming, Tensor
 from alload_jax.models.common.segments import PackedMetadata
-from alload_jax.models.common.sparse_attention.config import (
-    forced_state,
-    switch_metrics,
-    switch_records,
-    update_switches,
-)
+from alload_jax.models.common.sparse_attention import config as switching
 from alload_jax.models.common.stored import narrow_linears
 from alload_jax.planning.remat import OFFLOADED
 from alload_jax.planning.samples import Triple
@@ -434,6 +429,7 @@ class TransformerFamily(Family):
     layer axis. `tensor` splits heads and the hidden width as in Megatron-LM (arXiv 1909.08053).
 
     Attributes:
+      model: the class of the model, made of config and `rngs`.
       tensor_names: by naming, our layers, and parameters that belong to none, such as
         `blocks/self_attention/query`, and their names in checkpoints, in the order of these; {}
         stands for the number of the block. Layers of one name are one there, its outputs in the
@@ -442,6 +438,7 @@ class TransformerFamily(Family):
     """
 
     tensor_names: ClassVar[Mapping[Naming, Mapping[str, str]]]
+    model: ClassVar[Callable[..., nnx.Module]]
 
     partition_rules = (
         (r"head/out/kernel$", PartitionSpec("fsdp", None)),
@@ -452,6 +449,10 @@ class TransformerFamily(Family):
         (r"kernel$|embedding$", PartitionSpec(None, "fsdp")),
         (r".", PartitionSpec()),
     )
+
+    @override
+    def build(self, config: TransformerConfig, rngs: nnx.Rngs) -> nnx.Module:
+        return type(self).model(config, rngs=rngs)
 
     @override
     def tensors(self, config: TransformerConfig, naming: Naming) -> list[Tensor]:
@@ -514,7 +515,7 @@ class TransformerFamily(Family):
         """Layers switch between dense and sparse attention."""
         if config.sparse_attention is None:
             return variables
-        state = update_switches(config.sparse_attention, _switches(variables), auxiliary)
+        state = switching.update_switches(config.sparse_attention, _switches(variables), auxiliary)
         return _with_switches(variables, state)
 
     @override
@@ -522,7 +523,7 @@ class TransformerFamily(Family):
         """Forced densities are those of the config."""
         if config.sparse_attention is None:
             return variables
-        state = forced_state(config.sparse_attention, _switches(variables))
+        state = switching.forced_state(config.sparse_attention, _switches(variables))
         return _with_switches(variables, state)
 
     @override
@@ -531,13 +532,13 @@ class TransformerFamily(Family):
     ) -> Auxiliary:
         if config.sparse_attention is None:
             return super().step_metrics(config, variables, auxiliary)
-        return switch_metrics(config.sparse_attention, _switches(variables), auxiliary)
+        return switching.switch_metrics(config.sparse_attention, _switches(variables), auxiliary)
 
     @override
     def layer_records(self, config: TransformerConfig, variables: PyTree) -> Auxiliary:
         if config.sparse_attention is None:
             return {}
-        return switch_records(config.sparse_attention, _switches(variables))
+        return switching.switch_records(config.sparse_attention, _switches(variables))
 
 
 _ENDINGS = {"kernel": "weight", "scale": "weight", "embedding": "weight", "bias": "bias"}

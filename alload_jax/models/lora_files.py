@@ -138,7 +138,13 @@ def read_lora(place: str | Path, config: ModelConfig, skip_unknown: bool = False
             module, what = _split(key)
             if what in parts.setdefault(module, {}):
                 raise InputError(f"{file}: holds {module} twice; name another file")
-            parts[module][what] = _read(file, handle, key)
+            dtype = handle.get_slice(key).get_dtype()
+            if dtype not in FLOATS:
+                raise InputError(f"{file}: {key} is {dtype}, not float 16 to 64; name another file")
+            value = np.asarray(handle.get_tensor(key))
+            if not np.isfinite(value.astype(np.float32)).all():
+                raise InputError(f"{file}: {key} has values that are not finite; name another file")
+            parts[module][what] = value
     settings, tensors = _settings(file, metadata), _tensors_by_module(config)
     length = metadata.get(TEXT_LENGTH, "")
     lora = LoraFile(file, {}, {}, int(length) if length.isdecimal() else None, [])
@@ -189,16 +195,6 @@ def _apart(
             part = {}
         apart.append(part)
     return apart
-
-
-def _read(file: Path, handle: safetensors.safe_open, key: str) -> np.ndarray:
-    dtype = handle.get_slice(key).get_dtype()
-    if dtype not in FLOATS:
-        raise InputError(f"{file}: {key} is {dtype}, not float 16 to 64; name another file")
-    value = np.asarray(handle.get_tensor(key))
-    if not np.isfinite(value.astype(np.float32)).all():
-        raise InputError(f"{file}: {key} has values that are not finite; name another file")
-    return value
 
 
 def _tensors_by_module(config: ModelConfig) -> dict[tuple[str, str], list[Tensor]]:

@@ -9,20 +9,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Float, PyTree
 
+from alload_jax.models.common import parts
 from alload_jax.models.common.config import TransformerConfig
 from alload_jax.models.common.host_loop import Step, host_scan, is_on_host
-from alload_jax.models.common.parts import (
-    ATTENTION_OUTPUT,
-    BLOCK_LISTS,
-    BLOCKS,
-    FEED_FORWARD_OUTPUT,
-    LINEAR_OUTPUT,
-    NORM_OUTPUT,
-    SHORT_ATTENTION_OUTPUT,
-    Auxiliary,
-    Output,
-    by_sample,
-)
 from alload_jax.models.common.segments import Grid
 from alload_jax.models.common.sparse_attention.config import number_layers
 from alload_jax.models.common.stored import with_cast_kernels
@@ -41,7 +30,7 @@ class StackedTransformer(nnx.Module):
         """Returns the velocity of `forward`."""
         return self.forward(*inputs, **named).velocity
 
-    def forward(self, *inputs: PyTree, **named: PyTree) -> Output:
+    def forward(self, *inputs: PyTree, **named: PyTree) -> parts.Output:
         """See `Model.forward`."""
         raise NotImplementedError
 
@@ -66,10 +55,10 @@ class StackedTransformer(nnx.Module):
         return 0 if sparse is None or math.prod(grid) < sparse.min_tokens else sparse.block
 
 
-@jax.named_scope(BLOCKS)
+@jax.named_scope(parts.BLOCKS)
 def apply_layers(
     blocks: nnx.Module, x: PyTree, context: PyTree, config: TransformerConfig, sample_axes: int
-) -> tuple[PyTree, Auxiliary]:
+) -> tuple[PyTree, parts.Auxiliary]:
     """Applies layer after layer.
 
     A loop compiles one layer for all, or one for each policy, and copies what the backward pass
@@ -93,7 +82,9 @@ def apply_layers(
     as_loop = config.scan_layers or offloaded
     graph, layers = nnx.split(blocks if as_loop else with_cast_kernels(blocks))
 
-    def apply_layer(policy: RematPolicy, x: PyTree, layer: nnx.State) -> tuple[PyTree, Auxiliary]:
+    def apply_layer(
+        policy: RematPolicy, x: PyTree, layer: nnx.State
+    ) -> tuple[PyTree, parts.Auxiliary]:
         return nnx.merge(graph, layer)(x, context._replace(remat=policy))
 
     if not as_loop:
@@ -102,19 +93,19 @@ def apply_layers(
         # adds up an array of all layers for each. Indexing kernels with slots, which have no such
         # gradient, took XLA many times as long to compile and saved no memory.
         leaves, tree = jax.tree.flatten(layers)
-        parts = [jax.lax.split(leaf, [1] * len(leaf), axis=0) for leaf in leaves]
-        for number, each in enumerate(zip(*parts, strict=True)):
+        split = [jax.lax.split(leaf, [1] * len(leaf), axis=0) for leaf in leaves]
+        for number, each in enumerate(zip(*split, strict=True)):
             layer = jax.tree.unflatten(tree, [jnp.squeeze(part, axis=0) for part in each])
             policy = policies[number % len(policies)]
             step = rematerialise(partial(apply_layer, policy), policy, in_loop=False)
             x, values = step(x, layer)
             found.append(values)
-        return x, by_sample(jax.tree.map(lambda *each: jnp.stack(each), *found), sample_axes)
+        return x, parts.by_sample(jax.tree.map(lambda *each: jnp.stack(each), *found), sample_axes)
     if len(policies) == 1 and not offloaded:
         [policy] = policies
         step = rematerialise(partial(apply_layer, policy), policy, in_loop=True)
         x, stacked = jax.lax.scan(step, x, layers)
-        return x, by_sample(stacked, sample_axes)
+        return x, parts.by_sample(stacked, sample_axes)
     if len(policies) == 1:  # a part of a group would be kept beside the group itself
         grouped = layers
         steps: list[Callable] = [partial(apply_layer, *policies)]
@@ -122,7 +113,7 @@ def apply_layers(
         shape = (-1, len(policies))
         grouped = jax.tree.map(lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), layers)
 
-        def of_group(number: int, x: PyTree, group: PyTree) -> tuple[PyTree, Auxiliary]:
+        def of_group(number: int, x: PyTree, group: PyTree) -> tuple[PyTree, parts.Auxiliary]:
             """A step takes its parameters from those of the group by itself.
 
             Given them, it would keep them for the backward pass, in a copy of all layers'.
@@ -138,7 +129,7 @@ def apply_layers(
             Step(step, partial(wrap, policy=policy), to_host=policy in OFFLOADED)
             for step, policy in zip(steps, policies, strict=True)
         ]
-        x, by_step = host_scan(on_host, x, grouped, FEED_FORWARD_OUTPUT)
+        x, by_step = host_scan(on_host, x, grouped, parts.FEED_FORWARD_OUTPUT)
     else:
         wrapped = list(map(wrap, steps, policies))
 
@@ -150,7 +141,7 @@ def apply_layers(
             return x, tuple(auxiliary)
 
         x, by_step = jax.lax.scan(apply_group, x, grouped)
-    return x, by_sample(
+    return x, parts.by_sample(
         jax.tree.map(
             lambda *values: jnp.stack(values, axis=1).reshape(-1, *values[0].shape[1:]), *by_step
         ),
@@ -160,21 +151,21 @@ def apply_layers(
 
 # ---------------------------------------------------------------- what a layer keeps
 
-_LONG_ATTENTION = (ATTENTION_OUTPUT, BLOCK_LISTS)
-_ATTENTION = (*_LONG_ATTENTION, SHORT_ATTENTION_OUTPUT)
+_LONG_ATTENTION = (parts.ATTENTION_OUTPUT, parts.BLOCK_LISTS)
+_ATTENTION = (*_LONG_ATTENTION, parts.SHORT_ATTENTION_OUTPUT)
 _KEPT: dict[RematPolicy, tuple[str, ...]] = {
-    "full": (BLOCK_LISTS,),
-    "offload": (BLOCK_LISTS,),
+    "full": (parts.BLOCK_LISTS,),
+    "offload": (parts.BLOCK_LISTS,),
     "offload_attention": _LONG_ATTENTION,
-    "offload_feed_forward_and_attention": (*_LONG_ATTENTION, FEED_FORWARD_OUTPUT),
+    "offload_feed_forward_and_attention": (*_LONG_ATTENTION, parts.FEED_FORWARD_OUTPUT),
     "attention": _ATTENTION,
-    "feed_forward_and_attention": (*_ATTENTION, FEED_FORWARD_OUTPUT),
-    "matmuls_and_attention": (*_ATTENTION, LINEAR_OUTPUT, FEED_FORWARD_OUTPUT),
+    "feed_forward_and_attention": (*_ATTENTION, parts.FEED_FORWARD_OUTPUT),
+    "matmuls_and_attention": (*_ATTENTION, parts.LINEAR_OUTPUT, parts.FEED_FORWARD_OUTPUT),
     "norms_matmuls_and_attention": (
         *_ATTENTION,
-        LINEAR_OUTPUT,
-        FEED_FORWARD_OUTPUT,
-        NORM_OUTPUT,
+        parts.LINEAR_OUTPUT,
+        parts.FEED_FORWARD_OUTPUT,
+        parts.NORM_OUTPUT,
     ),
 }
 """Names of the activations that a rematerialisation policy keeps."""

@@ -97,16 +97,12 @@ def readable(params: PyTree) -> PyTree:
     return {name: readable(part) for name, part in params.items()}
 
 
-_NARROW = 2
-"""Bytes of a number."""
-
-
 def narrow_linears(model: nnx.Module) -> Iterator[tuple[tuple[object, ...], nnx.Linear, jnp.dtype]]:
     """Stacked linear layers that compute in 16 bits: path, layer and dtype of each."""
     for path, module in nnx.iter_modules(model):
         if not isinstance(module, nnx.Linear) or len(module.kernel.shape) != _STACKED:
             continue
-        if module.dtype is not None and jnp.dtype(module.dtype).itemsize == _NARROW:
+        if module.dtype is not None and jnp.dtype(module.dtype).itemsize == 2:
             yield path, module, jnp.dtype(module.dtype)
 
 

@@ -10,22 +10,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 
+from alload_jax.models.common import parts
 from alload_jax.models.common.config import TransformerConfig
-from alload_jax.models.common.parts import (
-    ACTIVATION,
-    FEED_FORWARD,
-    FEED_FORWARD_OUTPUT,
-    LINEAR,
-    LINEAR_OUTPUT,
-    NORM_OUTPUT,
-    QK_NORM,
-    RESIDUAL,
-    ROTARY,
-    Linear,
-    fan_out,
-    split_single_row,
-    splits_single_row,
-)
 from alload_jax.sharding.mesh import with_tensor_axis
 from pallas_kernels import bias_gelu, bias_gelu_then, residual_layernorm_modulate, rms_norm_rotary
 
@@ -99,7 +85,7 @@ def rotary_table(
     return jnp.concatenate(cosines, axis=-1), jnp.concatenate(sines, axis=-1)
 
 
-@jax.named_scope(ROTARY)
+@jax.named_scope(parts.ROTARY)
 def apply_rotary(x: jax.Array, table: RotaryTable) -> jax.Array:
     """Rotates neighbouring channel pairs (2i, 2i + 1) by the table's angles, in float32.
 
@@ -150,10 +136,10 @@ class AttentionProjections(nnx.Module):
         self.num_heads = config.num_heads
         self.norm_implementation = "xla" if config.norm == "xla" else "auto"
         self.query, self.key, self.value = (
-            Linear(dim, dim, dtype=dtype, rngs=rngs) for _ in range(3)
+            parts.Linear(dim, dim, dtype=dtype, rngs=rngs) for _ in range(3)
         )
         if with_output:
-            self.out = Linear(dim, dim, dtype=dtype, rngs=rngs)
+            self.out = parts.Linear(dim, dim, dtype=dtype, rngs=rngs)
         self.query_norm, self.key_norm = make_norm(), make_norm()
 
     def heads(
@@ -165,9 +151,9 @@ class AttentionProjections(nnx.Module):
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Query of x: [B, S, D], key and value of context: [B, T, D], as `attention` takes them."""
         if x is context:
-            of_query, of_key, of_value = fan_out(x, 3)
+            of_query, of_key, of_value = parts.fan_out(x, 3)
         else:
-            of_query, (of_key, of_value) = x, fan_out(context, 2)
+            of_query, (of_key, of_value) = x, parts.fan_out(context, 2)
         return (
             self.projected(of_query, self.query, self.query_norm, rotary, sharding),
             self.projected(of_key, self.key, self.key_norm, rotary, sharding),
@@ -177,7 +163,7 @@ class AttentionProjections(nnx.Module):
     def projected(
         self,
         x: jax.Array,
-        linear: Linear,
+        linear: parts.Linear,
         norm: nnx.RMSNorm | None,
         rotary: RotaryTable | None,
         sharding: NamedSharding | None,
@@ -197,17 +183,17 @@ class AttentionProjections(nnx.Module):
 
         def of_tokens(x: jax.Array, *tables: jax.Array) -> jax.Array:
             if norm is None:
-                with jax.named_scope(LINEAR):
-                    y = checkpoint_name(linear(x), LINEAR_OUTPUT)
+                with jax.named_scope(parts.LINEAR):
+                    y = checkpoint_name(linear(x), parts.LINEAR_OUTPUT)
                 y = y.reshape(*y.shape[:-1], self.num_heads, -1)
                 return apply_rotary(y, tables) if tables else y
-            with jax.named_scope(LINEAR):
+            with jax.named_scope(parts.LINEAR):
                 product = linear.product(x)
                 bias = linear.bias_of(product)
                 # The norm adds up the bias's gradient.
-                y = checkpoint_name(product + jax.lax.stop_gradient(bias), LINEAR_OUTPUT)
+                y = checkpoint_name(product + jax.lax.stop_gradient(bias), parts.LINEAR_OUTPUT)
             assert norm.scale is not None
-            with jax.named_scope(QK_NORM):
+            with jax.named_scope(parts.QK_NORM):
                 heads = rms_norm_rotary(
                     y,
                     norm.scale[...],
@@ -218,20 +204,20 @@ class AttentionProjections(nnx.Module):
                     implementation=self.norm_implementation,
                     sharding=with_tensor_axis(sharding),
                 )
-                return checkpoint_name(heads, NORM_OUTPUT)
+                return checkpoint_name(heads, parts.NORM_OUTPUT)
 
         tables = tuple(rotary or ())
-        if splits_single_row(x, sharding):
+        if parts.splits_single_row(x, sharding):
             shape = x.shape[:2]
             tables = tuple(jnp.broadcast_to(part, (*shape, part.shape[-1])) for part in tables)
-            return split_single_row(of_tokens, sharding, x, *tables)
+            return parts.split_single_row(of_tokens, sharding, x, *tables)
         return of_tokens(x, *tables)
 
     def output(self, mixed: jax.Array, sharding: NamedSharding | None) -> jax.Array:
         """Projects what attention returns, [B, S, num_heads, head_dim] → [B, S, D]."""
-        with jax.named_scope(LINEAR):
-            y = split_single_row(self.out, sharding, mixed.reshape(*mixed.shape[:2], -1))
-            return checkpoint_name(y, LINEAR_OUTPUT)
+        with jax.named_scope(parts.LINEAR):
+            y = parts.split_single_row(self.out, sharding, mixed.reshape(*mixed.shape[:2], -1))
+            return checkpoint_name(y, parts.LINEAR_OUTPUT)
 
 
 class FeedForward(nnx.Module):
@@ -258,10 +244,10 @@ class FeedForward(nnx.Module):
         dtype, hidden = config.compute_dtype, hidden or config.ffn_dim
         self.activation = activation
         self.implementation = "xla" if config.norm == "xla" else "auto"
-        self.hidden = Linear(config.dim, hidden, dtype=dtype, rngs=rngs)
+        self.hidden = parts.Linear(config.dim, hidden, dtype=dtype, rngs=rngs)
         self.out = nnx.Linear(beside + hidden, config.dim, dtype=dtype, rngs=rngs)
 
-    @jax.named_scope(FEED_FORWARD)
+    @jax.named_scope(parts.FEED_FORWARD)
     def __call__(
         self,
         x: jax.Array,
@@ -280,36 +266,36 @@ class FeedForward(nnx.Module):
 
         def computed(x: jax.Array, *beside: jax.Array) -> jax.Array:
             if self.activation is not None:
-                with jax.named_scope(LINEAR):
-                    hidden = checkpoint_name(self.hidden(x), LINEAR_OUTPUT)
-                with jax.named_scope(ACTIVATION):
-                    hidden = checkpoint_name(self.activation(hidden), NORM_OUTPUT)
-                with jax.named_scope(LINEAR):
+                with jax.named_scope(parts.LINEAR):
+                    hidden = checkpoint_name(self.hidden(x), parts.LINEAR_OUTPUT)
+                with jax.named_scope(parts.ACTIVATION):
+                    hidden = checkpoint_name(self.activation(hidden), parts.NORM_OUTPUT)
+                with jax.named_scope(parts.LINEAR):
                     return self.out(hidden)
-            with jax.named_scope(LINEAR):
-                product = checkpoint_name(self.hidden.product(x), LINEAR_OUTPUT)
+            with jax.named_scope(parts.LINEAR):
+                product = checkpoint_name(self.hidden.product(x), parts.LINEAR_OUTPUT)
             bias = self.hidden.bias_of(product)
             options: NormOptions = {
                 "implementation": self.implementation,
                 "sharding": with_tensor_axis(sharding),
             }
             if not output_kept:
-                with jax.named_scope(ACTIVATION):
+                with jax.named_scope(parts.ACTIVATION):
                     hidden = bias_gelu(product, bias, **options)
-                with jax.named_scope(LINEAR):
+                with jax.named_scope(parts.LINEAR):
                     return self.out(_side_by_side(*beside, hidden))
             # The backward pass computes GELU again in the kernel of its gradient.
             graph, weights = nnx.split(self.out)
 
             def out(hidden: jax.Array, given: tuple[nnx.State, tuple[jax.Array, ...]]) -> jax.Array:
-                with jax.named_scope(LINEAR):
+                with jax.named_scope(parts.LINEAR):
                     return nnx.merge(graph, given[0])(_side_by_side(*given[1], hidden))
 
-            with jax.named_scope(ACTIVATION):
+            with jax.named_scope(parts.ACTIVATION):
                 return bias_gelu_then(product, bias, out, (weights, beside), **options)
 
-        return split_single_row(
-            lambda *each: checkpoint_name(computed(*each), FEED_FORWARD_OUTPUT),
+        return parts.split_single_row(
+            lambda *each: checkpoint_name(computed(*each), parts.FEED_FORWARD_OUTPUT),
             sharding,
             *(x, *beside),
         )
@@ -320,7 +306,7 @@ def _side_by_side(*arrays: jax.Array) -> jax.Array:
     return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays, axis=-1)
 
 
-@jax.named_scope(RESIDUAL)
+@jax.named_scope(parts.RESIDUAL)
 def gated_add(x: jax.Array, y: jax.Array, gate: jax.Array, options: NormOptions) -> jax.Array:
     """Computes x + y·gate in float32, rounded once.
 

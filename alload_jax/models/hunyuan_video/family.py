@@ -10,7 +10,6 @@ import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from flax import nnx
 from typing_extensions import override
 
 from alload_jax.errors import InputError
@@ -38,14 +37,6 @@ _TEXT_LENGTH, _GLYPH_LENGTH = 1000, 256
 _GLYPH_HIDDEN = 2048
 _SIZE = 640
 """Default of `target_size`, for which pipelines choose a resolution; the model does not use it."""
-
-
-def _ratio(config: HunyuanVideoConfig) -> float:
-    """The ratio of the layers' widths from which readers get `ffn_dim` by rounding down."""
-    ratio = config.ffn_dim / config.dim
-    while int(config.dim * ratio) < config.ffn_dim:
-        ratio = math.nextafter(ratio, math.inf)
-    return ratio
 
 
 _TEXT, _REFINER = "condition_embedding/text", "context_embedder.token_refiner.refiner_blocks.{}"
@@ -109,7 +100,7 @@ class HunyuanVideoFamily(TransformerFamily):
     """HunyuanVideo 1.5's models for text and images to video; see `Family`."""
 
     name = "hunyuan_video"
-    config = HunyuanVideoConfig
+    config, model = HunyuanVideoConfig, HunyuanVideoTransformer
     folder_classes = (DIFFUSERS_CLASS,)
     tensor_names: ClassVar[Mapping[Naming, Mapping[str, str]]] = {
         "diffusers": {ours: names[0] for ours, names in _NAMES.items()},
@@ -118,10 +109,6 @@ class HunyuanVideoFamily(TransformerFamily):
     }
     namings = ("diffusers", "original", "comfyui")
     lora_targets = (r"^blocks/(video|condition)/(query|key|value|out|feed_forward)(/|$)",)
-
-    @override
-    def build(self, config: HunyuanVideoConfig, rngs: nnx.Rngs) -> HunyuanVideoTransformer:
-        return HunyuanVideoTransformer(config, rngs=rngs)
 
     @override
     def sampling_defaults(self, config: HunyuanVideoConfig) -> SamplingDefaults:
@@ -198,12 +185,15 @@ def _common_fields(name: str, config: HunyuanVideoConfig, text: TextConfig) -> d
     frames, height, width = config.patch_size
     if height != width:
         raise InputError(f"model.patch_size is {config.patch_size}: diffusers' patches are square")
+    ratio = config.ffn_dim / config.dim
+    while int(config.dim * ratio) < config.ffn_dim:  # readers round `ffn_dim` down
+        ratio = math.nextafter(ratio, math.inf)
     return {
         "_class_name": name,
         "_diffusers_version": "0.42.1",
         "attention_head_dim": config.head_dim,
         "in_channels": config.in_channels,
-        "mlp_ratio": _ratio(config),
+        "mlp_ratio": ratio,
         "num_attention_heads": config.num_heads,
         "num_layers": config.num_layers,
         "num_refiner_layers": config.refiner_layers,
@@ -247,7 +237,7 @@ class HunyuanVideo13bFamily(TransformerFamily):
     """HunyuanVideo's first model for text to video; see `Family`."""
 
     name = "hunyuan_video_13b"
-    config = HunyuanVideo13bConfig
+    config, model = HunyuanVideo13bConfig, HunyuanVideo13bTransformer
     folder_classes = (DIFFUSERS_CLASS_13B,)
     namings = ("diffusers", "original")
     tensor_names: ClassVar[Mapping[Naming, Mapping[str, str]]] = {
@@ -260,10 +250,6 @@ class HunyuanVideo13bFamily(TransformerFamily):
     lora_targets = (
         r"^(blocks/(video|condition)|single_blocks)/(query|key|value|out|feed_forward)(/|$)",
     )
-
-    @override
-    def build(self, config: HunyuanVideo13bConfig, rngs: nnx.Rngs) -> HunyuanVideo13bTransformer:
-        return HunyuanVideo13bTransformer(config, rngs=rngs)
 
     @override
     def sampling_defaults(self, config: HunyuanVideo13bConfig) -> SamplingDefaults:

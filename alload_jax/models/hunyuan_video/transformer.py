@@ -13,48 +13,21 @@ from jaxtyping import PyTree
 from typing_extensions import override
 
 from alload_jax.errors import InputError
+from alload_jax.models.common import embedding, parts, sublayers
 from alload_jax.models.common.attention import AttentionImplementation, attention
 from alload_jax.models.common.config import ConditionPart, TextConfig, TransformerConfig
-from alload_jax.models.common.embedding import (
-    ClassEmbedding,
-    ConditionTokens,
-    ImageEmbedding,
-    TimestepEmbedding,
-    mean_by_sample,
-    side_by_side,
-    sinusoid,
-)
-from alload_jax.models.common.joint_rows import JointRows, bucketed_joint_rows, packed_joint_rows
 from alload_jax.models.common.layers import StackedTransformer, apply_layers
-from alload_jax.models.common.parts import (
-    EMBEDDING,
-    HEAD,
-    JOINT_ATTENTION,
-    NORM,
-    NORM_OUTPUT,
-    Auxiliary,
-    Output,
-    layer_norm,
-    patchify,
-    unpatchify,
-)
 from alload_jax.models.common.segments import (
     AttentionSegments,
     Grid,
+    JointRows,
     PackedMetadata,
     Segments,
+    bucketed_joint_rows,
     joint_clip_layout,
+    packed_joint_rows,
 )
 from alload_jax.models.common.sparse_attention.layer import RowsOfLayer, SparseSelfAttention
-from alload_jax.models.common.sublayers import (
-    AttentionProjections,
-    FeedForward,
-    NormOptions,
-    RotaryTable,
-    gated_add,
-    grid_positions,
-    rotary_table,
-)
 from alload_jax.planning.analytic import keeps_feed_forward
 from alload_jax.planning.remat import RematPolicy
 from pallas_kernels import (
@@ -123,14 +96,14 @@ class HunyuanVideoConfig(TransformerConfig):
     @override
     def condition_parts(self) -> tuple[ConditionPart, ...]:
         """The null condition keeps its image."""
-        parts = []
+        kinds = []
         if self.text:
-            parts.append(ConditionPart(TEXT, self.text.dim, self.text.length))
+            kinds.append(ConditionPart(TEXT, self.text.dim, self.text.length))
         if self.glyphs:
-            parts.append(ConditionPart(GLYPHS, self.glyphs.dim, self.glyphs.length))
+            kinds.append(ConditionPart(GLYPHS, self.glyphs.dim, self.glyphs.length))
         if self.image:
-            parts.append(ConditionPart(IMAGE, self.image.dim, _IMAGE_TOKENS, dropped=False))
-        return tuple(parts)
+            kinds.append(ConditionPart(IMAGE, self.image.dim, _IMAGE_TOKENS, dropped=False))
+        return tuple(kinds)
 
     @property
     def rotary_sizes(self) -> tuple[int, int, int]:
@@ -160,7 +133,7 @@ class Context(NamedTuple):
     """
 
     time: jax.Array
-    rotary: RotaryTable
+    rotary: sublayers.RotaryTable
     rows: JointRows
     segmentations: tuple[Segmentation | None, ...]
     sharding: NamedSharding | None
@@ -174,7 +147,7 @@ class Streams(NamedTuple):
     condition: jax.Array
 
 
-class Stream(AttentionProjections):
+class Stream(sublayers.AttentionProjections):
     """The parameters with which a block computes one of its streams.
 
     The residual stream has the config's `stream_dtype`; the inputs of attention and feed-forward
@@ -185,23 +158,23 @@ class Stream(AttentionProjections):
         """Draws the weights; of a single stream, one layer is the last of both parts."""
         dim, self.dtype = config.dim, config.compute_dtype
         self.modulation_count = 3 if single else 6
-        self.norm_options: NormOptions = {"eps": _EPS, "implementation": config.norm}
+        self.norm_options: sublayers.NormOptions = {"eps": _EPS, "implementation": config.norm}
         # adaLN-Zero (arXiv 2212.09748): every block starts as the identity.
         zeros, modulated = nnx.initializers.zeros, self.modulation_count * dim
         self.modulation = nnx.Linear(dim, modulated, kernel_init=zeros, rngs=rngs)
         super().__init__(
             config, norm_width=config.head_dim, eps=_EPS, with_output=not single, rngs=rngs
         )
-        self.feed_forward = FeedForward(config, beside=dim * single, rngs=rngs)
+        self.feed_forward = sublayers.FeedForward(config, beside=dim * single, rngs=rngs)
 
-    @jax.named_scope(NORM)
+    @jax.named_scope(parts.NORM)
     def modulations(self, time: jax.Array) -> list[jax.Array]:
         """shift, scale and gate of attention, then of feed-forward: [..., D] float32 each."""
         return jnp.split(self.modulation(time), self.modulation_count, axis=-1)
 
     def options(
         self, segmentation: Segmentation | None, sharding: NamedSharding | None
-    ) -> NormOptions:
+    ) -> sublayers.NormOptions:
         """Options of the norms."""
         segments = {} if segmentation is None else {"segment_ids": segmentation}
         return self.norm_options | segments | {"sharding": sharding}
@@ -211,18 +184,18 @@ class Stream(AttentionProjections):
         x: jax.Array,
         mixed: jax.Array,
         modulations: list[jax.Array],
-        options: NormOptions,
+        options: sublayers.NormOptions,
         remat: RematPolicy,
     ) -> jax.Array:
         """Adds attention's output [B, S, num_heads, head_dim] and feed-forward to x: [B, S, D]."""
         _, _, gate1, shift2, scale2, gate2 = modulations
         sharding = options["sharding"]
         y = self.output(mixed, sharding)
-        with jax.named_scope(NORM):
+        with jax.named_scope(parts.NORM):
             x, y = residual_layernorm_modulate(x, y, gate1, scale2, shift2, **options)
-            y = checkpoint_name(y, NORM_OUTPUT)
+            y = checkpoint_name(y, parts.NORM_OUTPUT)
         y = self.feed_forward(y, sharding, output_kept=keeps_feed_forward(remat))
-        return gated_add(x, y, gate2, options)
+        return sublayers.gated_add(x, y, gate2, options)
 
 
 class Block(nnx.Module):
@@ -237,7 +210,7 @@ class Block(nnx.Module):
             SparseSelfAttention(config, rngs=rngs) if config.sparse_attention else None
         )
 
-    def __call__(self, x: Streams, context: Context) -> tuple[Streams, Auxiliary]:
+    def __call__(self, x: Streams, context: Context) -> tuple[Streams, parts.Auxiliary]:
         """Computes both streams, in `stream_dtype`, and the layer's auxiliary values."""
         sharding, modules = context.sharding, (self.video, self.condition)
         pairs = zip(modules, context.segmentations, strict=True)
@@ -246,25 +219,25 @@ class Block(nnx.Module):
         streams, inputs = [], []
         for n, module in enumerate(modules):
             shift, scale = modulations[n][:2]
-            with jax.named_scope(NORM):
+            with jax.named_scope(parts.NORM):
                 h, y = residual_layernorm_modulate(x[n], None, None, scale, shift, **options[n])
                 streams.append(h)
-                inputs.append(checkpoint_name(y.astype(module.dtype), NORM_OUTPUT))
-        with jax.named_scope(JOINT_ATTENTION):
+                inputs.append(checkpoint_name(y.astype(module.dtype), parts.NORM_OUTPUT))
+        with jax.named_scope(parts.JOINT_ATTENTION):
             mixed, auxiliary = self._attention(Streams(*inputs), context)
-            parts = context.rows.separate(mixed, x.video.shape[1])
+            both = context.rows.separate(mixed, x.video.shape[1])
         finished = (
-            module.finish(streams[n], parts[n], modulations[n], options[n], context.remat)
+            module.finish(streams[n], both[n], modulations[n], options[n], context.remat)
             for n, module in enumerate(modules)
         )
         return Streams(*finished), auxiliary
 
-    def _attention(self, y: Streams, context: Context) -> tuple[jax.Array, Auxiliary]:
+    def _attention(self, y: Streams, context: Context) -> tuple[jax.Array, parts.Auxiliary]:
         """Attention of the joint rows, dense or sparse."""
         rows, sharding = context.rows, context.sharding
         video = self.video.heads(y.video, y.video, context.rotary, sharding)
         condition = self.condition.heads(y.condition, y.condition, None, sharding)
-        query, key, value = (rows.join(*parts) for parts in zip(video, condition, strict=True))
+        query, key, value = (rows.join(*both) for both in zip(video, condition, strict=True))
         joint = RowsOfLayer(
             x=y.video,
             heads=(query, key, value),
@@ -290,14 +263,14 @@ class Head(nnx.Module):
 
     def __init__(self, config: HunyuanVideoConfig, volume: int, *, rngs: nnx.Rngs):
         dim, self.dtype, self.volume = config.dim, config.compute_dtype, volume
-        self.norm_options: NormOptions = {"eps": _EPS, "implementation": config.norm}
+        self.norm_options: sublayers.NormOptions = {"eps": _EPS, "implementation": config.norm}
         zeros = nnx.initializers.zeros
         self.modulation = nnx.Linear(dim, 2 * dim, kernel_init=zeros, rngs=rngs)
         self.out = nnx.Linear(
             dim, volume * config.latent_channels, dtype=self.dtype, kernel_init=zeros, rngs=rngs
         )
 
-    @jax.named_scope(HEAD)
+    @jax.named_scope(parts.HEAD)
     def __call__(self, x: jax.Array, context: Context) -> jax.Array:
         """x: [B, S, D] → patches [B, S, volume · channels] as of `patchify`."""
         scale, shift = jnp.split(self.modulation(context.time), 2, axis=-1)
@@ -327,7 +300,7 @@ class TextRefiner(nnx.Module):
 
     def __call__(
         self,
-        text: ConditionTokens,
+        text: embedding.ConditionTokens,
         timestep: jax.Array,
         sharding: NamedSharding | None,
     ) -> jax.Array:
@@ -341,8 +314,8 @@ class TextRefiner(nnx.Module):
         Returns:
           [R, C, D] in the compute dtype.
         """
-        time = self.time_out(nnx.silu(self.time_hidden(sinusoid(timestep, FREQUENCIES))))
-        mean = self.mean_out(nnx.silu(self.mean_hidden(mean_by_sample(text))))
+        time = self.time_out(nnx.silu(self.time_hidden(embedding.sinusoid(timestep, FREQUENCIES))))
+        mean = self.mean_out(nnx.silu(self.mean_hidden(embedding.mean_by_sample(text))))
         conditioning = nnx.silu(time + mean)
         x = self.inner(text.values)
         slots, longest = text.segments.length.shape[1], min(self.longest, x.shape[1])
@@ -367,10 +340,10 @@ class RefinerBlock(nnx.Module):
 
         self.num_heads = config.num_heads
         self.implementation: AttentionImplementation = config.attention
-        self.attention_norm = layer_norm(dim, _EPS, dtype=dtype, rngs=rngs)
-        self.feed_forward_norm = layer_norm(dim, _EPS, dtype=dtype, rngs=rngs)
+        self.attention_norm = parts.layer_norm(dim, _EPS, dtype=dtype, rngs=rngs)
+        self.feed_forward_norm = parts.layer_norm(dim, _EPS, dtype=dtype, rngs=rngs)
         self.query, self.key, self.value, self.out = linear(), linear(), linear(), linear()
-        self.feed_forward = FeedForward(
+        self.feed_forward = sublayers.FeedForward(
             config, hidden=_MLP_RATIO * dim, activation=nnx.silu, rngs=rngs
         )
         # As in the other blocks, gates are closed at initialization.
@@ -400,9 +373,9 @@ class RefinerBlock(nnx.Module):
             implementation=self.implementation,
             sharding=sharding,
         )
-        x = gated_add(x, self.out(mixed.reshape(*x.shape[:2], -1)), first, {})
+        x = sublayers.gated_add(x, self.out(mixed.reshape(*x.shape[:2], -1)), first, {})
         y = self.feed_forward(self.feed_forward_norm(x), sharding)
-        return gated_add(x, y, second, {})
+        return sublayers.gated_add(x, y, second, {})
 
 
 _GLYPH_NORM_EPS = 1e-5
@@ -418,7 +391,7 @@ class GlyphEmbedding(nnx.Module):
     def __init__(
         self, text: TextConfig, hidden: int, dim: int, *, dtype: jnp.dtype, rngs: nnx.Rngs
     ):
-        self.norm = layer_norm(text.dim, _GLYPH_NORM_EPS, dtype=dtype, rngs=rngs)
+        self.norm = parts.layer_norm(text.dim, _GLYPH_NORM_EPS, dtype=dtype, rngs=rngs)
         self.inner = nnx.Linear(text.dim, hidden, dtype=dtype, rngs=rngs)
         self.hidden = nnx.Linear(hidden, hidden, dtype=dtype, rngs=rngs)
         self.out = nnx.Linear(hidden, dim, dtype=dtype, rngs=rngs)
@@ -437,7 +410,9 @@ class ConditionEmbedding(nnx.Module):
         self.dtype = dtype
         with_text, glyphs, image = config.text is not None, config.glyphs, config.image
         self.classes = (
-            None if with_text else ClassEmbedding(config.num_classes, dim, dtype=dtype, rngs=rngs)
+            None
+            if with_text
+            else embedding.ClassEmbedding(config.num_classes, dim, dtype=dtype, rngs=rngs)
         )
         self.text = TextRefiner(config, rngs=rngs) if with_text else None
         self.glyphs = (
@@ -445,7 +420,7 @@ class ConditionEmbedding(nnx.Module):
             if glyphs
             else None
         )
-        self.image = ImageEmbedding(image, dim, dtype=dtype, rngs=rngs) if image else None
+        self.image = embedding.ImageEmbedding(image, dim, dtype=dtype, rngs=rngs) if image else None
         with_kinds = with_text and config.learned_kinds
         self.kind = nnx.Embed(len(_KINDS), dim, dtype=dtype, rngs=rngs) if with_kinds else None
 
@@ -471,7 +446,7 @@ class ConditionEmbedding(nnx.Module):
         if self.classes is not None:
             segments = None if packed is None else packed.condition
             return self.classes(condition, segments), segments
-        parts = []
+        kinds = []
         for name in _ORDER:
             if (module := getattr(self, name)) is not None:
                 tokens = condition[name]
@@ -481,8 +456,8 @@ class ConditionEmbedding(nnx.Module):
                     values = module(tokens.values.astype(self.dtype))
                 if self.kind is not None:
                     values = values + self.kind(jnp.asarray(_KINDS.index(name)))
-                parts.append(tokens._replace(values=values))
-        joined: ConditionTokens = side_by_side(parts)
+                kinds.append(tokens._replace(values=values))
+        joined: embedding.ConditionTokens = embedding.side_by_side(kinds)
         return joined.values, joined.segments
 
 
@@ -496,7 +471,7 @@ class HunyuanVideoTransformer(StackedTransformer):
         dim, dtype = config.dim, config.compute_dtype
         volume = math.prod(config.patch_size)
         self.patch_embedding = nnx.Linear(volume * config.in_channels, dim, dtype=dtype, rngs=rngs)
-        self.time_embedding = TimestepEmbedding(dim, FREQUENCIES, rngs=rngs)
+        self.time_embedding = embedding.TimestepEmbedding(dim, FREQUENCIES, rngs=rngs)
         self.condition_embedding = ConditionEmbedding(config, rngs=rngs)
         self.blocks = self.draw_blocks(Block, rngs)
         self.head = Head(config, volume, rngs=rngs)
@@ -507,16 +482,16 @@ class HunyuanVideoTransformer(StackedTransformer):
         timestep: jax.Array,
         condition: PyTree,
         sharding: NamedSharding | None = None,
-    ) -> Output:
+    ) -> parts.Output:
         """See `Model.forward`; with text, the condition is `ConditionTokens` by name."""
         patch = self.config.patch_size
         grid = self.grid_of(latents)
-        rotary = self._rotary(grid_positions(*grid), grid)
+        rotary = self._rotary(sublayers.grid_positions(*grid), grid)
         found = self._transform(
-            patchify(latents, patch), timestep, condition, rotary, sharding, grid
+            parts.patchify(latents, patch), timestep, condition, rotary, sharding, grid
         )
         shape = (*latents.shape[:-1], self.config.latent_channels)
-        return found._replace(velocity=unpatchify(found.velocity, shape, patch))
+        return found._replace(velocity=parts.unpatchify(found.velocity, shape, patch))
 
     def forward_packed(
         self,
@@ -526,7 +501,7 @@ class HunyuanVideoTransformer(StackedTransformer):
         timestep: jax.Array,
         condition: PyTree,
         sharding: NamedSharding | None = None,
-    ) -> Output:
+    ) -> parts.Output:
         """See `Model.forward_packed`; it computes the same function of each sample as `forward`.
 
         Behind the tokens of each sample the rows have room for those of its condition.
@@ -537,20 +512,20 @@ class HunyuanVideoTransformer(StackedTransformer):
         rotary = self._rotary(positions, metadata.grid)
         return self._transform(tokens, timestep, condition, rotary, sharding, metadata)
 
-    def _rotary(self, positions: jax.Array, limits: tuple[int, int, int]) -> RotaryTable:
+    def _rotary(self, positions: jax.Array, limits: tuple[int, int, int]) -> sublayers.RotaryTable:
         config = self.config
         theta, sizes = config.rotary_theta, config.rotary_sizes
-        return rotary_table(positions, limits, config.head_dim, theta, sizes)
+        return sublayers.rotary_table(positions, limits, config.head_dim, theta, sizes)
 
     def _transform(
         self,
         tokens: jax.Array,
         timestep: jax.Array,
         condition: PyTree,
-        rotary: RotaryTable,
+        rotary: sublayers.RotaryTable,
         sharding: NamedSharding | None,
         samples: PackedMetadata | Grid,
-    ) -> Output:
+    ) -> parts.Output:
         """Velocity [B, S, output patch_dim] float32 of tokens [B, S, patch_dim].
 
         Args:
@@ -562,7 +537,7 @@ class HunyuanVideoTransformer(StackedTransformer):
         dtype = self.config.stream_dtype
         packed = samples if isinstance(samples, PackedMetadata) else None
         of_samples = timestep[:, None] if packed is None else timestep
-        with jax.named_scope(EMBEDDING):
+        with jax.named_scope(parts.EMBEDDING):
             embedded, segments = self.condition_embedding(condition, of_samples, packed, sharding)
             x = Streams(self.patch_embedding(tokens).astype(dtype), embedded.astype(dtype))
             time = nnx.silu(self.embed_time(timestep, condition))
@@ -580,7 +555,7 @@ class HunyuanVideoTransformer(StackedTransformer):
         axes = 1 if packed is None else 2
         x, auxiliary = apply_layers(self.blocks, x, context, self.config, axes)
         video = self.after_blocks(x, context, segments, packed)
-        return Output(self.head(video, context).astype(jnp.float32), auxiliary)
+        return parts.Output(self.head(video, context).astype(jnp.float32), auxiliary)
 
     def embed_time(self, timestep: jax.Array, condition: PyTree) -> jax.Array:
         """What modulates all blocks: timestep [B] or [R, M] → [..., D] float32."""

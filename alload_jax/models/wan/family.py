@@ -9,7 +9,6 @@ import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from flax import nnx
 from typing_extensions import override
 
 from alload_jax.errors import InputError
@@ -84,7 +83,7 @@ class WanFamily(TransformerFamily):
     """Wan 2.1's models, and Wan 2.2's 5B model; see `Family`."""
 
     name = "wan"
-    config = WanConfig
+    config, model = WanConfig, WanTransformer
     folder_classes = (DIFFUSERS_CLASS, ORIGINAL_CLASS)
     # Some released files contain this tensor, which no model uses; diffusers ignores it too.
     ignored_tensors = ("norm_added_q",)
@@ -94,10 +93,6 @@ class WanFamily(TransformerFamily):
     }
     has_first_frame_timestep = True
     lora_targets = ("^blocks/(self_attention|cross_attention|feed_forward)/",)
-
-    @override
-    def build(self, config: WanConfig, rngs: nnx.Rngs) -> WanTransformer:
-        return WanTransformer(config, rngs=rngs)
 
     @override
     def sampling_defaults(self, config: WanConfig) -> SamplingDefaults:

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from typing_extensions import override
 
 from alload_jax.errors import InputError, require_fields
+from alload_jax.models.common import parts
 from alload_jax.models.common.attention import attention
 from alload_jax.models.common.config import TransformerConfig
 from alload_jax.models.common.embedding import (
@@ -23,21 +24,6 @@ from alload_jax.models.common.embedding import (
     TimestepEmbedding,
 )
 from alload_jax.models.common.layers import StackedTransformer, apply_layers
-from alload_jax.models.common.parts import (
-    ATTENTION,
-    CROSS_ATTENTION,
-    EMBEDDING,
-    HEAD,
-    NORM,
-    NORM_OUTPUT,
-    SELF_ATTENTION,
-    Auxiliary,
-    Linear,
-    Output,
-    layer_norm,
-    patchify,
-    unpatchify,
-)
 from alload_jax.models.common.segments import (
     PADDING,
     PackedMetadata,
@@ -158,8 +144,8 @@ class Attention(AttentionProjections):
         norm_width = dim if config.qk_norm else None
         super().__init__(config, norm_width=norm_width, eps=config.eps, rngs=rngs)
         self.implementation = config.attention
-        self.image_key = Linear(dim, dim, dtype=dtype, rngs=rngs) if with_image else None
-        self.image_value = Linear(dim, dim, dtype=dtype, rngs=rngs) if with_image else None
+        self.image_key = parts.Linear(dim, dim, dtype=dtype, rngs=rngs) if with_image else None
+        self.image_value = parts.Linear(dim, dim, dtype=dtype, rngs=rngs) if with_image else None
         self.image_key_norm = (
             nnx.RMSNorm(dim, epsilon=config.eps, dtype=dtype, rngs=rngs)
             if with_image and config.qk_norm
@@ -198,7 +184,7 @@ class Block(nnx.Module):
         self.modulation = nnx.Param(jnp.zeros((6, config.dim), jnp.float32))
         self.self_attention = Attention(config, rngs=rngs)
         self.cross_norm = (
-            layer_norm(config.dim, config.eps, dtype=self.dtype, rngs=rngs)
+            parts.layer_norm(config.dim, config.eps, dtype=self.dtype, rngs=rngs)
             if config.cross_norm
             else None
         )
@@ -209,9 +195,9 @@ class Block(nnx.Module):
             SparseSelfAttention(config, rngs=rngs) if config.sparse_attention else None
         )
 
-    def __call__(self, x: jax.Array, context: Context) -> tuple[jax.Array, Auxiliary]:
+    def __call__(self, x: jax.Array, context: Context) -> tuple[jax.Array, parts.Auxiliary]:
         """x: [B, S, D] in `stream_dtype` → output like x, and the layer's auxiliary values."""
-        with jax.named_scope(NORM):
+        with jax.named_scope(parts.NORM):
             shift1, scale1, gate1, shift2, scale2, gate2 = jnp.unstack(
                 self.modulation[...] + context.modulation, axis=-2
             )
@@ -219,22 +205,22 @@ class Block(nnx.Module):
         options = self.norm_options | {"sharding": sharding}
         if context.segmentation is not None:
             options["segment_ids"] = context.segmentation
-        with jax.named_scope(NORM):
+        with jax.named_scope(parts.NORM):
             x, y = residual_layernorm_modulate(x, None, None, scale1, shift1, **options)
-            y = checkpoint_name(y.astype(self.dtype), NORM_OUTPUT)
+            y = checkpoint_name(y.astype(self.dtype), parts.NORM_OUTPUT)
         y, auxiliary = self._self_attention(y, context)
         x, y = self._before_cross_attention(x, y, gate1, options)
-        y = checkpoint_name(y, NORM_OUTPUT)
-        with jax.named_scope(CROSS_ATTENTION):
+        y = checkpoint_name(y, parts.NORM_OUTPUT)
+        with jax.named_scope(parts.CROSS_ATTENTION):
             y = self.cross_attention.to_condition(y, context)
-        with jax.named_scope(NORM):
+        with jax.named_scope(parts.NORM):
             x, y = residual_layernorm_modulate(x, y, None, scale2, shift2, **options)
-            y = checkpoint_name(y, NORM_OUTPUT)
+            y = checkpoint_name(y, parts.NORM_OUTPUT)
         y = self.feed_forward(y, sharding, output_kept=keeps_feed_forward(context.remat))
         return gated_add(x, y, gate2, options), auxiliary
 
-    @jax.named_scope(SELF_ATTENTION)
-    def _self_attention(self, y: jax.Array, context: Context) -> tuple[jax.Array, Auxiliary]:
+    @jax.named_scope(parts.SELF_ATTENTION)
+    def _self_attention(self, y: jax.Array, context: Context) -> tuple[jax.Array, parts.Auxiliary]:
         """y: [B, S, D] attends to itself, dense or sparse."""
         module, packed, sharding = self.self_attention, context.packed, context.sharding
         rows = RowsOfLayer(
@@ -249,11 +235,11 @@ class Block(nnx.Module):
         )
         if self.sparse_attention is None:
             return module.output(rows.dense(), sharding), {}
-        with jax.named_scope(ATTENTION):
+        with jax.named_scope(parts.ATTENTION):
             mixed, auxiliary = self.sparse_attention(rows)
         return module.output(mixed, sharding), auxiliary
 
-    @jax.named_scope(NORM)
+    @jax.named_scope(parts.NORM)
     def _before_cross_attention(
         self, x: jax.Array, y: jax.Array, gate: jax.Array, options: NormOptions
     ) -> tuple[jax.Array, jax.Array]:
@@ -287,7 +273,7 @@ class Head(nnx.Module):
             config.dim, patch_dim, dtype=self.dtype, kernel_init=nnx.initializers.zeros, rngs=rngs
         )
 
-    @jax.named_scope(HEAD)
+    @jax.named_scope(parts.HEAD)
     def __call__(
         self,
         x: jax.Array,
@@ -332,7 +318,7 @@ class WanTransformer(StackedTransformer):
         image: jax.Array | None = None,
         sharding: NamedSharding | None = None,
         first_frame_timestep: jax.Array | None = None,
-    ) -> Output:
+    ) -> parts.Output:
         """See `Model.forward`; a timestep may also be [B, S], one per token.
 
         Wan 2.2's 5B model keeps a given first frame at a timestep of 0.
@@ -342,7 +328,7 @@ class WanTransformer(StackedTransformer):
         """
         self._check_image(image)
         patch = self.config.patch_size
-        tokens = patchify(latents, patch)
+        tokens = parts.patchify(latents, patch)
         grid = self.grid_of(latents)
         positions, block = grid_positions(*grid), self.block_of_tiles(grid)
         tiles = clip_tiles(grid, block) if block else None
@@ -369,7 +355,7 @@ class WanTransformer(StackedTransformer):
         if tiles is not None:
             velocity = velocity[:, tiles.place]
         shape = (*latents.shape[:-1], self.config.latent_channels)
-        return Output(unpatchify(velocity.astype(jnp.float32), shape, patch), auxiliary)
+        return parts.Output(parts.unpatchify(velocity.astype(jnp.float32), shape, patch), auxiliary)
 
     def forward_packed(
         self,
@@ -381,7 +367,7 @@ class WanTransformer(StackedTransformer):
         image: jax.Array | None = None,
         sharding: NamedSharding | None = None,
         first_frame_timestep: jax.Array | None = None,
-    ) -> Output:
+    ) -> parts.Output:
         """See `Model.forward_packed`; it computes the same function of each sample as `forward`.
 
         Raises:
@@ -400,7 +386,7 @@ class WanTransformer(StackedTransformer):
         velocity, auxiliary = self.transform(
             tokens, timestep, condition, image, rotary, sharding, metadata, modulated=modulated
         )
-        return Output(velocity.astype(jnp.float32), auxiliary)
+        return parts.Output(velocity.astype(jnp.float32), auxiliary)
 
     def _check_image(self, image: jax.Array | None) -> None:
         if (image is None) != (self.image_embedding is None):
@@ -420,7 +406,7 @@ class WanTransformer(StackedTransformer):
         packed: PackedMetadata | None = None,
         layout: TileLayout | None = None,
         modulated: jax.Array | None = None,
-    ) -> Output:
+    ) -> parts.Output:
         """Applies the transformer to tokens [B, S, patch_dim].
 
         Args:
@@ -436,7 +422,7 @@ class WanTransformer(StackedTransformer):
           velocity [B, S, output patch_dim], in the compute dtype if the model predicts it, float32
           if it predicts the data; auxiliary values by sample.
         """
-        with jax.named_scope(EMBEDDING):
+        with jax.named_scope(parts.EMBEDDING):
             x = self.patch_embedding(tokens).astype(self.config.stream_dtype)
             time = self.time_embedding(timestep)
             modulation = self.time_embedding.modulated(time)
@@ -469,4 +455,4 @@ class WanTransformer(StackedTransformer):
             sigma = sigma.reshape(*sigma.shape, *(1,) * (tokens.ndim - sigma.ndim))
             distance = tokens.astype(jnp.float32) - predicted.astype(jnp.float32)
             predicted = distance / jnp.maximum(sigma, _LEAST_SIGMA)
-        return Output(predicted, auxiliary)
+        return parts.Output(predicted, auxiliary)

@@ -13,15 +13,16 @@ from jax.sharding import NamedSharding
 
 from alload_jax.models.common.attention import attention, xla_packed
 from alload_jax.models.common.embedding import ConditionTokens, mean_by_sample, side_by_side
-from alload_jax.models.common.joint_rows import bucketed_joint_rows, packed_joint_rows
 from alload_jax.models.common.segments import (
     PADDING,
     PackedMetadata,
     SplitRows,
     TiledSegment,
+    bucketed_joint_rows,
     empty_layout,
     joint_clip_layout,
     lay_out,
+    packed_joint_rows,
 )
 from alload_jax.models.common.sparse_attention.config import SparseAttentionConfig
 from alload_jax.models.common.sparse_attention.layer import Choice, Heads, attend

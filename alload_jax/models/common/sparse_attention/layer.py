@@ -36,8 +36,10 @@ from alload_jax.models.common.segments import (
     SplitRows,
     TileLayout,
     from_tiles,
+    to_samples,
     to_tiles,
     whole_blocks,
+    with_condition_blocks,
 )
 from alload_jax.models.common.sparse_attention import config as switching
 from alload_jax.models.common.sparse_attention.config import SparseAttentionConfig, Switch
@@ -204,15 +206,6 @@ class SparseSelfAttention(nnx.Module):
         )
         return jax.lax.cond(self.switch.step[...] % every == 0, found, nothing)
 
-    def _features(self, rows: RowsOfLayer) -> Features | None:
-        """Of all tokens; None where scores do not depend on them."""
-        if self.selector is not None:
-            return self.selector(rows.x, rows.rotary, rows.sharding)
-        if self.config.selector == "pooled":
-            # Queries and keys themselves (as VSA's coarse stage, arXiv 2505.13389).
-            return Features(*jax.lax.stop_gradient(rows.heads[:2]))
-        return None
-
     def _on_devices(
         self,
         functions: tuple[Callable[..., PyTree], Callable[..., PyTree]],
@@ -244,11 +237,17 @@ class SparseSelfAttention(nnx.Module):
             return of_rows(heads, samples.row_tiles, samples.within_tokens(), choice)
 
         query, key, value = rows.heads
+        features = None  # scores do not depend on the tokens
+        if self.selector is not None:
+            features = self.selector(rows.x, rows.rotary, sharding)
+        elif self.config.selector == "pooled":
+            # Queries and keys themselves (as VSA's coarse stage, arXiv 2505.13389).
+            features = Features(*jax.lax.stop_gradient((query, key)))
         heads = Heads(
             query,
             key,
             None if of_rows is measure else value,
-            self._features(rows),
+            features,
             switch.density[...],
             jnp.arange(query.shape[2], dtype=jnp.int32),
         )
@@ -308,8 +307,6 @@ def attend(
     arrays = (heads.query, heads.key, heads.value)
     if layout is None:
         return _dense(choice, *arrays, segments)
-    from alload_jax.models.common.joint_rows import to_samples, with_condition_blocks
-
     query, key, value = (to_tiles(each, layout) for each in arrays)
     lists, tiles = _lists(heads, layout, choice), layout.condition
     if tiles is not None:
