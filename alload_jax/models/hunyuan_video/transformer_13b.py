@@ -23,14 +23,7 @@ from alload_jax.models.common.layers import apply_layers
 from alload_jax.models.common.parts import JOINT_ATTENTION, NORM, NORM_OUTPUT, Auxiliary
 from alload_jax.models.common.segments import PackedMetadata, Segments
 from alload_jax.models.common.sublayers import gated_add
-from alload_jax.models.hunyuan_video.transformer import (
-    FREQUENCIES,
-    Context,
-    HunyuanVideoConfig,
-    HunyuanVideoTransformer,
-    Stream,
-    Streams,
-)
+from alload_jax.models.hunyuan_video import transformer
 from alload_jax.planning.analytic import keeps_feed_forward
 from pallas_kernels import residual_layernorm_modulate, segmentation
 
@@ -39,7 +32,7 @@ POOLED = "pooled"
 
 
 @dataclass(frozen=True)
-class HunyuanVideo13bConfig(HunyuanVideoConfig):
+class HunyuanVideo13bConfig(transformer.HunyuanVideoConfig):
     """Shape and arithmetic of the transformer; `HunyuanVideoConfig` has the other fields.
 
     Attributes:
@@ -87,14 +80,14 @@ class HunyuanVideo13bConfig(HunyuanVideoConfig):
         return replace(self, embedded_guidance=guidance) if is_told else self
 
 
-class SingleBlock(Stream):
+class SingleBlock(transformer.Stream):
     """Joint attention and feed-forward beside each other, with the same layers for all tokens."""
 
     def __init__(self, config: HunyuanVideo13bConfig, *, rngs: nnx.Rngs):
         self.implementation = config.attention
         super().__init__(config, single=True, rngs=rngs)
 
-    def __call__(self, x: jax.Array, context: Context) -> tuple[jax.Array, Auxiliary]:
+    def __call__(self, x: jax.Array, context: transformer.Context) -> tuple[jax.Array, Auxiliary]:
         """x: [B, S, D], latents and condition in joint rows, in `stream_dtype` → likewise."""
         sharding, (segments,) = context.sharding, context.segmentations
         options = self.options(segments, sharding)
@@ -114,7 +107,7 @@ class SingleBlock(Stream):
         return gated_add(x, y, gate, options), {}
 
 
-class HunyuanVideo13bTransformer(HunyuanVideoTransformer):
+class HunyuanVideo13bTransformer(transformer.HunyuanVideoTransformer):
     """The transformer; see `HunyuanVideoTransformer`."""
 
     config: HunyuanVideo13bConfig
@@ -123,7 +116,9 @@ class HunyuanVideo13bTransformer(HunyuanVideoTransformer):
         super().__init__(config, rngs=rngs)
         dim, pooled = config.dim, config.pooled_dim
         told = config.embedded_guidance is not None
-        self.guidance_embedding = TimestepEmbedding(dim, FREQUENCIES, rngs=rngs) if told else None
+        self.guidance_embedding = (
+            TimestepEmbedding(dim, transformer.FREQUENCIES, rngs=rngs) if told else None
+        )
         self.pooled_hidden = nnx.Linear(pooled, dim, rngs=rngs) if pooled else None
         self.pooled_out = nnx.Linear(dim, dim, rngs=rngs) if pooled else None
         keys = rngs.split(config.single_layers)
@@ -146,8 +141,8 @@ class HunyuanVideo13bTransformer(HunyuanVideoTransformer):
     @override
     def after_blocks(
         self,
-        x: Streams,
-        context: Context,
+        x: transformer.Streams,
+        context: transformer.Context,
         condition: Segments | None,
         packed: PackedMetadata | None,
     ) -> jax.Array:
