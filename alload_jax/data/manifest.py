@@ -325,6 +325,8 @@ def _numbers(path: Path, table: pa.Table, name: str, usual: Any = None) -> Any:
     """
     if name not in table.column_names:
         return None
+    if not (pa.types.is_integer(kind := table[name].type) or pa.types.is_floating(kind)):
+        raise InputError(f"{path}: column {name} holds {kind}, not numbers; {_AGAIN}")
     column = table[name] if usual is None else pyarrow.compute.coalesce(table[name], usual)
     values, (least, most) = np.asarray(column.to_numpy()), _BOUNDS[name]
     wrong = np.flatnonzero(~((values >= least) & (values <= most)))

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import shutil
+from functools import partial
 
 import pyarrow as pa
 import pyarrow.parquet
@@ -88,6 +89,10 @@ def without_first(name):
     return change
 
 
+def appended(name, value, table):
+    return table.append_column(name, pa.array([value] * len(table)))
+
+
 TABLES = [
     (lambda table: table.drop_columns(["frames", "checksum"]), "StoreWriter", "frames, checksum"),
     (lambda table: pa.table({"url": ["a"], "caption": ["b"]}), "StoreWriter", "shard", "frames"),
@@ -106,6 +111,18 @@ TABLES = [
             *(("height", -8), ("width", 2**31 - 1), ("channels", 0), ("index", -1)),
         )
     ),
+    *(
+        (partial(appended, name, value), f"row 0 has {name} {value}", "prepare the data again")
+        for name, value in (
+            *(("weight", 0.0), ("weight", float("nan")), ("caption_dropout", 1.5)),
+            *(("joined", -1), ("number", -1)),
+        )
+    ),
+    *(
+        (partial(appended, name, "many"), f"column {name} holds string", "prepare the data again")
+        for name in ("weight", "caption_dropout", "joined", "number")
+    ),
+    (partial(appended, "number", 3), "not a number of its own"),
 ]
 """Changes of the rows, and what is said about them."""
 
