@@ -19,6 +19,7 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from alload_jax.errors import InputError, first_line
+from alload_jax.planning.samples import Triple
 from alload_jax.planning.workloads import ASPECT_RATIOS
 
 
@@ -70,7 +71,8 @@ class Item:
       reason: why it cannot be used; empty if it can.
       alternatives: further captions of it.
       content: digest of its bytes; "" where it is not known yet.
-      records: of its clips in the data folder, of which only the captions are encoded again.
+      records: of its clips in the data folder, of which only the captions are encoded again: shard,
+        place in it, checksum, and size in pixels of each.
       own: settings of `MediaSettings` that differ from the command's, as (name, value).
       weight: how often an epoch has each of its samples.
       dropout: share of the times that they are trained without their caption.
@@ -84,21 +86,12 @@ class Item:
     reason: str = ""
     alternatives: tuple[str, ...] = ()
     content: str = ""
-    records: tuple["StoredRecord", ...] = ()
+    records: tuple[tuple[Path, int, int, Triple], ...] = ()
     own: tuple[tuple[str, Any], ...] = ()
     weight: float = 1.0
     dropout: float = 0.0
     found: tuple[str, ...] = ()
     copy: int = 0
-
-
-class StoredRecord(NamedTuple):
-    """A clip that is stored: its shard, place in it, checksum, and size in pixels."""
-
-    shard: Path
-    place: int
-    checksum: int
-    size: tuple[int, int, int]
 
 
 def with_copies(items: Sequence[Item]) -> list[Item]:

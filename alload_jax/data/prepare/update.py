@@ -28,7 +28,7 @@ from alload_jax.data.manifest import (
     in_row_schema,
 )
 from alload_jax.data.prepare.captions import clean
-from alload_jax.data.prepare.sources import Item, StoredRecord, UnusableError, content_of
+from alload_jax.data.prepare.sources import Item, UnusableError, content_of
 from alload_jax.data.prepare.work_folder import Skipped, UnitReport, read_reports
 from alload_jax.data.store.files import (
     finish_store,
@@ -62,18 +62,6 @@ class _File:
     @property
     def path(self) -> str:
         return str(self.rows[0][PATH])
-
-    def records(self) -> tuple[StoredRecord, ...]:
-        """Where the clips are stored."""
-        return tuple(
-            StoredRecord(
-                self.folder / row["shard"],
-                row["index"],
-                row["checksum"],
-                (row["frames"], row["height"], row["width"]),
-            )
-            for row in self.rows
-        )
 
 
 @dataclass
@@ -134,8 +122,14 @@ class Update:
             )
         self.todo = []
         for item in (each.item for each in self.found if each.now is None):
-            stored = files.get(item.content)  # of which only the captions are encoded
-            self.todo.append(replace(item, records=stored[0].records()) if stored else item)
+            if stored := files.get(item.content):  # of which only the captions are encoded
+                sizes = ((row["frames"], row["height"], row["width"]) for row in stored[0].rows)
+                records = (
+                    (stored[0].folder / row["shard"], row["index"], row["checksum"], size)
+                    for row, size in zip(stored[0].rows, sizes, strict=True)
+                )
+                item = replace(item, records=tuple(records))
+            self.todo.append(item)
         places = (out, partial_folder(out))
         names = (path.name for place in places if place.is_dir() for path in place.iterdir())
         numbers = [n for name in names if (n := shard_number(name)) is not None]
