@@ -95,25 +95,6 @@ def _flow(
     return made(steps=slice(above)), made(steps=slice(above, None))
 
 
-def grid_labels(grid: GridConfig, num_classes: int, text_length: int) -> np.ndarray:
-    """Returns the labels of a grid's samples, [rows·num_classes, text_length] int32.
-
-    Raises:
-      InputError: the grid has more labels than the samples of the data.
-    """
-    if grid.labels > text_length:
-        raise InputError(
-            f"sampling.grids: labels is {grid.labels}, but no sample of the data has more than "
-            f"{text_length}; set at most that"
-        )
-    row, column = np.indices((grid.rows, num_classes)).reshape(2, -1)
-    labels = np.full((len(row), text_length), num_classes, np.int32)
-    labels[:, 0] = column
-    for n in range(1, grid.labels):
-        labels[:, n] = (column + n * (row + 1)) % num_classes
-    return labels
-
-
 class SampleWriter:
     """Generates the config's grids and prompts and writes them to a folder for each step.
 
@@ -149,10 +130,15 @@ class SampleWriter:
         self.draw = make_draw(model, timesteps, config, manifest.vae_stride)
         self._folder, self._model, self._config = folder, model, config
         self.condition_tokens, self.origin = manifest.longest_text(), manifest.origin
-        self._labels = [
-            grid_labels(g, model.num_classes, self.condition_tokens) for g in config.grids
-        ]
         _check_grids(config.grids, model, manifest)
+        self._labels = []  # of each grid, [rows·num_classes, condition_tokens] int32
+        for grid in config.grids:
+            row, column = np.indices((grid.rows, model.num_classes)).reshape(2, -1)
+            labels = np.full((len(row), self.condition_tokens), model.num_classes, np.int32)
+            labels[:, 0] = column
+            for n in range(1, grid.labels):
+                labels[:, n] = (column + n * (row + 1)) % model.num_classes
+            self._labels.append(labels)
         self._fps = manifest.fps or family_fps(model, manifest.vae_stride)
         encoders, self._prompts = Encoders(), list[_Prompt]()
         if config.prompts:
@@ -280,6 +266,11 @@ def _check_grids(grids: Sequence[GridConfig], model: ModelConfig, manifest: Mani
             "which cannot be shown as pictures; leave sampling.grids empty"
         )
     for grid in grids:
+        if grid.labels > (most := manifest.longest_text()):
+            raise InputError(
+                f"sampling.grids: labels is {grid.labels}, but no sample of the data has more than "
+                f"{most}; set at most that"
+            )
         if not divisible(grid.size, stride, model.patch_size):
             held = f" in latents of 1 frame, then {stride[0]} each" if stride[0] > 1 else ""
             raise InputError(
