@@ -101,11 +101,6 @@ def apply_layers(
             x, values = step(x, layer)
             found.append(values)
         return x, parts.by_sample(jax.tree.map(lambda *each: jnp.stack(each), *found), sample_axes)
-    if len(policies) == 1 and not offloaded:
-        [policy] = policies
-        step = rematerialise(partial(apply_layer, policy), policy, in_loop=True)
-        x, stacked = jax.lax.scan(step, x, layers)
-        return x, parts.by_sample(stacked, sample_axes)
     if len(policies) == 1:  # a part of a group would be kept beside the group itself
         grouped = layers
         steps: list[Callable] = [partial(apply_layer, *policies)]
