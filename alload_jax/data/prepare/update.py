@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 
 import pyarrow as pa
@@ -43,6 +44,7 @@ from alload_jax.files import Json
 
 _THREADS = 8
 _Row = Json
+_place, _size = itemgetter("shard", "index"), itemgetter("frames", "height", "width")
 
 
 @dataclass(frozen=True)
@@ -123,12 +125,11 @@ class Update:
         self.todo = []
         for item in (each.item for each in self.found if each.now is None):
             if stored := files.get(item.content):  # of which only the captions are encoded
-                sizes = ((row["frames"], row["height"], row["width"]) for row in stored[0].rows)
-                records = (
-                    (stored[0].folder / row["shard"], row["index"], row["checksum"], size)
-                    for row, size in zip(stored[0].rows, sizes, strict=True)
+                records = tuple(
+                    (stored[0].folder / row["shard"], row["index"], row["checksum"], _size(row))
+                    for row in stored[0].rows
                 )
-                item = replace(item, records=tuple(records))
+                item = replace(item, records=records)
             self.todo.append(item)
         places = (out, partial_folder(out))
         names = (path.name for place in places if place.is_dir() for path in place.iterdir())
@@ -251,10 +252,6 @@ class Update:
                         rows[row[CONTENT], row.get(PATH), row["shard"]].append(row)
                 for own in rows.values():
                     yield _File(own, part.path.parent, stored)
-
-
-def _place(row: _Row) -> tuple[object, object]:
-    return row["shard"], row["index"]
 
 
 def _with_content(item: Item) -> Item:
