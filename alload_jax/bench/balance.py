@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from alload_jax.bench.harness import provenance
 from alload_jax.bench.trace import device_seconds, recorded
 from alload_jax.data.batch import signature
-from alload_jax.data.collate import Collator, collation_for
+from alload_jax.data.collate import Collation, Collator, collation_for
 from alload_jax.data.condition import Conditions, conditions_for, form_for
 from alload_jax.data.loader import PlacedStep, place_ahead
 from alload_jax.data.manifest import Manifest
@@ -114,6 +114,16 @@ def manifest_of(samples: Samples, model: ModelConfig) -> Manifest:
     )
 
 
+def random_collator(plan: Plan, model: ModelConfig) -> tuple[Collator, Collation]:
+    """Makes the arrays of a plan's steps from random latents and conditions; and their shapes."""
+    manifest = manifest_of(plan.samples, model)
+    conditions = conditions_for(model, manifest)
+    reader: Any = RandomReader(manifest, conditions)
+    collation = collation_for(plan, manifest, model, conditions)
+    ranks = frozenset(range(plan.topology.ranks))
+    return Collator(reader, ranks, collation, plan.group_ranks), collation
+
+
 def representative(steps: Sequence[int], cost: np.ndarray, most: int) -> list[int]:
     """Chooses steps that represent the distribution of cost: one from each of `most` quantiles.
 
@@ -148,12 +158,7 @@ def run_steps(
     Raises:
       FloatingPointError: the loss of a step is not finite.
     """
-    groups = group_meshes(mesh, plan)
-    manifest = manifest_of(plan.samples, model)
-    conditions = conditions_for(model, manifest)
-    collation = collation_for(plan, manifest, model, conditions)
-    reader: Any = RandomReader(manifest, conditions)
-    collate = Collator(reader, frozenset(range(plan.topology.ranks)), collation, plan.group_ranks)
+    groups, (collate, collation) = group_meshes(mesh, plan), random_collator(plan, model)
     placed = place_ahead((collate(plan.step(number)) for number in chosen), mesh, groups=groups)
     steps = jax.block_until_ready(list(placed))
     spec = training_spec(model)
