@@ -1,12 +1,13 @@
 """Runs of several processes on one machine, which meet and reduce as on several hosts.
 
-One chain of runs, each test a link: four processes are stopped, two go on, then one.
+One chain of runs, each test a link: four processes are stopped, and one goes on.
 """
 
 import json
 import shutil
 import signal
 import subprocess
+from operator import itemgetter
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ RANKS = ("--planning.ranks", "4", "--data.loader.max_bad_records", "1", *KEPT)
 PLAIN = ("--sampling.grids", "[]")
 CONSTANT = ("--optimizer.final_fraction", "1.0")
 """A learning rate that does not depend on the run's length."""
+LOSS = itemgetter("validation/loss")
 SAME = ("step", "epoch", "samples", "skipped", "tokens", "imbalance", "padding", "learning_rate")
 
 
@@ -84,14 +86,8 @@ def test_four_processes_learn_what_one_does_and_leave_out_a_damaged_record(runs,
 
 
 @pytest.mark.slow
-def test_two_processes_and_then_one_go_on_where_four_were(runs, stopped, alone):
+def test_one_process_goes_on_where_four_were(runs, stopped, alone):
     config = ("--config", str(runs.folder / "run" / "config.yaml"))
-    pictures = ("--sampling.grids", "[{frames: 1, height: 8, width: 8, rows: 1}]")
-    steps = ("--run.steps", str(len(alone) - 3))
-    two = finished(runs.start_together(2, *config, *steps, *pictures))
-    assert [(status, errors(err)) for status, _, err in two] == [(0, [])] * 2
-    assert "finished at step" in two[0][1]
-    assert list((runs.folder / "run" / "samples").glob("*/1x8x8.png"))
     runs.finish(*config, *PLAIN, "--run.steps", str(len(alone)))
     rows = runs.metrics()
     assert_the_same(rows, alone)
@@ -100,7 +96,7 @@ def test_two_processes_and_then_one_go_on_where_four_were(runs, stopped, alone):
     ]
     assert epochs == [21, 21]
     starts = json.loads((runs.folder / "run" / "environment.json").read_text())
-    assert [start["processes"] for start in starts] == [4, 2, 1]
+    assert [start["processes"] for start in starts] == [4, 1]
 
 
 @pytest.mark.slow
@@ -125,25 +121,26 @@ def test_a_lost_process_is_named_and_the_others_end(runs, alone, victim, monkeyp
 
 
 @pytest.mark.slow
-def test_two_processes_with_a_group_of_shapes_each_train_as_one(runs):
+def test_two_processes_with_a_group_of_shapes_each_train_measure_and_draw_as_one_device(runs):
     flags = ("--planning.ranks", "2", "--planning.ranks_mode", "independent", "--run.steps", "5")
-    both = finished(runs.start_together(2, *flags, *PLAIN, "--run.folder", "groups"))
+    flags += ("--validation.share", "0.4", "--validation.every", "2", "--checkpoint.keep_best", "1")
+    often = ("--checkpoint.minutes", "0.001")
+    both = finished(runs.start_together(2, *flags, *often, "--run.folder", "groups"))
     assert [(status, errors(err)) for status, _, err in both] == [(0, [])] * 2
-    runs.finish(*flags, *PLAIN, "--run.folder", "one", devices=2)
-    assert_the_same(runs.metrics("groups"), runs.metrics("one"))
-
-
-@pytest.mark.slow
-def test_too_many_damaged_records_stop_all_processes(runs):
-    flags = ("--run.folder", "refused", "--planning.ranks", "4", *PLAIN, *runs.damaged)
-    both = finished(runs.start_together(2, *flags))
-    done = lines_of(runs.folder / "refused" / "metrics.jsonl")
-    for status, _, err in both:
-        assert status == 2
-        assert len(errors(err)) == 1, err
-        assert "(sample 12) has checksum" in err
-        assert f"saved at step {done}" in err
-    assert (runs.folder / "refused" / "checkpoints" / str(done)).exists()
+    assert list((runs.folder / "groups" / "samples").glob("*/1x8x8.png"))
+    flags += ("--planning.ranks_per_group", "1")
+    runs.finish(*flags, *PLAIN, "--run.folder", "one")
+    trained, measured = (
+        [[row for row in runs.metrics(name) if kind in row] for name in ("groups", "one")]
+        for kind in ("loss", "validation/loss")
+    )
+    assert_the_same(*trained)
+    assert [row["step"] for row in measured[0]] == [2, 4, 5]
+    for ours, theirs in zip(*measured, strict=True):
+        assert ours.pop("validation/set") == theirs.pop("validation/set")
+        assert ours == pytest.approx(theirs, rel=1e-4)
+    best = json.loads((runs.folder / "groups" / "best.json").read_text())["best"]
+    assert [each["step"] for each in best] == [min(measured[1], key=LOSS)["step"]]
 
 
 @pytest.mark.slow
