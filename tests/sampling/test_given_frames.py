@@ -25,7 +25,7 @@ PLAIN = WanConfig(
 GIVEN = dataclasses.replace(
     PLAIN, in_channels=5, out_channels=2, text=TextConfig(6, 4), image=ImageConfig(dim=4)
 )
-SIGMAS = noise_levels("euler", 4, 3.0)
+SIGMAS = noise_levels("euler", 4, 2.9)
 GUIDANCE = 2.0
 LABELS = Condition(np.array([[3]])), Condition(np.array([[PLAIN.num_classes]]))
 
@@ -100,50 +100,36 @@ def test_a_given_first_frame_stays_and_has_timestep_zero():
     np.testing.assert_allclose(found, euler(velocity, noise, first), rtol=2e-4, atol=2e-5)
 
 
-def test_the_model_and_the_experts_boundary_see_rounded_timesteps():
+@pytest.mark.parametrize("rounded", [False, True])
+def test_each_expert_takes_its_noise_levels_by_the_timesteps_that_the_model_sees(rounded):
+    """At the boundary itself the first one; the second one's guidance is 1."""
     pair = values_of(PLAIN, 0), values_of(PLAIN, 1)
-    noise, sigmas = normal(1, 1, 1, 4, 4, 2), noise_levels("euler", 4, 3.0)
-    timesteps = np.floor(1000 * sigmas[:-1])
-    boundary = float(timesteps[1] + sigmas[1] * 1000) / 2000  # above the rounded level only
+    noise, timesteps = normal(1, 1, 1, 4, 4, 2), 1000 * SIGMAS[:-1]
+    boundary = float(SIGMAS[2])
+    if rounded:
+        timesteps = np.floor(timesteps)
+        boundary = float(timesteps[1] / 1000 + SIGMAS[1]) / 2  # above the rounded level only
     models = [model_of(PLAIN, values) for values in pair]
 
     def velocity(latents, sigma, is_null):
-        timestep = timesteps[np.abs(sigmas[:-1] - sigma).argmin()]
-        model = models[int(timestep < 1000 * boundary)]
-        return model.forward(latents, jnp.full(1, timestep), LABELS[is_null].tokens).velocity
+        place = np.abs(SIGMAS[:-1] - sigma).argmin()
+        number = int(place >= (1 if rounded else 3))
+        labels = LABELS[is_null and number == 0].tokens
+        return models[number].forward(latents, jnp.full(1, timesteps[place]), labels).velocity
 
-    low = LowNoise(boundary, GUIDANCE)
-    flow = make_flow(PLAIN, "euler", sigmas, GUIDANCE, low, timesteps)
+    low = LowNoise(boundary, 1.0)
+    flow = make_flow(PLAIN, "euler", SIGMAS, GUIDANCE, low, *([timesteps] if rounded else []))
     found = jax.jit(flow)(pair, noise, *LABELS)
     np.testing.assert_allclose(found, euler(velocity, noise), rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("sampler", ["euler", "unipc"])
-def test_each_expert_takes_its_noise_levels(sampler):
-    pair, sigmas = (values_of(PLAIN, 0), values_of(PLAIN, 1)), noise_levels(sampler, 4, 3.0)
-    noise = normal(1, 1, 1, 4, 4, 2)
+def test_unipc_at_a_boundary_beyond_all_levels_draws_by_either_expert_alone():
+    pair, sigmas = (values_of(PLAIN, 0), values_of(PLAIN, 1)), noise_levels("unipc", 4, 3.0)
 
     def drawn(values, low_noise=None, guidance=GUIDANCE):
-        flow = make_flow(PLAIN, sampler, sigmas, guidance, low_noise)
-        return np.asarray(jax.jit(flow)(values, noise, *LABELS))
+        flow = make_flow(PLAIN, "unipc", sigmas, guidance, low_noise)
+        return np.asarray(jax.jit(flow)(values, normal(1, 1, 1, 4, 4, 2), *LABELS))
 
-    if sampler == "unipc":  # either expert alone
-        for below, expected in ((1e-6, drawn(pair[0])), (2.0, drawn(pair[1], guidance=1.0))):
-            np.testing.assert_allclose(
-                drawn(pair, LowNoise(below, 1.0)), expected, rtol=1e-5, atol=1e-6
-            )
-        return
-    models = [model_of(PLAIN, values) for values in pair]
-
-    def velocity(latents, sigma, is_null):
-        number = int(sigma < sigmas[2])  # at the boundary itself the first one
-        if number == 1:  # guidance 1: the conditional velocity itself
-            is_null = False
-        return (
-            models[number]
-            .forward(latents, jnp.full(1, 1000 * sigma), LABELS[is_null].tokens)
-            .velocity
-        )
-
-    between = drawn(pair, LowNoise(float(sigmas[2]), 1.0))
-    np.testing.assert_allclose(between, euler(velocity, noise), rtol=2e-4, atol=2e-5)
+    for below, expected in ((1e-6, drawn(pair[0])), (2.0, drawn(pair[1], guidance=1.0))):
+        found = drawn(pair, LowNoise(below, 1.0))
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
