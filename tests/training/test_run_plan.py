@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import pickle
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -99,20 +98,6 @@ def test_epochs_after_the_first_are_planned_by_the_fitted_model(planning):
     assert run.metrics(number).predicted_cost == pytest.approx(seconds, rel=0.15)
 
 
-def test_a_continued_run_trains_the_same_steps(planning):
-    whole = run_plan(planning())
-    end, each = whole.plan.end_of_epoch(0), whole.plan.steps_per_epoch
-    stop = 3 * each
-    all_steps = train(whole, 0, stop)
-    for cut in (end - 1, end, end + 7):  # at an epoch's end, it fits before it goes on
-        before = run_plan(planning())
-        assert train(before, 0, cut) == all_steps[:cut]
-        assert (before.plan.recalibrations == ()) == (cut <= end)
-        after = resumed(before, run_plan(planning()))
-        assert train(after, cut, stop) == all_steps[cut:]
-        assert after.plan.recalibrations == whole.plan.recalibrations
-
-
 def test_without_recalibration_step_times_change_nothing(planning):
     run = run_plan(planning(recalibrate=None))
     plan, stop = run.plan, 2 * run.plan.steps_per_epoch
@@ -170,11 +155,6 @@ def wan(**fields):
     return WanConfig(dim=32, ffn_dim=64, num_heads=2, num_layers=4, sparse_attention=sparse)
 
 
-@pytest.fixture
-def sparse_planning(planning):
-    return partial(planning, TERMS)
-
-
 def sparse_run(planning, model, samples=800):
     costs = run_costs(model, planning)
     plan = make_plan(planning, make_workload("mixed-resolution", samples), 2, 0, costs)
@@ -210,9 +190,9 @@ def train_sparse(run, first, stop, timed=True):
 
 
 @pytest.mark.parametrize("timed", [True, False])
-def test_an_epoch_is_planned_for_the_layers_that_have_become_sparse(sparse_planning, timed):
-    run = sparse_run(sparse_planning(), wan())
-    dense = run_plan(sparse_planning(recalibrate=None)).plan
+def test_an_epoch_is_planned_for_the_layers_that_have_become_sparse(planning, timed):
+    run = sparse_run(planning(TERMS), wan())
+    dense = run_plan(planning(TERMS, recalibrate=None)).plan
     end = dense.end_of_epoch(0)
     assert end > SWITCH_AT
     steps, drifts = train_sparse(run, 0, 2 * end + 9, timed)
@@ -230,23 +210,30 @@ def test_an_epoch_is_planned_for_the_layers_that_have_become_sparse(sparse_plann
     assert not drifts or max(map(abs, drifts)) < 1e-6
 
 
-def test_a_continued_sparse_run_trains_the_same_steps(sparse_planning):
-    planning, model = sparse_planning(), wan()
-    whole = sparse_run(planning, model)
+@pytest.mark.parametrize("kind", ["dense", "sparse"])
+def test_a_continued_run_trains_the_same_steps(kind, planning):
+    def begun():
+        return run_plan(planning()) if kind == "dense" else sparse_run(planning(TERMS), wan())
+
+    def follow(run, first, stop):
+        return train(run, first, stop) if kind == "dense" else train_sparse(run, first, stop)[0]
+
+    whole = begun()
     end = whole.plan.end_of_epoch(0)
-    stop = end + 12
-    steps, _ = train_sparse(whole, 0, stop)
-    for cut in (end - 1, end):
-        before = sparse_run(planning, model)
-        assert train_sparse(before, 0, cut)[0] == steps[:cut]
-        after = resumed(before, sparse_run(planning, model))
+    stop = 3 * whole.plan.steps_per_epoch
+    steps = follow(whole, 0, stop)
+    for cut in (end - 1, end, end + 7):  # at an epoch's end, it fits before it goes on
+        before = begun()
+        assert follow(before, 0, cut) == steps[:cut]
+        assert (before.plan.recalibrations == ()) == (cut <= end)
+        after = resumed(before, begun())
         assert after.metrics(cut) == before.metrics(cut)
-        assert train_sparse(after, cut, stop)[0] == steps[cut:]
-        assert after.plan.recalibrations[0].cost.layers == whole.plan.recalibrations[0].cost.layers
+        assert follow(after, cut, stop) == steps[cut:]
+        assert after.plan.recalibrations == whole.plan.recalibrations
 
 
-def test_all_processes_plan_by_what_the_first_one_knows(sparse_planning, monkeypatch):
-    planning, model = sparse_planning(), wan()
+def test_all_processes_plan_by_what_the_first_one_knows(planning, monkeypatch):
+    planning, model = planning(TERMS), wan()
     first = sparse_run(planning, model)
     end = first.plan.end_of_epoch(0)
     train_sparse(first, 0, end + 1)
@@ -257,9 +244,9 @@ def test_all_processes_plan_by_what_the_first_one_knows(sparse_planning, monkeyp
     assert other.plan.recalibrations == first.plan.recalibrations
 
 
-def test_steps_are_predicted_for_the_layers_that_they_begin_with(sparse_planning):
+def test_steps_are_predicted_for_the_layers_that_they_begin_with(planning):
     """Also without recalibration, and the checkpoint keeps what that needs."""
-    run, new, again = (sparse_run(sparse_planning(recalibrate=None), wan()) for _ in range(3))
+    run, new, again = (sparse_run(planning(TERMS, recalibrate=None), wan()) for _ in range(3))
     run.observe(4, {SPARSE_LAYERS: 0.5, DENSITY: 0.55})
     after = run.metrics(5)
     assert after.predicted_cost < new.metrics(5).predicted_cost
@@ -269,8 +256,8 @@ def test_steps_are_predicted_for_the_layers_that_they_begin_with(sparse_planning
     assert again.plan.recalibrations == ()
 
 
-def test_forced_densities_plan_from_the_first_step(sparse_planning):
-    planning, model = sparse_planning(), wan(forced=(1.0, 0.2, 0.1, 0.3))
+def test_forced_densities_plan_from_the_first_step(planning):
+    planning, model = planning(TERMS), wan(forced=(1.0, 0.2, 0.1, 0.3))
     cost = sparse_run(planning, model).plan.policy.cost
     assert isinstance(cost, SparseCost)
     assert cost.layers == SparseLayers(0.75, 0.2, 8_000, 64)
