@@ -3,11 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from layouts import SMALL, write_samples
 
 from alload_jax.data.collate import Collator, collation_for
 from alload_jax.data.condition import conditions_for
 from alload_jax.data.loader import place_ahead
-from alload_jax.data.store import StoreReader, StoreWriter
+from alload_jax.data.store import StoreReader
 from alload_jax.models.wan.transformer import WanConfig
 from alload_jax.objectives.flow_matching import FlowMatching
 from alload_jax.planning.factory import make_plan
@@ -18,21 +19,20 @@ from alload_jax.training.state import TrainingSpec, init_state, state_to_draw
 from alload_jax.training.step import make_accumulate, make_update, zero_accumulator
 from alload_jax.training.trainer import Trainer
 
-MODEL = WanConfig(dim=16, ffn_dim=24, num_heads=2, num_layers=1, freq_dim=8, dtype="float32")
+MODEL = WanConfig(**SMALL, num_layers=1, freq_dim=8)
 OPTIMIZER = OptimizerConfig(learning_rate=0.03, warmup_steps=0, eps=1e-2)
 SPEC = TrainingSpec(MODEL, FlowMatching(), make_optimizer(OPTIMIZER, 100), OPTIMIZER.ema_decay)
 SIZES = ((1, 4, 4), (3, 4, 2))
 ROWS, SAMPLES = 4, 18
 
 
-def write_data(folder):
-    """12 samples of one shape and 6 of another."""
-    rng = np.random.default_rng(0)
-    with StoreWriter(folder, vae_stride=(1, 1, 1)) as writer:
-        for n in range(SAMPLES):
-            size = SIZES[n % 3 == 2]
-            latents = rng.normal(size=(*size, 1)).astype(np.float32)
-            writer.add(latents, rng.integers(0, 10, 2).astype(np.int32), size)
+def write_data(folder, samples=SAMPLES, huge=None):
+    """Samples of one shape and half as many of another; some are multiplied by `huge`."""
+
+    def sample(rng, n):
+        return SIZES[n % 3 == 2], rng.integers(0, 10, 2).astype(np.int32), {}
+
+    return write_samples(folder, samples, sample, channels=1, scales=huge or {})
 
 
 def plan_for(manifest, groups, ranks_per_group=1, **options):

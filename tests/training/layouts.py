@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import cache
+from operator import mul
 
 import jax
 import jax.numpy as jnp
@@ -24,16 +25,8 @@ from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.state import TrainingSpec, Weights, init_state, weights_shardings
 from alload_jax.training.step import make_accumulate, zero_accumulator
 
-CLASSES = WanConfig(
-    dim=16,
-    ffn_dim=24,
-    num_heads=2,
-    num_layers=1,
-    freq_dim=8,
-    in_channels=2,
-    patch_size=(1, 2, 2),
-    dtype="float32",
-)
+SMALL = {"dim": 16, "ffn_dim": 24, "num_heads": 2, "patch_size": (1, 2, 2), "dtype": "float32"}
+CLASSES = WanConfig(**SMALL, num_layers=1, freq_dim=8, in_channels=2)
 OBJECTIVE = FlowMatching(timesteps=TimestepConfig(shift_power=0.5), condition_dropout=0.3)
 JOINT_OBJECTIVE = FlowMatching(condition_dropout=0.3)
 SIZES = [(1, 4, 4), (3, 4, 6)]
@@ -49,13 +42,18 @@ def normal(rng, *shape):
     return rng.normal(size=shape).astype(np.float32)
 
 
-def write_samples(folder, count, sample, seed=0, **options):
-    """A data folder; `sample(rng, n)` returns the n-th one's size, condition and more."""
-    rng = np.random.default_rng(seed)
-    with StoreWriter(folder, **{"vae_stride": (1, 1, 1)} | options) as writer:
+def write_samples(folder, count, sample, channels=2, scales=(), stride=(1, 1, 1), **options):
+    """A data folder; `sample(rng, n)` returns the n-th one's size in latents, condition and more.
+
+    Latents of the numbers in `scales` are multiplied.
+    """
+    rng, scales = np.random.default_rng(0), dict(scales)
+    with StoreWriter(folder, vae_stride=stride, **options) as writer:
         for n in range(count):
-            size, condition, more = sample(rng, n)
-            writer.add(normal(rng, *size, 2), condition, size, **more)
+            (frames, *area), condition, more = sample(rng, n)
+            latents = normal(rng, frames, *area, channels) * np.float32(scales.get(n, 1.0))
+            size = (1 + (frames - 1) * stride[0], *map(mul, area, stride[1:]))
+            writer.add(latents, condition, size, **more)
     return read_manifest(folder)
 
 

