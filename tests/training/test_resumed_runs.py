@@ -10,8 +10,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import yaml
+from layouts import write_samples
 from patience import PATIENCE, wait_until
-from training_runs import Runs, computed, forget_last, lines_of, metrics_of
+from training_runs import Runs, computed, descendants, forget_last, lines_of, metrics_of
 
 from alload_jax.cli import main
 from alload_jax.config import read_config
@@ -69,13 +70,14 @@ def test_a_recalibrated_run_continues_by_the_models_of_its_checkpoint(runs):
     flags = ["--planning.policy", "balanced", "--planning.recalibrate", "epoch"]
     flags += ["--planning.cost_model", str(costs), "--planning.micro_batches_per_step", "1"]
     flags += ["--run.steps", "60", "--checkpoint.every", "33", "--checkpoint.keep", "9"]
-    runs.kill_after(33, *flags)
+    runs.finish(*flags)
+    before = models_of(runs, 33)
+    forget_last(runs.folder / "run", 60)
     said = runs.refused(*flags[:2], *flags[4:])
     assert "another planning: recalibrate was 'epoch' and is now None" in said
     runs.finish(*flags)
-    before, after = (models_of(runs, step) for step in (33, 60))
-    assert before
-    assert after[: len(before)] == before
+    after = models_of(runs, 60)
+    assert after[: len(before)] == before != []
     assert len(after) > len(before)
     saved = read_config(["--config", str(runs.folder / "run" / "config.yaml")])
     samples = read_manifest(runs.data).samples(saved.model.patch_size)
@@ -111,14 +113,14 @@ OPTIMIZERS = (
 )
 
 
-def test_a_killed_run_with_all_optimizers_continues_bit_for_bit(runs):
-    flags = (*SHARDED, *OPTIMIZERS, "--checkpoint.keep", "9")
-    runs.kill_after(6, *flags, "--checkpoint.every", "6", devices=2)
+def test_a_lost_run_with_all_optimizers_continues_bit_for_bit(runs):
+    flags = (*SHARDED, *OPTIMIZERS, "--checkpoint.every", "6")
     runs.finish(*flags, devices=2)
-    runs.finish(*flags, "--run.folder", "whole", devices=2)
-    assert computed(runs.folder / "run") == computed(runs.folder / "whole")
-    rows = runs.metrics()
+    rows, expected = runs.metrics(), computed(runs.folder / "run")
     assert rows[-1]["loss"] < rows[0]["loss"]
+    forget_last(runs.folder / "run", 14)
+    runs.finish(*flags, devices=2)
+    assert computed(runs.folder / "run") == expected
     said = runs.refused(*SHARDED, "--run.steps", "15", devices=2)
     assert "another optimizer: " in said
     assert "was None" not in said
@@ -130,16 +132,14 @@ def test_a_killed_run_with_all_optimizers_continues_bit_for_bit(runs):
 @pytest.fixture
 def weighted(tmp_path):
     """Runs on weighted sources whose samples have several texts."""
-    rng = np.random.default_rng(0)
-    sizes = ((1, 8, 8), (5, 8, 8), (1, 8, 16))
-    with StoreWriter(tmp_path / "store", vae_stride=(1, 1, 1)) as writer:
-        for number in range(24):
-            size = sizes[number % 3]
-            latents = rng.normal(size=(*size, 1)).astype(np.float32)
-            first, *others = (np.array([(number + more) % 10], np.int32) for more in range(3))
-            path = f"{'rare' if number < 8 else 'usual'}/{number}.mp4"
-            more = {"alternatives": [(one, None) for one in others], "path": path}
-            writer.add(latents, first, size, **more)
+
+    def sample(rng, n):
+        first, *others = (np.array([(n + more) % 10], np.int32) for more in range(3))
+        path = f"{'rare' if n < 8 else 'usual'}/{n}.mp4"
+        size = ((1, 8, 8), (5, 8, 8), (1, 8, 16))[n % 3]
+        return size, first, {"alternatives": [(one, None) for one in others], "path": path}
+
+    write_samples(tmp_path / "store", 24, sample, channels=1)
     runs = Runs(tmp_path, tmp_path / "store")
     config = runs.tiny()
     config["data"]["weights"] = [{"path": "rare", "weight": 2.5}, {"path": "usual", "weight": 0.6}]
@@ -149,18 +149,18 @@ def weighted(tmp_path):
     return runs
 
 
-def test_a_killed_run_of_weighted_sources_continues_bit_for_bit(weighted):
+def test_a_lost_run_of_weighted_sources_continues_bit_for_bit(weighted):
     flags = ("--planning.policy", "balanced", "--planning.micro_batches_per_step", "1")
-    whole = weighted.finish(*flags, "--run.folder", "whole")
+    whole = weighted.finish(*flags)
     assert "24 samples, " in whole.stdout
     assert "an epoch by data.weights" in whole.stdout
-    assert weighted.metrics("whole")[-1]["epoch"] >= 2
-    weighted.kill_after(5, *flags)
+    assert weighted.metrics()[-1]["epoch"] >= 2
+    folder, expected = weighted.folder / "run", computed(weighted.folder / "run")
+    forget_last(folder, 20)
     said = weighted.refused(*flags, "--data.weights", "[{path: rare, weight: 2}]")
     assert "another mixture: data.weights was [{'path': 'rare', 'weight': 2.5}" in said
-    finished = weighted.run(*flags, "--data.loader.processes", "1")
-    assert finished.returncode == 0, finished.stderr
-    assert computed(weighted.folder / "run") == computed(weighted.folder / "whole")
+    weighted.finish(*flags, "--data.loader.processes", "1")
+    assert computed(folder) == expected
 
 
 def test_independent_ranks_train_and_resume_bit_for_bit(runs):
@@ -227,12 +227,6 @@ def test_a_run_resumed_in_the_middle_of_a_switch_goes_on_as_if_never_stopped(run
 
 
 # ---------------------------------------------------------------- processes that are left
-
-
-def descendants(pid):
-    lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
-    children = [int(child) for found in lists for child in found.split()]
-    return children + [each for child in children for each in descendants(child)]
 
 
 def alive(pid):

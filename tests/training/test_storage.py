@@ -13,7 +13,7 @@ NO_PICTURES = ("--sampling.grids", "[]")
 @pytest.mark.slow
 def test_a_full_disk_is_one_line_and_whole_checkpoints_stay(runs, small_disk):
     flags = ("--run.folder", str(small_disk / "run"), "--run.steps", "200", *NO_PICTURES)
-    stopped = runs.run(*flags, "--checkpoint.every", "2", "--checkpoint.keep", "100")
+    stopped = runs.here(*flags, "--checkpoint.every", "2", "--checkpoint.keep", "100")
     assert stopped.returncode == 2
     (line,) = errors(stopped.stderr)
     assert "cannot be written (" in line

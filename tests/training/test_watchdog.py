@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from patience import PATIENCE, wait_until
-from training_runs import errors, lines_of
+from training_runs import descendants, errors, lines_of
 
 from alload_jax.data.manifest import read_manifest
 from alload_jax.distributed.cluster import Cluster
@@ -250,14 +250,5 @@ def ends_of(processes, stopped):
 
 def workers_of(pid):
     """Processes that a run has started, and theirs, but for helpers of Python."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdecimal():
-            continue
-        with contextlib.suppress(OSError):
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            words = (folder / "cmdline").read_text()
-            if parent == pid:
-                found += [] if "resource_tracker import" in words else [int(folder.name)]
-                found += workers_of(int(folder.name))
-    return found
+    words = {each: Path(f"/proc/{each}/cmdline").read_text() for each in descendants(pid)}
+    return [each for each, said in words.items() if "resource_tracker import" not in said]

@@ -21,23 +21,10 @@ from alload_jax.sharding.mesh import make_mesh
 
 ROOT = Path(__file__).parents[2]
 WEIGHTS = ROOT / "tests" / "golden" / "wan" / "t2v" / "transformer"
-CLASS_MODEL = {
-    "dim": 16,
-    "ffn_dim": 16,
-    "num_heads": 2,
-    "num_layers": 1,
-    "freq_dim": 8,
-    "patch_size": [1, 4, 4],
-}
-TEXT_MODEL = {
-    "dim": 24,
-    "ffn_dim": 40,
-    "num_heads": 2,
-    "num_layers": 2,
-    "in_channels": 4,
-    "freq_dim": 16,
-    "text": {"dim": 10, "length": 7},
-}
+CLASS_MODEL = {"dim": 16, "ffn_dim": 16, "num_heads": 2, "num_layers": 1, "freq_dim": 8}
+CLASS_MODEL |= {"patch_size": [1, 4, 4]}
+TEXT_MODEL = {"dim": 24, "ffn_dim": 40, "num_heads": 2, "num_layers": 2, "freq_dim": 16}
+TEXT_MODEL |= {"in_channels": 4, "text": {"dim": 10, "length": 7}}
 """That of WEIGHTS."""
 
 
@@ -212,6 +199,13 @@ def line_of(ended):
     """What a run said that was refused in one line."""
     assert (ended.returncode, ended.stderr.count("\n")) == (2, 1), ended.stderr
     return ended.stderr
+
+
+def descendants(pid):
+    """The processes that a process has started, and theirs."""
+    lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    children = [int(child) for found in lists for child in found.split()]
+    return children + [each for child in children for each in descendants(child)]
 
 
 def lines_of(path):
