@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import yaml
 from rich.console import Console
+from source_files import make_samples, write_tensor_files
 from training_runs import COMPUTED, computed, errors, lines_of
 
 from alload_jax.config import read_config
@@ -115,13 +116,9 @@ def test_the_same_command_shows_the_summary_again_and_another_model_is_refused(u
 
 
 BAD = [
-    (("--optimizer.learning_rat", "1"), "did you mean optimizer.learning_rate?"),
-    (("--model.dim", "wide"), "model.dim"),
-    (("--model.remat", "foo"), "expected one of ['none', 'full', 'offload'"),
     (("--planning.m_mem", "10"), "m_mem is 10 tokens, shorter than sample"),
     (("--mesh.fsdp", "3"), "fsdp 3, context 1, tensor 1) does not fit"),
     (("--data.folder", "nowhere"), "nowhere/manifest.parquet: no such manifest"),
-    (("--config", "missing.yaml"), "missing.yaml"),
     (("--model.patch_size", "[1,3,3]"), "model.patch_size (1, 3, 3) does not divide"),
     (("--model.in_channels", "3"), "has 1 channels, but the model generates 3"),
     (
@@ -140,18 +137,9 @@ def test_invalid_input_is_reported_in_one_line_with_status_2(runs, flags, words)
     assert not (runs.folder / "run" / "config.yaml").exists()
 
 
-@pytest.mark.parametrize(
-    ("section", "words"),
-    [
-        ({"planing": {"m_mem": 4}}, "planing.m_mem is unknown; did you mean planning.m_mem?"),
-        (None, "tiny.yaml: is empty or holds no sections"),
-    ],
-)
-def test_a_file_of_the_config_that_is_wrong_is_named(runs, section, words):
-    runs.config.write_text(yaml.safe_dump(runs.tiny() | section) if section else "")
-    line = runs.refused()
-    assert words in line
-    assert "tiny.yaml" in line
+def test_files_of_others_whose_latents_may_be_on_another_scale_are_refused(runs):
+    write_tensor_files(runs.folder / "files", make_samples(3))
+    assert "data.source.normalize" in runs.refused("--data.folder", "files")
 
 
 @pytest.mark.slow
@@ -200,17 +188,6 @@ def test_a_label_that_the_model_does_not_know_is_named(runs):
     assert "digits have 10 classes" in judged.stderr
     said = "must be from 0 to below model.num_classes, which is 3"
     assert said in runs.here(*few).stderr
-
-
-@pytest.mark.slow
-def test_a_damaged_checkpoint_is_named(unbroken, runs):
-    shutil.copytree(unbroken[0].folder / "run", runs.folder / "run")
-    folder = runs.folder / "run" / "checkpoints"
-    shutil.rmtree(folder / "14" / "identity")
-    told = runs.finish("--run.steps", "16")
-    assert f"warning: {folder / '14'}: identity/" in told.stderr
-    assert "is missing; it is moved to damaged-14" in told.stderr
-    assert "weights: checkpoint of step 10" in told.stdout
 
 
 # ---------------------------------------------------------------- files of a run's folder
