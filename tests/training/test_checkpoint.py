@@ -3,11 +3,11 @@
 import argparse
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -127,14 +127,8 @@ def test_a_held_checkpoint_stays_and_later_ones_can_be_set_aside(copies, made):
     [
         ({"model": ARCHITECTURE | {"dim": 32}}, "another model: dim was 16 and is now 32"),
         ({"model": {"dim": 16}}, "another model: "),
-        (
-            {"plan": {"m_mem": 80, "seed": 0, "ranks": 4}},
-            "another plan: m_mem was 40 and is now 80; restore the config or choose",
-        ),
-        (
-            {"plan": {"m_mem": 40, "seed": 0, "ranks": 2}},
-            "ranks was 4 and is now 2; on another number of devices give --planning.ranks 4",
-        ),
+        ({"plan": {"m_mem": 80, "seed": 0, "ranks": 4}}, "m_mem was 40 and is now 80; restore"),
+        ({"plan": {"m_mem": 40, "seed": 0, "ranks": 2}}, "is now 2; .* give --planning.ranks 4"),
         (  # split samples need the ranks that they were planned for
             {"plan": {"m_mem": 40, "seed": 0, "ranks": 2, "context": 2}},
             "restore the config, with mesh and number of devices",
@@ -142,12 +136,9 @@ def test_a_held_checkpoint_stays_and_later_ones_can_be_set_aside(copies, made):
         # The plan of other data differs too, and says less.
         (
             {"data": {"samples": 9, "records": "b"}, "plan": {"order": "c7ed"}},
-            "trained on 11 samples, and data.folder now has 9; give data.folder as it was, or",
+            "11 samples, .* now has 9",
         ),
-        (
-            {"data": {"samples": 11, "records": "b"}, "plan": {"order": "c7ed"}},
-            "trained on 11 samples, and data.folder now has as many of other content; give",
-        ),
+        ({"data": {"samples": 11, "records": "b"}, "plan": {"order": "c7ed"}}, "as many of other"),
     ],
 )
 def test_another_models_plans_or_datas_checkpoint_is_refused(saved, made, change, words):
@@ -281,44 +272,28 @@ def test_a_damaged_checkpoint_is_one_line(copies, made, harm):
     assert "\n" not in str(refused.value)
 
 
-def test_what_orbax_raises_is_an_input_error(saved, monkeypatch):
-    def fail(*_, **__):
-        raise Exception("bare\nand long")
-
-    monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "restore", fail)
-    with pytest.raises(InputError, match=r"cannot be read \(bare\); choose"):
-        restore_weights(saved.parent, 3, MODEL, ALL_TRAINED, one_device_mesh())
-
-
 @pytest.mark.parametrize(
-    ("words", "kind", "told"),
+    ("words", "kind", "told", "reads"),
     [
-        ("Gloo AllGather failed: Connection closed by peer", LostConnectionError, "read it"),
-        ("NCCL operation failed", LostConnectionError, "lost each other while they read it"),
-        ("DEADLINE_EXCEEDED: Barrier timed out", LostConnectionError, "start all processes again"),
-        ("bad magic\nand more", InputError, r"cannot be read \(bad magic\); move it away"),
+        ("Gloo AllGather failed: Connection closed by peer", LostConnectionError, "read it", True),
+        ("NCCL operation failed", LostConnectionError, "lost each other while they read it", True),
+        ("DEADLINE_EXCEEDED: Barrier timed out", LostConnectionError, "start all proc", True),
+        ("bad magic\nand more", InputError, r"cannot be read \(bad magic\); move it away", True),
+        ("Gloo AllGather failed: Connection reset", LostConnectionError, "they wrote it", False),
+        ("x\ny: No space left on device z", InputError, r"\(No space .*, none is whole", False),
     ],
 )
-def test_lost_processes_are_told_apart_from_damage(tmp_path, words, kind, told):
-    with pytest.raises(kind, match=told), as_input_error(tmp_path, "move it away"):
-        raise RuntimeError(words)
-
-
-@pytest.mark.parametrize(
-    ("words", "kind", "told"),
-    [
-        ("Gloo AllGather failed: Connection reset by peer", LostConnectionError, "they wrote it"),
-        ("x\ny: No space left on device z", InputError, r"written \(No space .*, none is whole"),
-    ],
-)
-def test_lost_processes_are_told_apart_from_a_full_disk(tmp_path, monkeypatch, words, kind, told):
+def test_lost_processes_are_told_apart_from_damage_and_a_full_disk(
+    tmp_path, monkeypatch, words, kind, told, reads
+):
     def fail(*_, **__):
         raise RuntimeError(words)
 
     with opened(tmp_path / "run") as checkpoints, monkeypatch.context() as patched:
         patched.setattr(checkpoints._manager, "check_for_errors", fail)
-        with pytest.raises(kind, match=told):
-            checkpoints.check_writing()
+        reading = as_input_error(tmp_path, "move it away") if reads else nullcontext()
+        with pytest.raises(kind, match=told), reading:
+            (fail if reads else checkpoints.check_writing)()
 
 
 # ---------------------------------------------------------------- the best

@@ -95,9 +95,8 @@ def test_gradients_that_stay_in_16_bits_take_half_of_their_bytes():
 # ---------------------------------------------------------------- what fits
 
 
-WAN_14B = WanConfig(
-    dim=5120, ffn_dim=13824, num_heads=40, num_layers=40, in_channels=16, remat="full"
-)
+LARGE = {"dim": 5120, "ffn_dim": 13824, "num_heads": 40, "num_layers": 40, "in_channels": 16}
+WAN_14B = WanConfig(**LARGE, remat="full")
 H100 = 63.5e9
 """Of 80 GB, what JAX uses unless it is told otherwise."""
 

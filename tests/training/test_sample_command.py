@@ -300,8 +300,6 @@ def test_out_of_memory_is_reported_in_one_line(refused, class_run, monkeypatch):
         ("--class 1 --batch 1001", ["--batch:", "to 1,000"]),
         ("--class 1 --zoom 1001", ["--zoom:", "to 1,000"]),
         (f"--class 1 --frames {10**23}", ["--frames is 1", "at most 2147483648"]),
-        ("--class 1 --height 1600000 --width 1600000", ["--frames 1", "smaller"]),
-        ("--class 1 --height 80000 --width 80000", ["height 80000", "smaller"]),
         ("--class 1 --vae-stride 1001 8 8", ["--vae-stride", "from 1 to 1000"]),
         (f"--class 1 --vae-stride {'9' * 5000} 8 8", ["--vae-stride", "from 1 to 1000"]),
         ("--class 1 --zoom 1000 --width 72 --out x.gif", ["72000", "GIF"]),
@@ -343,18 +341,13 @@ def test_sizes_and_a_file_must_be_given(refused, class_run):
         ('{"class": "one"}', "line 2: class is 'one'"),
         ('{"class": []}', "line 2: class is []"),
         ('{"class": true}', "line 2: class is True"),
-        ('{"class": 10, "out": "b.png"}', "line 2: class is 10"),
         ('{"class": 1, "width": 2.5}', "line 2: width is 2.5"),
         ('{"class": 1, "width": 9}', "line 2: width is 9"),
-        ('{"class": 1, "seed": -1}', "line 2: seed is -1"),
         ('{"class": 1, "out": 3}', "line 2: out is 3"),
         ('{"class": 1, "out": "x.jpg"}', "line 2: out"),
         ('{"class": 1}', "line 2: out is not given"),
         ('{"prompt_embeds": "p.safetensors", "out": "b.png"}', "line 2: class is not given"),
         ('{"class": 1, "out": "a.png"}', "a.png: is the output of two samples"),
-        ("[" * 200_000, "line 2: is not valid JSON"),
-        ('{"class": 1, "out": "b.png", "width": ' + "9" * 5000 + "}", "line 2: is not valid JSON"),
-        ('{"class": 1, "out": "b.png", "width": 8000000000}', "line 2: width is 8000000000"),
         ('{"class": 1, "out": "x.jsonl/b.png"}', "line 2: out: x.jsonl/b.png: "),
         *((content, "x.jsonl") for content in (b"", b"\n\n", b"\xff\xfe")),  # no line at all
     ],
@@ -394,10 +387,7 @@ def test_wan_weights_use_the_settings_of_wan(alload):
         ("--prompt-embeds p --image x.png", ["--image needs --vae"]),
         ("--prompt-embeds p --fps 0", ["--fps: '0'"]),
         ("--prompt-embeds p --boundary 0.9", ["--low-noise-checkpoint go together"]),
-        (
-            "--prompt-embeds p --round-timesteps --sampler euler",
-            ["--round-timesteps is what diffusers does with unipc, and the sampler is euler"],
-        ),
+        ("--prompt-embeds p --round-timesteps --sampler euler", ["and the sampler is euler"]),
         ("--prompt-embeds p --negative-embeds inf", ["inf: holds values", "finite"]),
         ("--prompt-embeds p --negative-embeds wide", ["--negative-embeds", "[5, 11]"]),
         ("--prompt-embeds p --weights raw", ["--weights raw does not apply"]),
@@ -416,14 +406,8 @@ def test_wan_weights_use_the_settings_of_wan(alload):
         ("--prompt-embeds wide", ["--prompt-embeds", "[5, 11]", "[tokens, 10]"]),
         # Of an image-to-video model:
         ("--prompt-embeds p --checkpoint i2v", ["--image is not given; this image-to-video model"]),
-        (
-            "--prompt-embeds p --checkpoint i2v --last-image x.png",
-            ["--image is not given, but last_image is; give both"],
-        ),
-        (
-            "--prompt-embeds p --checkpoint i2v --image x.png",
-            ["--image needs --vae, a local folder"],
-        ),
+        ("--prompt-embeds p --checkpoint i2v --last-image x.png", ["but last_image is"]),
+        ("--prompt-embeds p --checkpoint i2v --image x.png", ["--image needs --vae"]),
     ],
 )
 def test_invalid_requests_to_a_text_model_are_refused(refused, tmp_path, flags, named):
@@ -453,10 +437,12 @@ def test_embeddings_that_may_not_be_read_say_so(tmp_path, monkeypatch):
 # ------------------------------------------------------------------- runs of text, and checkpoints
 
 
-def test_a_run_of_text_draws_with_its_own_settings(alload, text_run):
+def test_a_run_of_text_draws_with_its_own_settings(said, text_run):
     embeddings("p.safetensors", 2, 6)
     command = ["sample", "--checkpoint", text_run[0], "--prompt-embeds", "p.safetensors", *LATENTS]
-    alload(*command, "--out", "x.safetensors")
+    status, _, note = said(*command, "--out", "x.safetensors")
+    assert (status, note.count("\n")) == (0, 1)
+    assert "a VAE stride of 4 8 8 is guessed; --vae-stride sets it" in note
     # Two tokens; 2·(2/1)^0.5
     expected = {"guidance": 1.5, "sampler": "unipc", "shift": 2 * 2**0.5}
     assert notes("x.safetensors").items() >= expected.items()
@@ -513,22 +499,6 @@ def test_invalid_checkpoints_are_refused(refused, text_run, tmp_path):
     assert "holds no complete checkpoint" in message("run")
 
 
-def test_a_note_says_that_guidance_1_needs_no_negative(said, text_run, monkeypatch):
-    monkeypatch.setattr(flow, "make_flow", lambda *_: lambda params, noise, *conditions: noise)
-    embeddings("p", 2, 6)
-    flags = ["--prompt-embeds", "p", "--negative-embeds", "p", *LATENTS]
-    command = ["sample", "--checkpoint", text_run[0], *flags, "--force", "--out", "x.safetensors"]
-    stride = ["--vae-stride", 4, 8, 8]
-    for flags, told in (
-        ([*stride, "--guidance", 1], ["--guidance 1"]),
-        ([*stride, "--guidance", 1.5], []),
-        ([], ["a VAE stride of 4 8 8 is guessed; --vae-stride sets it"]),
-    ):
-        status, _, note = said(*command, *flags)
-        assert (status, note.count("\n")) == (0, len(told))
-        assert all(f"{words}\n" in note for words in told)
-
-
 def test_notes_say_where_a_model_is_used_as_it_was_not_trained(capsys):
     def expert(lowest, highest):
         return SimpleNamespace(
@@ -557,3 +527,6 @@ def test_notes_say_where_a_model_is_used_as_it_was_not_trained(capsys):
     sample_draw._note_guidance([request], [raw], 1.0, low)
     sample_draw._note_guidance([SimpleNamespace(negative="")], [raw], 5.0, low)
     assert capsys.readouterr().err == ""
+    given = SimpleNamespace(values={"negative_embeds": "p"})
+    sample_draw._note_guidance([request], [given], 1.0, low)
+    assert "--guidance 1" in capsys.readouterr().err

@@ -250,16 +250,6 @@ def test_an_objective_without_fixed_levels_is_refused(source):
         validator_of(source, mesh_of(), objective=Plain())
 
 
-def test_it_says_what_is_measured(source):
-    config = replace(CONFIG, max_samples=4, max_shapes=1, every=1000)
-    assert validator_of(source, mesh_of(), config).told() == (
-        "4 of 10 held-out samples, 1 of 2 sizes, at 2 noise levels, every 1,000 steps and at "
-        "the end"
-    )
-    told = validator_of(source, mesh_of(), replace(config, every=None)).told()
-    assert told.endswith("noise levels, at the end")
-
-
 # ---------------------------------------------------------------- choices, batches and means
 
 
