@@ -27,14 +27,15 @@ def train(*flags):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_loss_of_the_digits_falls_within_300_steps(tmp_path):
-    """With `gradient_mean: plan` it was 0.65, and pairs of digits were not learnt at all."""
+def test_the_loss_of_the_digits_falls_within_200_steps(tmp_path):
+    """Of three sizes; each of all twelve has a program, which compiles longer than it trains."""
     flags = ["--run.folder", str(tmp_path / "run"), "--data.folder", str(tmp_path / "data")]
-    flags += ["--run.steps", "300", "--run.compilation_cache", "null", "--evaluators", "[]"]
+    flags += ["--data.dataset.mix", "[[1, 8, 8, 6000], [1, 8, 16, 2500], [17, 8, 8, 400]]"]
+    flags += ["--run.steps", "200", "--run.compilation_cache", "null", "--evaluators", "[]"]
     train("configs/digits.yaml", *flags, "--sampling.grids", "[]")
     steps = metrics_of(tmp_path / "run")[-100:]
     samples = sum(step["samples"] for step in steps)
-    assert sum(step["loss"] * step["samples"] for step in steps) / samples < 0.57
+    assert sum(step["loss"] * step["samples"] for step in steps) / samples < 0.5
 
 
 def test_a_run_does_not_grow_with_its_steps_and_hardly_with_its_checkpoints(tmp_path, monkeypatch):
