@@ -1,67 +1,14 @@
-"""train.py on text data, from weights in diffusers' format; and the Wan configs."""
+"""The Wan configs."""
 
 import dataclasses
 
-import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
-from safetensors.numpy import load_file
-from training_runs import ROOT, TEXT_MODEL, WEIGHTS, Runs, line_of, run_here
+from training_runs import ROOT, line_of, run_here
 
-from alload_jax.commands.model_source import find_run
 from alload_jax.config import read_config
-from alload_jax.data.store import StoreWriter
 from alload_jax.models.families import abstract_model, parameter_count
 from alload_jax.training.parameters import split_parameters
-from alload_jax.training.restore import one_device_mesh
-
-
-class WanRuns(Runs):
-    def tiny(self):
-        config = super().tiny()
-        config["model"] = dict(TEXT_MODEL)
-        config["run"] |= {"steps": 4, "initial_weights": str(WEIGHTS)}
-        config["objective"] = {"condition_dropout": 0.5}
-        del config["sampling"]
-        return config
-
-
-@pytest.fixture
-def wan(tmp_path):
-    rng = np.random.default_rng(0)
-    with StoreWriter(tmp_path / "data", vae_stride=(1, 1, 1)) as writer:
-        for n in range(12):
-            size = ((1, 4, 4), (2, 4, 8))[n % 2]
-            text = rng.normal(size=(n % 7 + 1, 10)).astype(np.float32)
-            writer.add(rng.normal(size=(*size, 4)).astype(np.float32), text, size)
-    return WanRuns(tmp_path, tmp_path / "data")
-
-
-@pytest.mark.slow
-def test_a_run_starts_from_the_weights_and_changes_them_slowly(wan):
-    slow = ("--optimizer.learning_rate", "1e-6", "--run.steps")
-    wan.finish(*slow, "3")
-    assert all(np.isfinite(row["loss"]) for row in wan.metrics())
-    golden = load_file(WEIGHTS / "diffusion_pytorch_model.safetensors")
-    found = find_run(wan.folder / "run", "raw").values(one_device_mesh())["head"]["out"]["kernel"]
-    distance = np.abs(np.asarray(found).T - golden["proj_out.weight"]).max()
-    assert 0 < distance < 1e-5
-    assert "weights: checkpoint of step" in wan.finish(*slow, "4").stdout
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (("--model.num_layers", "3"), "model.num_layers is 3, but 2 there"),
-        (("--run.initial_weights", "/no/such"), "/no/such: no such file or folder"),
-        (("--model.text.length", "2"), "has a text of 7 tokens"),
-        (("--model.text", "null"), "model.text is null"),
-        (("--model.text.dim", "0"), "model.text.dim is 0"),
-    ],
-)
-def test_mismatches_are_reported_in_one_line(wan, flags, words):
-    assert words in wan.refused(*flags)
-    assert not (wan.folder / "run" / "config.yaml").exists()
 
 
 @pytest.mark.parametrize(
