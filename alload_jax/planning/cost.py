@@ -508,8 +508,56 @@ class SparseCost(QuadraticCost):
         return replace(self, layers=layers)
 
 
+_BANDS = 8
+
+
+@dataclass(frozen=True)
+class BandedCost(QuadraticCost):
+    """A quadratic cost whose c2 depends on the length: it is for the shortest sequences.
+
+    Attributes:
+      edges: tokens from which on each further band of lengths begins, ascending.
+      squares: c2 of these bands.
+    """
+
+    edges: tuple[int, ...] = ()
+    squares: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, model: QuadraticCost, seq_len: np.ndarray) -> Self:
+        """The same costs, in at most 8 bands that have about equal shares of all pairs of tokens.
+
+        Args:
+          model: the costs.
+          seq_len: [N] integers, of the data set.
+        """
+        lengths = np.sort(np.asarray(seq_len, np.int64))
+        upto = np.cumsum(lengths.astype(np.float64) ** 2)
+        at = np.searchsorted(upto, upto[-1] * np.arange(1, _BANDS) / _BANDS)
+        edges = np.setdiff1d(lengths[at], lengths[:1]).tolist()
+        return cls(**vars(model), edges=tuple(edges), squares=(model.c2,) * len(edges))
+
+    @override
+    def sequence_cost(self, seq_len: np.ndarray) -> np.ndarray:
+        band = np.searchsorted(self.edges, seq_len, side="right")
+        c2, seq_len = np.asarray([self.c2, *self.squares])[band], np.asarray(seq_len, np.float64)
+        return self.c_sequence + self.c1 * seq_len + c2 * seq_len**2
+
+    @property
+    @override
+    def coefficients(self) -> tuple[float, ...]:
+        return (*super().coefficients, *self.squares)
+
+    @override
+    def with_coefficients(self, values: Sequence[float]) -> Self:
+        return replace(super().with_coefficients(values[:4]), squares=tuple(values[4:]))
+
+
 def cost_of_fields(fields: Mapping[str, Any]) -> QuadraticCost:
     """The cost model of which these are the fields, as `dataclasses.asdict` gives them."""
+    if "edges" in fields:
+        pairs = {name: tuple(fields[name]) for name in ("edges", "squares")}
+        return BandedCost(**{**fields, **pairs})
     if "layers" not in fields:
         return QuadraticCost(**fields)
     return SparseCost(**{**fields, "layers": SparseLayers(**fields["layers"])})

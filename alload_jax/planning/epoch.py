@@ -108,9 +108,10 @@ class EpochPlan:
         start, stop = np.searchsorted(self.step, [step, step + 1])
         return slice(int(start), int(stop))
 
-    def only(self, step: int) -> "EpochPlan":
-        """One step as an epoch of its own."""
-        work = self.of_step(step)
+    def only(self, step: int, stop: int | None = None) -> "EpochPlan":
+        """One step, or those from `step` up to `stop`, as an epoch of its own."""
+        stop = step + 1 if stop is None else stop
+        work = slice(self.of_step(step).start, self.of_step(stop).start)
         parts = slice(int(self.offsets[work.start]), int(self.offsets[work.stop]))
         packing = self.packing and replace(
             self.packing,
@@ -121,7 +122,7 @@ class EpochPlan:
         )
         return replace(
             self,
-            steps=1,
+            steps=stop - step,
             step=self.step[work] - step,
             micro_batch=self.micro_batch[work],
             rank=self.rank[work],

@@ -11,6 +11,7 @@ import numpy as np
 
 from alload_jax.planning.cost import (
     SQUARES,
+    BandedCost,
     CostModel,
     QuadraticCost,
     computed_costs,
@@ -260,7 +261,8 @@ class StepMetrics(NamedTuple):
       imbalance: max/mean − 1 of cost over ranks.
       padding: computed tokens that belong to no sample, over all computed tokens.
       cost_terms: micro-batches, sequences, tokens and squares of its slowest rank, and the terms
-        of sparse layers if the cost model has them (`step_costs.micro_batch_terms`).
+        of sparse layers if the cost model has them (`step_costs.micro_batch_terms`), over its
+        speed as the plan knows it.
     """
 
     samples: int
@@ -282,11 +284,14 @@ def step_metrics(
       cost_model: the cost model.
       terms_of: the model whose `cost_terms` are wanted, if `cost_model` is not quadratic.
     """
-    part = plan.epoch_of_steps(step.epoch).only(plan.locate(step.index)[1])
-    [cost] = rank_costs(part, micro_batch_costs(part, cost_model))
+    found, within = plan.of_step(step.index)
+    part, revision = found.only(within), plan.revision(step.index)
+    speed = np.asarray((revision and revision.speed) or (1.0,) * part.ranks)
+    [cost] = rank_costs(part, micro_batch_costs(part, cost_model)) / speed
     slowest = part.rank == int(cost.argmax())
     model = cost_model if isinstance(cost_model, QuadraticCost) else terms_of
-    terms = micro_batch_terms(part, model)[slowest].sum(axis=0)
+    model = SQUARES if isinstance(model, BandedCost) else model
+    terms = micro_batch_terms(part, model)[slowest].sum(axis=0) / speed[cost.argmax()]
     tokens = int(part.part_tokens().sum())
     computed = int((part.rows * part.padded_len).sum())
     return StepMetrics(

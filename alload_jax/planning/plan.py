@@ -7,6 +7,7 @@ import threading
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -50,6 +51,20 @@ class Recalibration:
     cost: CostModel
 
 
+class Revision(NamedTuple):
+    """Measured times by which the steps of later windows are placed again.
+
+    Attributes:
+      step: the first step of the first of these windows.
+      cost: the cost model of a rank of speed 1.
+      speed: speed of each rank; empty where all are equal.
+    """
+
+    step: int
+    cost: CostModel
+    speed: tuple[float, ...] = ()
+
+
 class Beginning(NamedTuple):
     """Where a plan begins that goes on with other samples than the steps before it.
 
@@ -67,6 +82,8 @@ class Beginning(NamedTuple):
 _START = Beginning()
 _EPOCHS_KEPT = 2
 """Epochs whose plans stay in memory."""
+_WINDOW, _ROWS = 32, 1024
+"""Steps of a window, at least about so many, and rows of its ranks."""
 
 
 @waits("for the plan")
@@ -82,6 +99,7 @@ class Plan:
         starts: Sequence[int] = (0,),
         recalibrations: Sequence[Recalibration] = (),
         beginning: Beginning = _START,
+        revisions: Sequence[Revision] = (),
     ):
         """Plans with `policy` over `samples` for the ranks of `topology`.
 
@@ -93,6 +111,7 @@ class Plan:
           starts: first steps of the epochs from that of `beginning` on, as far as they are known.
           recalibrations: of the policy, in the order of their epochs.
           beginning: where it goes on from steps of other samples.
+          revisions: of windows of steps, in their order.
 
         Raises:
           InputError: the policy cannot place a sample, or cannot follow weights.
@@ -103,6 +122,7 @@ class Plan:
         self.seed = seed
         self.recalibrations = tuple(recalibrations)
         self.beginning = beginning
+        self.revisions = tuple(revisions)
         self._repeats = samples.repeats(seed)
         self.fixed_epoch_length = (
             not policy.packed
@@ -111,6 +131,7 @@ class Plan:
         )
         self._starts = list(starts) if not beginning.step else [beginning.step, *starts[1:]]
         self._planned: OrderedDict[tuple[int, bool], EpochPlan] = OrderedDict()
+        self._windows: OrderedDict[int, EpochPlan] = OrderedDict()
         self._planning = threading.RLock()
         if len(self._starts) == 1 and not beginning.step:
             self.epoch_of_steps(0)
@@ -126,7 +147,8 @@ class Plan:
     def __reduce__(self) -> tuple[type["Plan"], tuple[object, ...]]:
         """Pickles the plan's inputs and starts of epochs; the worker process plans again."""
         inputs = (self.samples, self.policy, self.topology, self.seed)
-        return Plan, (*inputs, tuple(self._starts), self.recalibrations, self.beginning)
+        changes = (self.recalibrations, self.beginning, self.revisions)
+        return Plan, (*inputs, tuple(self._starts), *changes)
 
     def recalibrated(self, epoch: int, cost: CostModel) -> "Plan":
         """The plan whose epochs from `epoch` on, 1 or later, follow another cost model.
@@ -142,7 +164,17 @@ class Plan:
             self._starts[: max(1, epoch - self.beginning.epoch + 1)],
             (*kept, Recalibration(epoch, cost)),
             self.beginning,
+            self.revisions,
         )
+
+    def revised(self, *revisions: Revision) -> "Plan":
+        """The plan with these revisions after its own.
+
+        Its windows hold the samples that they hold in this plan, in as many steps.
+        """
+        found = copy(self)
+        found.revisions, found._windows = (*self.revisions, *revisions), OrderedDict()
+        return found
 
     def beginning_at(self, beginning: Beginning) -> "Plan":
         """The plan that goes on from steps of other samples; in the next epoch, if this is over."""
@@ -150,17 +182,14 @@ class Plan:
         if counts is not None and not counts.any():
             beginning = Beginning(beginning.epoch + 1, beginning.step)
         inputs = (self.samples, self.policy, self.topology, self.seed)
-        return Plan(*inputs, (0,), self.recalibrations, beginning)
+        return Plan(*inputs, (0,), self.recalibrations, beginning, self.revisions)
 
     def done_before(self, index: int) -> tuple[int, np.ndarray]:
         """The epoch of step `index`, and [N] how often its earlier steps take each sample."""
         epoch, within = self.locate(index)
-        plan = self.epoch_of_steps(epoch)
-        upto = plan.of_step(within).start
-        first = int(plan.offsets[upto])
-        tokens = plan.part_tokens()[:first].astype(np.float64)
-        placed = np.bincount(plan.sample[:first], tokens, len(self.samples)) / self.samples.seq_len
-        done = np.rint(placed).astype(np.int64)
+        (window, last), whole = self.of_step(index), self.epoch_of_steps(epoch)
+        earlier = (whole.only(0, within - last), window.only(0, last))
+        done = np.rint(sum(map(times_placed, earlier))).astype(np.int64)
         before = self.beginning.done if epoch == self.beginning.epoch else None
         return epoch, done if before is None else done + before
 
@@ -173,6 +202,44 @@ class Plan:
         """The first step of the epoch that follows the one of step number `index`."""
         epoch, within = self.locate(index)
         return index - within + self.epoch_of_steps(epoch).steps
+
+    def window(self, index: int) -> range:
+        """The steps of the window of step number `index`: about 1,024 rows, 32 to 128 steps.
+
+        Windows divide each epoch evenly.
+        """
+        epoch, within = self.locate(index)
+        steps = self.epoch_of_steps(epoch).steps
+        usual = max(_WINDOW, min(4 * _WINDOW, _ROWS // self.topology.ranks))
+        count = max(1, round(steps / usual))
+        number, first = ((within + 1) * count - 1) // steps, index - within
+        return range(first + number * steps // count, first + (number + 1) * steps // count)
+
+    def revision(self, index: int) -> Revision | None:
+        """What the window of step number `index` is placed by; None for the epoch's plan."""
+        if not self.revisions:
+            return None
+        start = self.window(index).start
+        return next((each for each in reversed(self.revisions) if each.step <= start), None)
+
+    def of_step(self, index: int) -> tuple[EpochPlan, int]:
+        """The plan of the epoch, or window, that has step number `index`, and its place there."""
+        epoch, within = self.locate(index)
+        whole, revision = self.epoch_of_steps(epoch), self.revision(index)
+        if revision is None:
+            return whole, within
+        steps = self.window(index)
+        with self._planning:
+            if steps.start not in self._windows:
+                first = within - (index - steps.start)
+                part = whole.only(first, first + len(steps))
+                speed = np.asarray(revision.speed or (1.0,) * self.topology.ranks)
+                rng = np.random.default_rng([self.seed, 2, steps.start])
+                found = self.policy.place_again(part, self.topology, revision.cost, speed, rng)
+                self._windows[steps.start] = found
+                while len(self._windows) > _EPOCHS_KEPT:
+                    self._windows.popitem(last=False)
+            return self._windows[steps.start], index - steps.start
 
     def epoch(self, number: int) -> EpochPlan:
         """The plan of a whole epoch.
@@ -245,12 +312,11 @@ class Plan:
 
     def step(self, index: int) -> Step:
         """Step number `index`, counted from the start of training."""
-        epoch, within = self.locate(index)
-        plan = self.epoch_of_steps(epoch)
+        plan, within = self.of_step(index)
         place = plan.of_step(within)
         return Step(
             index=index,
-            epoch=epoch,
+            epoch=self.locate(index)[0],
             micro_batches=tuple(micro_batch(plan, w) for w in range(place.start, place.stop)),
         )
 
@@ -287,7 +353,7 @@ class Plan:
     def identity(self) -> dict[str, object]:
         """Everything that determines the steps, as JSON values; equal identities mean equal plans.
 
-        Recalibrations are no part of it, because they follow from the run.
+        Recalibrations and revisions are no part of it, because they follow from the run.
         The order of the first epoch is included because NumPy versions may shuffle differently.
         """
         policy = json.loads(json.dumps(asdict(self.policy)))  # type: ignore[call-overload]
