@@ -140,10 +140,10 @@ class Config:
                 f"checkpoint.keep_best is {self.checkpoint.keep_best}, but nothing is validated; "
                 "give validation.share or validation.folder"
             )
-        if self.run.epochs is not None and self.planning.recalibrate:
+        if self.run.epochs is not None and self.planning.recalibrate == "epoch":
             raise InputError(
-                f"run.epochs is {self.run.epochs}, but with planning.recalibrate the length of "
-                "later epochs is not known before; give run.steps, and null for run.epochs"
+                f"run.epochs is {self.run.epochs}, but with planning.recalibrate epoch the length "
+                "of later epochs is not known before; give run.steps, and null for run.epochs"
             )
         if self.run.steps is not None:
             learning_rate_schedule(self.optimizer, self.run.steps)  # checks that it fits

@@ -125,6 +125,7 @@ class StepLoader:
                 worker_init_fn=_start_worker,
             )
         self._iterator: Any = iter(dataset)
+        self._iterator.start_prefetch()
 
     def __iter__(self) -> Iterator[HostStep]:
         return self

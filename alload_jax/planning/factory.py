@@ -348,6 +348,8 @@ def choose_policy(
             continue
         if not packed and config.ranks_mode not in (None, mode):
             continue
+        if config.recalibrate and config.recalibrate not in find_policy(policy).recalibrates:
+            continue
         if mode == "independent" and (config.ranks or ranks) == 1:
             continue
         each = policy_config(config, name)

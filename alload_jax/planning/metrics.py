@@ -11,7 +11,6 @@ import numpy as np
 
 from alload_jax.planning.cost import (
     SQUARES,
-    BandedCost,
     CostModel,
     QuadraticCost,
     computed_costs,
@@ -274,7 +273,7 @@ class StepMetrics(NamedTuple):
 
 
 def step_metrics(
-    step: Step, plan: Plan, cost_model: CostModel, terms_of: QuadraticCost = SQUARES
+    step: Step, plan: Plan, cost_model: CostModel, terms_of: QuadraticCost | None = None
 ) -> StepMetrics:
     """Measures one step of a plan under a cost model.
 
@@ -282,15 +281,14 @@ def step_metrics(
       step: the step.
       plan: its plan.
       cost_model: the cost model.
-      terms_of: the model whose `cost_terms` are wanted, if `cost_model` is not quadratic.
+      terms_of: the model whose `cost_terms` are wanted; None for `cost_model`, if it is quadratic.
     """
     found, within = plan.of_step(step.index)
     part, revision = found.only(within), plan.revision(step.index)
     speed = np.asarray((revision and revision.speed) or (1.0,) * part.ranks)
     [cost] = rank_costs(part, micro_batch_costs(part, cost_model)) / speed
     slowest = part.rank == int(cost.argmax())
-    model = cost_model if isinstance(cost_model, QuadraticCost) else terms_of
-    model = SQUARES if isinstance(model, BandedCost) else model
+    model = terms_of or (cost_model if isinstance(cost_model, QuadraticCost) else SQUARES)
     terms = micro_batch_terms(part, model)[slowest].sum(axis=0) / speed[cost.argmax()]
     tokens = int(part.part_tokens().sum())
     computed = int((part.rows * part.padded_len).sum())

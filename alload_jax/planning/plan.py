@@ -81,7 +81,7 @@ class Beginning(NamedTuple):
 
 _START = Beginning()
 _EPOCHS_KEPT = 2
-"""Epochs whose plans stay in memory."""
+"""Epochs whose plans stay in memory, and half as many as windows."""
 _WINDOW, _ROWS = 32, 1024
 """Steps of a window, at least about so many, and rows of its ranks."""
 
@@ -167,13 +167,15 @@ class Plan:
             self.revisions,
         )
 
-    def revised(self, *revisions: Revision) -> "Plan":
-        """The plan with these revisions after its own.
+    def revised(self, revision: Revision) -> "Plan":
+        """The plan with a revision after its own, of which the last two are kept.
 
         Its windows hold the samples that they hold in this plan, in as many steps.
         """
         found = copy(self)
-        found.revisions, found._windows = (*self.revisions, *revisions), OrderedDict()
+        found.revisions = (*self.revisions[-2:], revision)
+        kept = ((first, plan) for first, plan in self._windows.items() if first < revision.step)
+        found._windows = OrderedDict(kept)
         return found
 
     def beginning_at(self, beginning: Beginning) -> "Plan":
@@ -237,7 +239,7 @@ class Plan:
                 rng = np.random.default_rng([self.seed, 2, steps.start])
                 found = self.policy.place_again(part, self.topology, revision.cost, speed, rng)
                 self._windows[steps.start] = found
-                while len(self._windows) > _EPOCHS_KEPT:
+                while len(self._windows) > 2 * _EPOCHS_KEPT:
                     self._windows.popitem(last=False)
             return self._windows[steps.start], index - steps.start
 

@@ -40,8 +40,9 @@ class PlanningConfig(FixedSettings, BalancedSettings):
                 f"planning.context is {self.context}, but {self.policy} splits no sample; "
                 f"choose planning.policy {' or '.join(splitting)}, or leave context at 1"
             )
-        if self.recalibrate and not any(policy.recalibrates for policy in policies):
-            able = [name for name in policy_names() if find_policy(name).recalibrates]
+        follows, names = self.recalibrate, policy_names()
+        if follows and not any(follows in policy.recalibrates for policy in policies):
+            able = [name for name in names if follows in find_policy(name).recalibrates]
             raise InputError(
                 f"planning.recalibrate is {self.recalibrate}, but the plan of {self.policy} does "
                 f"not follow step times; choose planning.policy {' or '.join(able)}, or leave "

@@ -3,8 +3,8 @@
 import base64
 import zlib
 from collections import deque
-from collections.abc import Callable, Generator, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import asdict, replace
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from alload_jax.planning.analytic import bytes_per_split_token, step_cost
 from alload_jax.planning.architecture import from_fields
 from alload_jax.planning.cost import (
     SQUARES,
+    BandedCost,
     CostFile,
     CostModel,
     QuadraticCost,
@@ -37,7 +38,7 @@ from alload_jax.planning.devices import DEVICES
 from alload_jax.planning.epoch import Step
 from alload_jax.planning.fit import CostFilter
 from alload_jax.planning.metrics import StepMetrics, step_metrics
-from alload_jax.planning.plan import Beginning, Plan
+from alload_jax.planning.plan import Beginning, Plan, Revision
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.processes import waits
 
@@ -114,12 +115,19 @@ _LAG = 2
 They are not used: a run continued from a checkpoint knows them, and must decide as others do."""
 
 
+_PROBES, _FEWEST_PROBES = 5, 3
+"""Measurements of the ranks' speeds that count, at most and at least."""
+UNLIKE = 0.03
+"""Relative difference of speed below which ranks count as equally fast."""
+
+
 class RunPlan:
     """The plan of a run, its step times and layers so far, and the cost models that follow.
 
     With `planning.recalibrate: epoch` the steps of an epoch are not read before the last epoch's
     steps are, because process 0 then decides on the cost model that plans it: the one fitted to the
-    step times, for the layers that have become sparse.
+    step times, for the layers that have become sparse. With `window` it decides on each window of
+    steps as the window before it begins, also by the speeds of the ranks.
 
     Attributes:
       plan: up to the epoch that is being read; where it was recalibrated, earlier epochs stay.
@@ -153,11 +161,14 @@ class RunPlan:
         """
         self.plan, self.planning = plan, planning
         self.costs = planning.costs() if costs is None else costs
-        self._every_epoch = planning.recalibrate == "epoch"
+        self._follows = planning.recalibrate
         self._predictor = planning.predictor(costs)
         self._cluster, self._excluded, self._manifest = cluster, excluded, manifest
         self._number = int if manifest is None else manifest.number
-        self._decided = 0  # the last epoch whose cost model is settled
+        # The last epoch, or first step of a window, whose cost model is settled.
+        self._decided = 0
+        # Seconds of each rank for the same work, for the last measurements.
+        self._probes: deque[list[float]] = deque(maxlen=_PROBES)
         self._sparse = model.sparse_attention if model else None
         # The layers that steps begin with, for the last steps.
         self._layers: deque[tuple[int, SparseLayers]] = deque(maxlen=_LAG + 2)
@@ -169,11 +180,14 @@ class RunPlan:
         # Rates of an assumed device are not compared with those of this one.
         measured = planning.cost_model or self._sparse
         if isinstance(self._predictor, QuadraticCost) and measured:
-            self._times = CostFilter(self._predictor)
-        elif self._every_epoch:
+            fitted = self._predictor
+            if self._follows == "window" and type(fitted) is QuadraticCost:
+                fitted = BandedCost.of(fitted, plan.samples.seq_len)
+            self._times = CostFilter(fitted)
+        elif self._follows:
             raise InputError(
-                "planning.recalibrate is epoch, but planning.cost_model predicts no seconds; give "
-                "the JSON of `alload calibrate`, or leave recalibrate out"
+                f"planning.recalibrate is {self._follows}, but planning.cost_model predicts no "
+                "seconds; give the JSON of `alload calibrate`, or leave recalibrate out"
             )
 
     @waits("for the loader to read its samples")
@@ -182,21 +196,45 @@ class RunPlan:
     ) -> Generator[HostStep, None, None]:
         """Reads the steps from `first` up to `stop`, ahead of training. Close the generator.
 
-        A collective operation at the end of an epoch, if it recalibrates.
+        A collective operation at the end of an epoch or window, if it recalibrates.
         """
-        while first < stop:
-            epoch, within = self.plan.locate(first)
-            if self._every_epoch and not within and epoch > self._decided:
-                self._recalibrate(epoch, first)
-            upto = min(stop, self.plan.end_of_epoch(first)) if self._every_epoch else stop
-            with StepLoader(self.plan, range(first, upto), collate, config) as loader:
-                yield from loader
-            first = upto
+        following: tuple[StepLoader, range, int] | None = None
+        windows = self._follows == "window"
+
+        def loader_of(first: int) -> tuple[StepLoader, range, int]:
+            """Of the steps from `first` up to where the plan may change, and that step."""
+            settled = self._settled(first) or stop
+            numbers = range(first, min(stop, settled))
+            return StepLoader(self.plan, numbers, collate, config), numbers, settled
+
+        try:
+            while first < stop:
+                epoch, within = self.plan.locate(first)
+                if self._follows == "epoch" and not within and epoch > self._decided:
+                    self._recalibrate(epoch, first)
+                following, (loader, numbers, settled) = None, following or loader_of(first)
+                with loader:
+                    if windows:  # wherever the run is to stop, so that it can go on
+                        self._revise(self.plan.window(first).start, settled)
+                    for number in numbers:
+                        if windows and number == max(first, settled - config.read_ahead):
+                            following = loader_of(settled) if settled < stop else None
+                        yield next(loader)
+                first = settled
+        finally:
+            if following:
+                following[0].close()
+
+    def _settled(self, first: int) -> int | None:
+        """The step up to which the plan cannot change once step `first` is read; None for all."""
+        if self._follows == "window":
+            return self.plan.window(first).stop
+        return self.plan.end_of_epoch(first) if self._follows else None
 
     def metrics(self, number: int) -> StepMetrics:
         """Figures of a step that are known before it runs, for the layers that it begins with."""
         step = self.plan.step(number)
-        model, layers = self._cost_model(step.epoch), self._layers_of(number)
+        model, layers = self._cost_model(number), self._layers_of(number)
         if layers and isinstance(model, SparseCost):
             model = model.at(layers)
         terms_of = SparseCost(0.0, 0.0, 0.0, layers=layers) if layers else SQUARES
@@ -220,9 +258,12 @@ class RunPlan:
           this one predicts for their layers, as a share of their time; None if it predicts no
           seconds.
         """
-        model = self._cost_model(self.plan.locate(number)[0])
+        model = self._cost_model(number)
         if self._times is None or not isinstance(model, QuadraticCost):
             return None
+        if isinstance(bands := self._times.model, BandedCost):
+            model = model if isinstance(model, BandedCost) else bands
+            cost_terms = step_metrics(self.plan.step(number), self.plan, model, bands).cost_terms
         self._pending.append((number, cost_terms, seconds))
         self._add_times(number + 1)
         return self._times.drift(model)
@@ -254,10 +295,18 @@ class RunPlan:
                 found["data"]["beginning"] = [begun.epoch, begun.step, values]
         if self._layers:
             found["layers"] = [[number, asdict(layers)] for number, layers in self._layers]
-        if self._every_epoch and self._times is not None:
+        if self._follows and self._times is not None:
             models = [[each.epoch, asdict(each.cost)] for each in self.plan.recalibrations]  # type: ignore[call-overload]
             found |= {"models": models, "decided": self._decided, "times": self._times.state()}
             found["pending"] = list(self._pending)
+            if self._follows == "window":
+                cost = [asdict(each.cost) for each in self.plan.revisions]  # type: ignore[call-overload]
+                found["revisions"] = [
+                    [each.step, fields, each.speed]
+                    for each, fields in zip(self.plan.revisions, cost, strict=True)
+                ]
+                found["probes"] = list(self._probes)
+                found["bands"] = getattr(self._times.model, "edges", ())
         return found or None
 
     def restore(self, state: Json | None, step: int) -> str:
@@ -276,9 +325,16 @@ class RunPlan:
         for epoch, fields in state["models"]:
             self.plan = self.plan.recalibrated(epoch, cost_of_fields(fields))
         self._decided = state["decided"]
+        if "bands" in state and isinstance(bands := self._times.model, BandedCost):
+            edges = tuple(state["bands"])  # other samples may have others
+            same = replace(bands, edges=edges, squares=(bands.c2,) * len(edges))
+            self._times = CostFilter(same)
         self._times.restore(state["times"])
         for number, terms, seconds in state.get("pending", ()):
             self._pending.append((number, tuple(terms), seconds))
+        for first, fields, speed in state.get("revisions", ()):
+            self.plan = self.plan.revised(Revision(first, cost_of_fields(fields), tuple(speed)))
+        self._probes.extend(state.get("probes", ()))
         return changes
 
     def _follow(self, data: Json, step: int) -> str:
@@ -315,8 +371,11 @@ class RunPlan:
         weight = self.plan.samples.weight
         return None if weight is None else _packed(np.rint(weight * 1e6))
 
-    def _cost_model(self, epoch: int) -> CostModel:
-        return self.plan.cost_model(epoch) or self._predictor
+    def _cost_model(self, number: int) -> CostModel:
+        """The model that plans a step."""
+        if revision := self.plan.revision(number):
+            return revision.cost
+        return self.plan.cost_model(self.plan.locate(number)[0]) or self._predictor
 
     def _layers_of(self, number: int) -> SparseLayers | None:
         """The layers that a step begins with, as far as they are known; None if always dense."""
@@ -331,18 +390,53 @@ class RunPlan:
         That is the fitted model if enough steps are timed, for the layers shortly before `first`.
         """
         self._decided = epoch
-        self._add_times(first)
-
-        def next_model() -> Json | None:
-            layers, times = self._layers_of(first - _LAG), self._times
-            fitted = times.fitted() if times and times.steps >= _LEAST_STEPS else None
-            if layers and isinstance(model := fitted or self._predictor, SparseCost):
-                return asdict(model.at(layers))
-            return asdict(fitted) if fitted else None
-
-        found = self._cluster.broadcast(next_model)
-        if found is not None and (model := cost_of_fields(found)) != self._cost_model(epoch):
+        found = self._cluster.broadcast(lambda: self._next_model(first))
+        if found is not None and (model := cost_of_fields(found)) != self._cost_model(first):
             self.plan = self.plan.recalibrated(epoch, model)
+
+    def _next_model(self, first: int) -> Json | None:
+        """Fields of the model that follows from the steps before `first`; None for the old one."""
+        self._add_times(first)
+        layers, times = self._layers_of(first - _LAG), self._times
+        fitted = times.fitted() if times and times.steps >= _LEAST_STEPS else None
+        if layers and isinstance(model := fitted or self._predictor, SparseCost):
+            return asdict(model.at(layers))
+        return asdict(fitted) if fitted else None
+
+    def _revise(self, first: int, following: int) -> None:
+        """As the window of step `first` begins: by what the window after it is placed."""
+        if following <= self._decided:
+            return
+        self._decided = following
+
+        def revision() -> Json | None:
+            model, speed = self._next_model(first), self.speeds()
+            return {"cost": model, "speed": speed} if model or speed else None
+
+        found = self._cluster.broadcast(revision)
+        if found is None:
+            return
+        model = cost_of_fields(found["cost"]) if found["cost"] else self._cost_model(first)
+        new, old = Revision(following, model, tuple(found["speed"])), self.plan.revision(first)
+        if old is None or old[1:] != new[1:]:
+            self.plan = self.plan.revised(new)
+
+    def add_probe(self, seconds: Sequence[float]) -> None:
+        """Adds what each rank of the plan took for the same work, measured between two steps."""
+        self._probes.append(list(seconds))
+
+    def speeds(self) -> list[float]:
+        """The speed of each rank beside the median rank's, by the last measurements.
+
+        It is the median over them, in hundredths. Empty while there are too few, and where all are
+        about equal.
+        """
+        if len(self._probes) < _FEWEST_PROBES:
+            return []
+        seconds = np.asarray(self._probes)
+        speed = np.median(np.median(seconds, axis=1, keepdims=True) / seconds, axis=0)
+        speed = np.where(np.abs(speed - 1) < UNLIKE, 1.0, np.maximum(speed.round(2), 0.01))
+        return [] if (speed == 1).all() else speed.tolist()
 
     def _add_times(self, next_step: int) -> None:
         """Takes over the times of all steps but the last ones before `next_step`."""

@@ -20,6 +20,7 @@ from alload_jax.models.wan.transformer import WanConfig
 from alload_jax.planning.analytic import step_cost
 from alload_jax.planning.architecture import from_fields
 from alload_jax.planning.cost import (
+    BandedCost,
     CostFile,
     QuadraticCost,
     SparseCost,
@@ -29,6 +30,7 @@ from alload_jax.planning.cost import (
 )
 from alload_jax.planning.devices import DEVICES
 from alload_jax.planning.factory import make_plan
+from alload_jax.planning.policies.windows import step_times
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.planning.workloads import make_workload
 from alload_jax.training.run_plan import RunPlan, first_layers, run_costs, sparse_layers
@@ -96,6 +98,82 @@ def test_epochs_after_the_first_are_planned_by_the_fitted_model(planning):
     seconds = float(np.dot(terms, coefficients(TRUE)))
     assert abs(run.drift(number, terms, seconds)) < 0.1
     assert run.metrics(number).predicted_cost == pytest.approx(seconds, rel=0.15)
+
+
+LONGER = 30_000
+"""Tokens of samples whose attention takes three times as long as planned."""
+SLOW = (1.0, 0.8, 1.0, 1.0)
+
+
+def train_unlike(run, first, stop):
+    """As `train`, with long samples and a rank that are slower than planned, as is measured."""
+    true = BandedCost(**vars(PLANNED), edges=(LONGER,), squares=(3 * PLANNED.c2,))
+    found, seconds = [], []
+    for step in run.steps(first, stop, lambda step: step, LoaderConfig()):
+        window, within = run.plan.of_step(step.index)
+        seconds.append(float(step_times(window.only(within), true, np.array(SLOW))[0]))
+        run.drift(step.index, run.metrics(step.index).cost_terms, seconds[-1])
+        run.add_probe([1 / speed for speed in SLOW])
+        found.append([part.samples for part in step.micro_batches])
+    return found, seconds
+
+
+@pytest.fixture
+def short_windows(monkeypatch):
+    monkeypatch.setattr("alload_jax.planning.plan._ROWS", 0)
+
+
+@pytest.mark.usefixtures("short_windows")
+def test_windows_follow_the_times_and_speeds_that_are_measured(planning):
+    run = run_plan(planning(recalibrate="window"), 2400, 4)
+    base, each = run.plan, run.plan.steps_per_epoch
+    assert each > 2 * len(base.window(0))
+    steps, seconds = train_unlike(run, 0, 2 * each)
+    first = len(base.window(0))
+    assert steps[:first] == samples_of(base, 0, first)
+    assert len(run.plan.revisions) <= 3
+    for number in range(2):  # every epoch holds each sample once, in as many steps
+        placed = [n for step in steps[number * each :][:each] for part in step for n in part]
+        assert sorted(placed) == list(range(2400))
+    assert base.first_step(2) == run.plan.first_step(2) == base.end_of_epoch(each)
+    unmoved, before = train_unlike(run_plan(planning(recalibrate=None), 2400, 4), 0, 2 * each)
+    assert unmoved == samples_of(base, 0, 2 * each)
+    assert sum(seconds[each:]) < 0.92 * sum(before[each:])
+    assert run.plan.revision(2 * each - 1).speed == SLOW
+    assert abs(run.drift(2 * each - 1, (), seconds[-1])) < 0.1
+
+
+@pytest.mark.usefixtures("short_windows")
+def test_a_run_whose_windows_follow_times_continues_with_the_same_steps(planning):
+    config = planning(recalibrate="window")
+    whole = run_plan(config, 1600, 4)
+    stop, first = whole.plan.first_step(2), whole.plan.window(0).stop
+    end = whole.plan.window(first).stop
+    steps, _ = train_unlike(whole, 0, stop)
+    for cut in (first - 1, first, end + 5):
+        before = run_plan(config, 1600, 4)
+        assert train_unlike(before, 0, cut)[0] == steps[:cut]
+        after = resumed(before, run_plan(config, 1600, 4))
+        assert after.state(0) == before.state(0)
+        assert train_unlike(after, cut, stop)[0] == steps[cut:]
+        assert after.plan.revisions == whole.plan.revisions
+
+
+@pytest.mark.parametrize(
+    ("probes", "found"),
+    [
+        ([[1, 1, 2]] * 2, []),
+        ([[1, 1, 1.02]] * 3, []),
+        ([[1, 1, 2], [1, 1, 2], [9, 1, 1]], [1, 1, 0.5]),
+        ([[3, 3, 3]] * 9 + [[1, 1, 0.5]] * 3, [1, 1, 2]),
+        ([[1, 1, 1e9]] * 3, [1, 1, 0.01]),
+    ],
+)
+def test_speeds_of_ranks_are_medians_of_the_last_measurements(planning, probes, found):
+    run = run_plan(planning())
+    for seconds in probes:
+        run.add_probe(seconds)
+    assert run.speeds() == found
 
 
 def test_without_recalibration_step_times_change_nothing(planning):

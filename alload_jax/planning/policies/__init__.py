@@ -32,7 +32,7 @@ class PolicyTraits:
       splits_samples: it can split a sample over `planning.context` ranks.
       has_m_comp: it can bound the cost of a micro-batch by `planning.m_comp`.
       m_comp_by_default: it does so even where `planning.m_comp` is not given.
-      recalibrates: step times can correct its cost model between epochs.
+      recalibrates: values of `planning.recalibrate` that it can follow.
       has_options: it reads `planning.options`.
       config: what its `from_config` reads beyond the keys of built-in policies: a frozen dataclass
         that extends `PlanningConfig`; None for nothing.
@@ -44,7 +44,7 @@ class PolicyTraits:
     splits_samples: ClassVar[bool] = False
     has_m_comp: ClassVar[bool] = False
     m_comp_by_default: ClassVar[bool] = False
-    recalibrates: ClassVar[bool] = False
+    recalibrates: ClassVar[tuple[str, ...]] = ()
     has_options: ClassVar[bool] = False
     config: ClassVar[type | None] = None
     required: ClassVar[tuple[str, ...]] = ("m_mem",)

@@ -99,7 +99,7 @@ class Balanced(Policy):
     packed: ClassVar[bool] = True
     splits_samples: ClassVar[bool] = True
     has_m_comp: ClassVar[bool] = True
-    recalibrates: ClassVar[bool] = True
+    recalibrates: ClassVar[tuple[str, ...]] = ("epoch", "window")
 
     m_mem: int
     cost: CostModel

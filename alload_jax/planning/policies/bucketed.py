@@ -350,7 +350,7 @@ class Sorted(EqualTokens):
     """
 
     name: ClassVar[str] = "sorted"
-    recalibrates: ClassVar[bool] = True
+    recalibrates: ClassVar[tuple[str, ...]] = ("epoch",)
 
     cost: CostModel
 

@@ -100,7 +100,9 @@ class PlanSettings:
         splitting; plain all-to-alls between H200s of one host reach 76 GB/s.
       recalibrate: epoch fits the cost model to the step times of the run before each epoch, and
         plans the epoch by it, for the layers whose attention is sparse by then, with the same
-        programs; null plans all epochs by `cost_model` and the layers of the first step.
+        programs; window does so before every 32 to 128 steps, also for the measured speeds of
+        ranks, and moves the samples of these steps alone; null plans all epochs by `cost_model`
+        and the layers of the first step.
       options: settings of a registered policy that has options.
     """
 
@@ -116,14 +118,14 @@ class PlanSettings:
     foreign_cost_model: bool = False
     context: int | Literal["auto"] = 1
     link_bandwidth: float = 76e9
-    recalibrate: Literal["epoch"] | None = None
+    recalibrate: Literal["epoch", "window"] | None = None
     options: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         choices = {
             "policy": (self.policy,) if ":" in str(self.policy) else (AUTO, *policy_names()),
             "ranks_mode": (None, *get_args(RanksMode)),
-            "recalibrate": (None, "epoch"),
+            "recalibrate": (None, "epoch", "window"),
         }
         for name, known in choices.items():
             if getattr(self, name) not in known:
@@ -291,7 +293,7 @@ class Policy(PolicyTraits, ABC):
     def recalibrated(self, cost: CostModel) -> "Policy":
         """The policy with another cost model; its plans need no other programs.
 
-        Policies whose trait `recalibrates` is set define it.
+        Policies whose trait `recalibrates` has epoch define it.
 
         Raises:
           NotImplementedError: the policy has no cost model that can change.
@@ -319,7 +321,7 @@ class Policy(PolicyTraits, ABC):
           As many steps of the same samples, for the same programs; `part` where none wait less.
 
         Raises:
-          NotImplementedError: the policy leaves its samples where they are.
+          NotImplementedError: the policy's trait `recalibrates` lacks window.
         """
         raise NotImplementedError(f"policy {self.name} cannot place samples again")
 
