@@ -47,9 +47,10 @@ from alload_jax.report.summary import (
 )
 from alload_jax.run.prepare import make_collator, plan_run, read_data
 from alload_jax.sampling.samples import SampleWriter
-from alload_jax.sharding.mesh import group_meshes, make_mesh
+from alload_jax.sharding.mesh import group_meshes, make_mesh, ranks_of
 from alload_jax.training import EXPERTS, RunConfig
 from alload_jax.training.callbacks import Callback, CallbackContext
+from alload_jax.training.callbacks.speeds import DeviceProbe, DeviceSpeeds
 from alload_jax.training.callbacks.telemetry import LayerLog, Telemetry
 from alload_jax.training.callbacks.validating import Checkpointing, Drawing, Evaluation, Validating
 from alload_jax.training.callbacks.watchdog import Watchdog
@@ -381,10 +382,14 @@ def train(
             most_bad = config.data.loader.max_bad_records
             schedule = learning_rate_schedule(config.optimizer, total)
             every, progress = config.sampling.every, writer.progress(start)
+            unlike = ranks_of(mesh) > 1 and mesh.devices.flat[0].platform != "cpu"  # share cores
+            probe = DeviceProbe(mesh, cluster) if unlike else None
             callbacks: list[Callback] = [
                 watchdog,
                 Telemetry(run_plan, schedule, log, tracker, bad_records, most_bad, bar, guard),
                 LayerLog(folder, config.model, start),
+                # Before the state is saved, which then has what they found.
+                *([DeviceSpeeds(run_plan, mesh, cluster, probe)] if probe else []),
                 checkpointing,
                 *([validating] if validating else []),
                 Drawing(writer, every, tracker, progress),

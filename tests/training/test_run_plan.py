@@ -5,6 +5,7 @@ import json
 import pickle
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 
@@ -33,6 +34,9 @@ from alload_jax.planning.factory import make_plan
 from alload_jax.planning.policies.windows import step_times
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.planning.workloads import make_workload
+from alload_jax.sharding.mesh import MeshConfig, make_mesh
+from alload_jax.training.callbacks import speeds
+from alload_jax.training.callbacks.speeds import DeviceSpeeds
 from alload_jax.training.run_plan import RunPlan, first_layers, run_costs, sparse_layers
 
 PLANNED = QuadraticCost(0.05, 1.7e-5, 1.0e-9, 5e-4)
@@ -430,3 +434,55 @@ def test_a_folder_whose_captions_have_all_changed_is_that_of_the_checkpoint():
     assert run_of(first, weight=np.where(first < 9, 2.0, 1.0)).restore(again, 3) == ""
     del state["data"]["weights"]  # of an old version
     assert run_of(first, weight=np.full(60, 2.0)).restore(state, 2) == ""
+
+
+class Cluster2(Cluster):
+    """Two processes, of which the other one has gathered what it is told."""
+
+    def __init__(self, other):
+        super().__init__()
+        self.other = other
+
+    def all_gather(self, value):
+        return [value, self.other]
+
+
+def test_slow_devices_are_found_and_named_once(planning, capsys):
+    """Ranks are those of the plan, whichever process has their devices."""
+    run = run_plan(planning(recalibrate="window", ranks=8), ranks=8)
+    devices = [SimpleNamespace(id=n, process_index=n // 2 % 2) for n in range(8)]
+    sizes = {"data": 4, "fsdp": 1, "context": 1, "tensor": 2}
+    mesh = SimpleNamespace(devices=np.array(devices).reshape(4, 1, 1, 2), shape=sizes)
+    now = [0.0]
+    cluster = Cluster2([0.05, 0.1, 1.0, 1.0, 1.0, 1.25])  # device 7 is slow
+
+    def probe():
+        now[0] += 0.01
+        return [1.0] * 4
+
+    found = DeviceSpeeds(run, mesh, cluster, probe, lambda: now[0])
+    loop = SimpleNamespace(done=5)
+    found.on_start(loop)
+    measured = []
+    for loop.done in range(5, 3000):
+        now[0] += 0.1
+        if found.due(loop):
+            found.act(loop)
+            measured.append(loop.done)
+    assert measured[0] == 5 + 32
+    assert set(np.diff(measured)) == {500}  # of 0.1 s, of which 0.05 s are a thousandth
+    assert run.speeds() == [1, 1, 1, 1, 1, 1, 0.8, 0.8]
+    said = capsys.readouterr().err
+    assert said.count("warning") == said.count("\n") == 1
+    assert "rank 6 (device 6 of process 1) takes 25% longer" in said
+    assert "rows are planned to that" in said
+
+
+def test_devices_do_the_same_work_each_by_itself(monkeypatch):
+    monkeypatch.setattr(speeds, "_WIDTH", 32)
+    mesh = make_mesh(MeshConfig(data=jax.device_count()))
+    measured = speeds.DeviceProbe(mesh, Cluster())
+    for _ in range(2):
+        found = measured()
+        assert len(found) == jax.device_count()
+        assert min(found) > 0
