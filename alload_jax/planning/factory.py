@@ -366,6 +366,11 @@ def choose_policy(
             first_step = costs.first_step_seconds(programs_of(epoch))
             time = length.seconds(time, max(1, round(share * epoch.steps)), first_step)
         found.append((time, each))
+    if not found and not refusals and config.recalibrate == "window":
+        raise InputError(
+            "planning.recalibrate is window, which needs packed rows, and they don't run here; "
+            "give epoch, or leave it out"
+        )
     if not found and not refusals:
         raise InputError(
             f"planning.ranks_mode is {config.ranks_mode}, but one rank, or devices of one shape "

@@ -29,6 +29,7 @@ from alload_jax.planning.epoch import (
 )
 from alload_jax.planning.policies.bucketed import Bucketed
 from alload_jax.planning.policies.policy import Policy, RankTopology
+from alload_jax.planning.policies.windows import place_again
 from alload_jax.planning.samples import Samples, digest
 from alload_jax.processes import waits
 
@@ -168,7 +169,7 @@ class Plan:
         )
 
     def revised(self, revision: Revision) -> "Plan":
-        """The plan with a revision after its own, of which the last two are kept.
+        """The packed plan with a revision after its own, of which the last two are kept.
 
         Its windows hold the samples that they hold in this plan, in as many steps.
         """
@@ -237,7 +238,7 @@ class Plan:
                 part = whole.only(first, first + len(steps))
                 speed = np.asarray(revision.speed or (1.0,) * self.topology.ranks)
                 rng = np.random.default_rng([self.seed, 2, steps.start])
-                found = self.policy.place_again(part, self.topology, revision.cost, speed, rng)
+                found = place_again(part, self.policy, self.topology, revision.cost, speed, rng)
                 self._windows[steps.start] = found
                 while len(self._windows) > 2 * _EPOCHS_KEPT:
                     self._windows.popitem(last=False)

@@ -300,10 +300,9 @@ class RunPlan:
             found |= {"models": models, "decided": self._decided, "times": self._times.state()}
             found["pending"] = list(self._pending)
             if self._follows == "window":
-                cost = [asdict(each.cost) for each in self.plan.revisions]  # type: ignore[call-overload]
                 found["revisions"] = [
-                    [each.step, fields, each.speed]
-                    for each, fields in zip(self.plan.revisions, cost, strict=True)
+                    [first, asdict(cost), speed]  # type: ignore[call-overload]
+                    for first, cost, speed in self.plan.revisions
                 ]
                 found["probes"] = list(self._probes)
                 found["bands"] = getattr(self._times.model, "edges", ())

@@ -27,7 +27,7 @@ from alload_jax.planning.policies.grouping import EMPTY, SampleBounds, Units, gr
 from alload_jax.planning.policies.packed import MOST_CORRELATION, FirstFit, first_fit_decreasing
 from alload_jax.planning.policies.policy import RankTopology, makespan
 from alload_jax.planning.policies.splitting import UNPLACED, Bins, assign_greedily, target_load
-from alload_jax.planning.policies.windows import step_times
+from alload_jax.planning.policies.windows import place_again, step_times
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.planning.workloads import make_workload
 
@@ -157,7 +157,7 @@ def test_every_packed_plan_keeps_its_promises_and_depends_on_its_seed_alone(case
     plans = [policy.plan_epoch(samples, topology, rng(seed + epoch)) for epoch in range(2)]
     if isinstance(policy, Balanced):  # and if its ranks are found to be of unlike speed
         speed = rng(seed).uniform(0.7, 1.3, topology.ranks)
-        again = [policy.place_again(plans[0], topology, WAN, speed, rng()) for _ in range(2)]
+        again = [place_again(plans[0], policy, topology, WAN, speed, rng()) for _ in range(2)]
         plans.insert(0, again[0])
         assert (again[0].sample == again[1].sample).all()
         assert (again[0].packing.offset == again[1].packing.offset).all()

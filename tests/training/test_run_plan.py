@@ -30,7 +30,7 @@ from alload_jax.planning.cost import (
     write_cost_file,
 )
 from alload_jax.planning.devices import DEVICES
-from alload_jax.planning.factory import make_plan
+from alload_jax.planning.factory import choose_policy, make_plan
 from alload_jax.planning.policies.windows import step_times
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.planning.workloads import make_workload
@@ -215,13 +215,27 @@ def test_a_recalibrated_plan_needs_no_other_programs(planning):
     np.testing.assert_array_equal(again.epoch(2).sample, changed.epoch(2).sample)
 
 
-def test_plans_that_cannot_be_recalibrated_are_refused():
-    config = PlanningConfig("balanced", m_mem=90_000, recalibrate="epoch")
-    with pytest.raises(InputError, match=r"planning\.cost_model predicts no seconds"):
+@pytest.mark.parametrize(
+    ("mode", "others"),
+    [("epoch", ("equal_tokens", "first_fit")), ("window", ("sorted", "first_fit"))],
+)
+def test_plans_that_cannot_be_recalibrated_are_refused(mode, others, planning):
+    config = PlanningConfig("balanced", m_mem=90_000, recalibrate=mode)
+    with pytest.raises(
+        InputError, match=rf"is {mode}, but planning\.cost_model predicts no seconds"
+    ):
         run_plan(config)
-    for policy in ("equal_tokens", "first_fit"):
+    for policy in others:
         with pytest.raises(InputError, match=f"the plan of {policy} does not follow .* balanced"):
-            PlanningConfig(policy, m_mem=100, recalibrate="epoch")
+            PlanningConfig(policy, m_mem=100, recalibrate=mode)
+    auto, samples = planning(policy="auto", recalibrate=mode), make_workload("wan-480p", 40)
+    choose = partial(choose_policy, auto, lambda _: samples, 2, auto.costs())
+    assert choose(packs=True).config.policy == "balanced"
+    if mode == "epoch":
+        assert choose(packs=False).config.policy == "sorted"
+    else:
+        with pytest.raises(InputError, match=r"window, which needs packed rows.* give epoch"):
+            choose(packs=False)
 
 
 # ---------------------------------------------------------------- layers with sparse attention

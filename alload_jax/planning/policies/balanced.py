@@ -23,7 +23,6 @@ from alload_jax.planning.policies.packed import (
 )
 from alload_jax.planning.policies.policy import MOST, Policy, RankTopology, predicted_time
 from alload_jax.planning.policies.splitting import SplitRule, allowed_split_sizes
-from alload_jax.planning.policies.windows import place_again
 from alload_jax.planning.samples import Samples
 
 _FEWEST_SAMPLES = 8192
@@ -219,19 +218,6 @@ class Balanced(Policy):
         epoch = PackedEpochBuilder(shape, topology, samples.seq_len)
         epoch.place(samples.shuffled(rng), footprint, steps * step_tokens, planner.place)
         return epoch.finish(rng)
-
-    @override
-    def place_again(
-        self,
-        part: EpochPlan,
-        topology: RankTopology,
-        cost: CostModel,
-        speed: np.ndarray,
-        rng: np.random.Generator,
-    ) -> EpochPlan:
-        spread = self.sample_spread or np.inf
-        bounded = self.m_comp is not None
-        return place_again(part, topology, cost, speed, rng, spread, keep_rows=bounded)
 
     def m_comp_measure(self, seq_len: np.ndarray) -> np.ndarray:
         """Cost of a row that holds one sample; see `Policy.m_comp_measure`."""

@@ -300,31 +300,6 @@ class Policy(PolicyTraits, ABC):
         """
         raise NotImplementedError(f"policy {self.name} cannot be recalibrated")
 
-    def place_again(
-        self,
-        part: EpochPlan,
-        topology: RankTopology,
-        cost: CostModel,
-        speed: np.ndarray,
-        rng: np.random.Generator,
-    ) -> EpochPlan:
-        """Some steps of an epoch with their samples in other places, for times that were measured.
-
-        Args:
-          part: whole steps, numbered from 0.
-          topology: ranks and steps.
-          cost: the cost model of a rank of speed 1.
-          speed: [ranks] float64, above 0.
-          rng: decides where there is a choice.
-
-        Returns:
-          As many steps of the same samples, for the same programs; `part` where none wait less.
-
-        Raises:
-          NotImplementedError: the policy's trait `recalibrates` lacks window.
-        """
-        raise NotImplementedError(f"policy {self.name} cannot place samples again")
-
     @abstractmethod
     def plan_epoch(
         self, samples: Samples, topology: RankTopology, rng: np.random.Generator

@@ -14,7 +14,7 @@ import numpy as np
 from alload_jax.planning.cost import CostModel, marginal_cost, micro_batch_costs, rank_costs
 from alload_jax.planning.epoch import EpochPlan, Packing, RowShape, number_repetitions
 from alload_jax.planning.policies.packed import PackedEpochBuilder, PlacedSteps
-from alload_jax.planning.policies.policy import RankTopology
+from alload_jax.planning.policies.policy import Policy, RankTopology
 
 _WORTH = 0.001
 """Share of the time that other places must save."""
@@ -28,12 +28,11 @@ _SUBSETS = (np.arange(2**_ITEMS)[:, None] >> np.arange(_ITEMS)) & 1
 
 def place_again(
     part: EpochPlan,
+    policy: Policy,
     topology: RankTopology,
     cost: CostModel,
     speed: np.ndarray,
     rng: np.random.Generator,
-    spread: float = np.inf,
-    keep_rows: bool = False,
 ) -> EpochPlan:
     """The window with its samples in other places, where ranks are predicted to wait less.
 
@@ -42,14 +41,18 @@ def place_again(
 
     Args:
       part: whole steps of a packed plan, numbered from 0.
+      policy: its own. No more steps than before are outside its `sample_spread`, and with an M_comp
+        rows keep their samples.
       topology: the ranks and micro-batches of a step.
       cost: predicts what a rank of speed 1 takes.
       speed: [ranks] float64 above 0, speed of each rank.
       rng: decides where there is a choice.
-      spread: no more steps than before hold over so many times the mean number of samples, or
-        under the mean over it.
-      keep_rows: whether rows change their ranks and steps alone, and not their samples.
+
+    Returns:
+      As many steps of the same samples, for the same programs; `part` where none wait less.
     """
+    spread = getattr(policy, "sample_spread", None) or np.inf
+    keep_rows = getattr(policy, "m_comp", None) is not None
     rows, context = np.arange(len(part.rows)), _packing(part).context
     costs = micro_batch_costs(part, cost).reshape(len(rows) // part.ranks, -1, context).max(axis=2)
     groups = np.arange(costs.size).reshape(costs.shape)  # of ranks that share split samples
