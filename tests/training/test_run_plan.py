@@ -461,7 +461,7 @@ class Cluster2(Cluster):
         return [value, self.other]
 
 
-def test_slow_devices_are_found_and_named_once(planning, capsys):
+def test_slow_devices_are_found_and_named_once(planning, capsys, monkeypatch):
     """Ranks are those of the plan, whichever process has their devices."""
     run = run_plan(planning(recalibrate="window", ranks=8), ranks=8)
     devices = [SimpleNamespace(id=n, process_index=n // 2 % 2) for n in range(8)]
@@ -474,7 +474,8 @@ def test_slow_devices_are_found_and_named_once(planning, capsys):
         now[0] += 0.01
         return [1.0] * 4
 
-    found = DeviceSpeeds(run, mesh, cluster, probe, lambda: now[0])
+    monkeypatch.setattr(speeds, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    found = DeviceSpeeds(run, mesh, cluster, probe)
     loop = SimpleNamespace(done=5)
     found.on_start(loop)
     measured = []

@@ -7,7 +7,7 @@ it cheaper rows of the window, and `_exchange` moves samples between the ranks o
 
 import math
 from bisect import bisect_right
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -149,8 +149,8 @@ def _moved(
         load = np.bincount(row[whole], weights=weight, minlength=len(source))
         fixed, taken = micro_batch_costs(part, cost)[source] - load, packing.split_tokens[source]
         tokens = packing.footprint(packing.tokens[whole])
-        rows = _Rows(row[whole], weight, tokens, fixed, packing.capacity - taken, packing.segments)
-        row[whole] = rows.exchange(speed, rng)
+        rows = (fixed, packing.capacity - taken, packing.segments)
+        row[whole] = _exchange(row[whole], weight, tokens, *rows, speed, rng)
     shape = RowShape(**{name: getattr(packing, name) for name in RowShape.__dataclass_fields__})
     epoch = PackedEpochBuilder(shape, topology, part.seq_len)
     epoch.add(
@@ -173,87 +173,78 @@ def _moved(
     return replace(found, counts=part.counts, repetition=repetition)
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """Samples in rows, by turns of ranks.
+def _exchange(
+    row: np.ndarray,
+    weight: np.ndarray,
+    tokens: np.ndarray,
+    fixed: np.ndarray,
+    room: np.ndarray,
+    slots: int,
+    speed: np.ndarray,
+    rng: np.random.Generator,
+) -> np.ndarray:
+    """Divides samples of a turn's slowest rank and of another one anew, again and again.
 
-    Attributes:
-      row: [N] int64, the row of each sample.
-      weight: [N] float64, its marginal cost.
-      tokens: [N] int64, that it takes.
-      fixed: [B] float64, what each row costs without these samples.
-      room: [B] int64, tokens of each row.
+    Args:
+      row, weight, tokens: [N], the row of each sample, its marginal cost, and what it takes there.
+      fixed, room: [B], what each row costs without these samples, and its tokens.
       slots: most samples of a row.
+      speed: [ranks].
+      rng: chooses the other rank, and samples.
+
+    Returns:
+      [N] int64, the row of each sample; no turn takes longer than before.
     """
-
-    row: np.ndarray
-    weight: np.ndarray
-    tokens: np.ndarray
-    fixed: np.ndarray
-    room: np.ndarray
-    slots: int
-
-    def exchange(self, speed: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """Divides samples of a turn's slowest rank and of another one anew, again and again.
-
-        Args:
-          speed: [ranks].
-          rng: chooses the other rank, and samples.
-
-        Returns:
-          [N] int64, the row of each sample; no turn takes longer than before.
-        """
-        ranks, count = len(speed), np.bincount(self.row, minlength=len(self.fixed))
-        turns, width = len(self.fixed) // ranks, max(_ITEMS, self.slots, int(count.max()))
-        # Whole numbers, so that sums of floats are exact and equal on all machines.
-        unit = 2.0 ** (math.frexp(float(self.weight.sum()))[1] - 45)
-        values = np.stack([np.rint(self.weight / unit), self.tokens, np.ones(len(self.row))])
-        values = np.concatenate([values, np.zeros((3, 1))], axis=1)  # the last one is no sample
-        totals = np.stack([np.bincount(self.row, each[:-1], len(count)) for each in values])
-        order = np.argsort(self.row, kind="stable")
-        within = np.arange(len(order)) - (np.cumsum(count) - count)[self.row[order]]
-        items = np.full((len(count), width), -1)
-        items[self.row[order], within] = order
-        each, subsets = np.arange(turns), _SUBSETS.T.astype(np.float64)
-        for _ in range(min(32 * ranks, _MOST_SWEEPS) if ranks > 1 else 0):
-            time = ((self.fixed + totals[0] * unit).reshape(turns, ranks)) / speed
-            slowest = time.argmax(axis=1)
-            others = np.where(rng.random((turns, 1)) < 0.5, time, rng.random(time.shape))
-            others[each, slowest] = np.inf
-            of_pair = np.stack([slowest, others.argmin(axis=1)], axis=1)
-            pair = each[:, None] * ranks + of_pair
-            both = items[pair].reshape(turns, -1)
-            drawn = np.where(both >= 0, rng.random(both.shape), 2.0)
-            chosen = np.argsort(drawn, axis=1, kind="stable")[:, :_ITEMS]
-            item = np.take_along_axis(both, chosen, axis=1)
-            of_item = values[:, item]  # [3, turns, items]
-            kept = totals[:, pair]  # [3, turns, 2]
-            mine = chosen < width
-            kept = kept - np.stack([(of_item * mine).sum(-1), (of_item * ~mine).sum(-1)], -1)
-            first = kept[..., :1] + of_item @ subsets  # [3, turns, subsets]
-            second = kept[..., 1:] + of_item.sum(-1, keepdims=True) - of_item @ subsets
-            fits = (first[1] <= self.room[pair[:, :1]]) & (second[1] <= self.room[pair[:, 1:]])
-            fits &= np.maximum(first[2], second[2]) <= self.slots
-            times = [
-                (self.fixed[pair[:, n], None] + load * unit) / speed[of_pair[:, n], None]
-                for n, load in enumerate((first[0], second[0]))
-            ]
-            after = np.where(fits, np.maximum(*times), np.inf)
-            best = after.argmin(axis=1)
-            better = np.flatnonzero(after[each, best] * _EXACT < time[each, slowest])
-            goes = np.repeat([[0, 1]], width, axis=1).repeat(turns, axis=0)
-            np.put_along_axis(goes, chosen, 1 - _SUBSETS[best], axis=1)
-            for member, total in enumerate((first, second)):
-                kept_here = (both >= 0) & (goes == member)
-                left = np.argsort(~kept_here, axis=1, kind="stable")[:, :width]
-                held = np.where(
-                    np.take_along_axis(kept_here, left, axis=1),
-                    np.take_along_axis(both, left, axis=1),
-                    -1,
-                )
-                items[pair[better, member]] = held[better]
-                totals[:, pair[better, member]] = total[:, better, best[better]]
-        found = np.empty_like(self.row)
-        row, _ = np.nonzero(items >= 0)
-        found[items[items >= 0]] = row
-        return found
+    ranks, count = len(speed), np.bincount(row, minlength=len(fixed))
+    turns, width = len(fixed) // ranks, max(_ITEMS, slots, int(count.max()))
+    # Whole numbers, so that sums of floats are exact and equal on all machines.
+    unit = 2.0 ** (math.frexp(float(weight.sum()))[1] - 45)
+    values = np.stack([np.rint(weight / unit), tokens, np.ones(len(row))])
+    values = np.concatenate([values, np.zeros((3, 1))], axis=1)  # the last one is no sample
+    totals = np.stack([np.bincount(row, each[:-1], len(count)) for each in values])
+    order = np.argsort(row, kind="stable")
+    within = np.arange(len(order)) - (np.cumsum(count) - count)[row[order]]
+    items = np.full((len(count), width), -1)
+    items[row[order], within] = order
+    each, subsets = np.arange(turns), _SUBSETS.T.astype(np.float64)
+    for _ in range(min(32 * ranks, _MOST_SWEEPS) if ranks > 1 else 0):
+        time = ((fixed + totals[0] * unit).reshape(turns, ranks)) / speed
+        slowest = time.argmax(axis=1)
+        others = np.where(rng.random((turns, 1)) < 0.5, time, rng.random(time.shape))
+        others[each, slowest] = np.inf
+        of_pair = np.stack([slowest, others.argmin(axis=1)], axis=1)
+        pair = each[:, None] * ranks + of_pair
+        both = items[pair].reshape(turns, -1)
+        drawn = np.where(both >= 0, rng.random(both.shape), 2.0)
+        chosen = np.argsort(drawn, axis=1, kind="stable")[:, :_ITEMS]
+        item = np.take_along_axis(both, chosen, axis=1)
+        of_item = values[:, item]  # [3, turns, items]
+        kept = totals[:, pair]  # [3, turns, 2]
+        mine = chosen < width
+        kept = kept - np.stack([(of_item * mine).sum(-1), (of_item * ~mine).sum(-1)], -1)
+        first = kept[..., :1] + of_item @ subsets  # [3, turns, subsets]
+        second = kept[..., 1:] + of_item.sum(-1, keepdims=True) - of_item @ subsets
+        fits = (first[1] <= room[pair[:, :1]]) & (second[1] <= room[pair[:, 1:]])
+        fits &= np.maximum(first[2], second[2]) <= slots
+        times = [
+            (fixed[pair[:, n], None] + load * unit) / speed[of_pair[:, n], None]
+            for n, load in enumerate((first[0], second[0]))
+        ]
+        after = np.where(fits, np.maximum(*times), np.inf)
+        best = after.argmin(axis=1)
+        better = np.flatnonzero(after[each, best] * _EXACT < time[each, slowest])
+        goes = np.repeat([[0, 1]], width, axis=1).repeat(turns, axis=0)
+        np.put_along_axis(goes, chosen, 1 - _SUBSETS[best], axis=1)
+        for member, total in enumerate((first, second)):
+            kept_here = (both >= 0) & (goes == member)
+            left = np.argsort(~kept_here, axis=1, kind="stable")[:, :width]
+            held = np.where(
+                np.take_along_axis(kept_here, left, axis=1),
+                np.take_along_axis(both, left, axis=1),
+                -1,
+            )
+            items[pair[better, member]] = held[better]
+            totals[:, pair[better, member]] = total[:, better, best[better]]
+    found = np.empty_like(row)
+    found[items[items >= 0]] = np.nonzero(items >= 0)[0]
+    return found

@@ -1,7 +1,7 @@
 """Measures how fast devices are beside each other, and names slow ones.
 
 In a step all devices wait for the slowest, so that its time says nothing of one of them. Between
-two steps each device computes the same work by itself.
+two steps each device computes the same work by itself. That does not find slow links.
 """
 
 import statistics
@@ -72,22 +72,15 @@ def _work(rounds: jax.Array) -> jax.Array:
 class DeviceSpeeds(Callback):
     """Measures devices every 32 steps, or as rarely as it takes a thousandth of the time."""
 
-    def __init__(
-        self,
-        plan: RunPlan,
-        mesh: Mesh,
-        cluster: Cluster,
-        probe: Probe,
-        clock: Callable[[], float] = time.perf_counter,
-    ):
+    def __init__(self, plan: RunPlan, mesh: Mesh, cluster: Cluster, probe: Probe):
         """Tells the plan of the run what its ranks take on the devices of a mesh."""
         self._plan, self._mesh, self._cluster, self._probe = plan, mesh, cluster, probe
-        self._clock, self._first, self._named = clock, True, set[int]()
+        self._first, self._named = True, set[int]()
         self._due, self._since, self._step = 0, 0.0, 0
 
     @override
     def on_start(self, run: Loop) -> None:
-        self._due, self._since, self._step = run.done + _EVERY, self._clock(), run.done
+        self._due, self._since, self._step = run.done + _EVERY, time.perf_counter(), run.done
 
     @override
     def due(self, run: Loop) -> bool:
@@ -95,13 +88,13 @@ class DeviceSpeeds(Callback):
 
     @override
     def act(self, run: Loop) -> None:
-        of_step = (self._clock() - self._since) / max(1, run.done - self._step)
+        of_step = (time.perf_counter() - self._since) / max(1, run.done - self._step)
         if self._first:
             self._first = False
             self._probe()  # compiles
-        began = self._clock()
+        began = time.perf_counter()
         mine = list(self._probe())
-        found = self._cluster.all_gather([self._clock() - began, of_step, *mine])
+        found = self._cluster.all_gather([time.perf_counter() - began, of_step, *mine])
         by_process = {process: iter(seconds) for process, (_, _, *seconds) in enumerate(found)}
         devices = self._mesh.devices.flatten()
         seconds = np.asarray([next(by_process[device.process_index]) for device in devices])
@@ -111,7 +104,7 @@ class DeviceSpeeds(Callback):
         rarely = max(took for took, *_ in found) / _SHARE / min(times[1] for times in found)
         self._due = run.done + max(_EVERY, int(rarely))
         self._name(devices.reshape(len(of_rank), -1), each)
-        self._since, self._step = self._clock(), run.done
+        self._since, self._step = time.perf_counter(), run.done
 
     def _name(self, devices: np.ndarray, each: int) -> None:
         """Warns once of each slow rank; devices are [ranks of the mesh, devices of each]."""
