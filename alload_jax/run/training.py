@@ -382,8 +382,10 @@ def train(
             most_bad = config.data.loader.max_bad_records
             schedule = learning_rate_schedule(config.optimizer, total)
             every, progress = config.sampling.every, writer.progress(start)
-            unlike = ranks_of(mesh) > 1 and mesh.devices.flat[0].platform != "cpu"  # share cores
-            probe = DeviceProbe(mesh, cluster) if unlike else None
+            # Devices of a CPU share its cores.
+            unlike = ranks_of(mesh) > 1 and mesh.devices.flat[0].platform != "cpu"
+            follows = unlike and run_plan.planning.recalibrate == "window"
+            probe = DeviceProbe(mesh, cluster) if follows else None
             callbacks: list[Callback] = [
                 watchdog,
                 Telemetry(run_plan, schedule, log, tracker, bad_records, most_bad, bar, guard),

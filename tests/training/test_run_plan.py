@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pickle
+from functools import partial
 from types import SimpleNamespace
 
 import jax

@@ -118,9 +118,7 @@ class DeviceSpeeds(Callback):
             f"takes {1 / speeds[n] - 1:.0%} longer"
             for n in slow
         )
-        follows = self._plan.planning.recalibrate == "window"
-        remedy = "rows are planned to that" if follows else "set planning.recalibrate to window"
         print_stderr(
             f"warning: {', '.join(names)} than the median rank for the same work, and all wait for "
-            f"it; {remedy}"
+            "it; rows are planned to that"
         )
