@@ -10,15 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planning_cases import examples, refused
 
-from alload_jax.planning.cost import (
-    CostFile,
-    PowerCost,
-    QuadraticCost,
-    SparseCost,
-    SparseLayers,
-    SparseTerms,
-    bucketed_cost,
-)
+from alload_jax.planning import cost
 from alload_jax.planning.factory import make_plan
 from alload_jax.planning.fit import (
     LEAST,
@@ -39,10 +31,10 @@ from alload_jax.planning.workloads import make_workload
 
 GRID = [(rows, s) for s in (256, 1024, 4096, 16_384, 65_536) for rows in (1, 4, 16)]
 TIMES = st.lists(st.floats(1e-3, 10), min_size=len(GRID), max_size=len(GRID))
-PLANNED = QuadraticCost(0.05, 1.7e-5, 1.0e-9, 5e-4)
-SLOWER = QuadraticCost(0.06, 2.1e-5, 1.2e-9, 5e-4)
-LAYERS = SparseLayers(25 / 30, 0.1)
-SPARSE = SparseCost(**vars(PLANNED), c3=1.4e-9, c4=1.5e-6, c5=6e-12, layers=LAYERS)
+PLANNED = cost.QuadraticCost(0.05, 1.7e-5, 1.0e-9, 5e-4)
+SLOWER = cost.QuadraticCost(0.06, 2.1e-5, 1.2e-9, 5e-4)
+LAYERS = cost.SparseLayers(25 / 30, 0.1)
+SPARSE = cost.SparseCost(**vars(PLANNED), c3=1.4e-9, c4=1.5e-6, c5=6e-12, layers=LAYERS)
 
 
 def measured(seconds):
@@ -50,12 +42,12 @@ def measured(seconds):
 
 
 def points_of(model):
-    return measured(bucketed_cost(model, *np.array(GRID).T).tolist())
+    return measured(cost.bucketed_cost(model, *np.array(GRID).T).tolist())
 
 
 # Realistic coefficients of a step: a fixed cost of 1 to 100 ms, 1 to 100 µs per token, and so on.
 QUADRATICS = st.builds(
-    QuadraticCost,
+    cost.QuadraticCost,
     c0=st.floats(1e-3, 1e-1),
     c1=st.floats(1e-6, 1e-4),
     c2=st.floats(1e-10, 1e-8),
@@ -82,7 +74,7 @@ def test_the_coefficients_of_exact_points_are_found_and_noise_changes_prediction
 @given(st.floats(0.2, 3), st.floats(1e-12, 1e3))
 @examples(30)
 def test_a_power_law_is_found(p, a):
-    found = fit_power(points_of(PowerCost(p, a)))
+    found = fit_power(points_of(cost.PowerCost(p, a)))
     assert found.p == pytest.approx(p, abs=1e-9)
     assert found.a == pytest.approx(a, rel=1e-6)
 
@@ -127,12 +119,12 @@ def test_memory_is_a_plane_through_its_sizes(base, per_token, per_sequence):
 )
 @examples(15)
 def test_sparse_terms_are_recovered(coefficients, seed, noise):
-    model = SparseCost(**vars(PLANNED), **vars(SparseTerms(*coefficients)))
+    model = cost.SparseCost(**vars(PLANNED), **vars(cost.SparseTerms(*coefficients)))
     random = np.random.default_rng(seed)
     points = []
     for density in (0.1, 0.3):
         for seq_len in (16_384, 32_768, 65_536, 80_000):
-            layers = SparseLayers(1.0, density)
+            layers = cost.SparseLayers(1.0, density)
             exact = Point(1, seq_len, 1.0, layers)
             seconds = float(predicted(model, [exact])[0])
             seconds *= float(np.exp(noise * random.standard_normal()))
@@ -142,13 +134,13 @@ def test_sparse_terms_are_recovered(coefficients, seed, noise):
         np.testing.assert_allclose(found.coefficients, model.coefficients, 1e-5, 1e-15)
     assert evaluate(found, points).mape < 0.01
     # What the fit is for: other densities and lengths, and some layers dense.
-    other = [Point(2, 50_000, 1.0, SparseLayers(0.8, each)) for each in (0.05, 0.5)]
+    other = [Point(2, 50_000, 1.0, cost.SparseLayers(0.8, each)) for each in (0.05, 0.5)]
     np.testing.assert_allclose(predicted(found, other), predicted(model, other), rtol=0.03)
 
 
-GOOD = Point(1, 20_000, 1.0, SparseLayers(1.0, 0.1))
-DENSE = Point(1, 20_000, 1.0, SparseLayers())
-SHORT = Point(1, 2_000, 1.0, SparseLayers(1.0, 0.1))
+GOOD = Point(1, 20_000, 1.0, cost.SparseLayers(1.0, 0.1))
+DENSE = Point(1, 20_000, 1.0, cost.SparseLayers())
+SHORT = Point(1, 2_000, 1.0, cost.SparseLayers(1.0, 0.1))
 
 
 @pytest.mark.parametrize(
@@ -160,7 +152,7 @@ SHORT = Point(1, 2_000, 1.0, SparseLayers(1.0, 0.1))
         (lambda: fit_power([Point(1, 2, 1.0)]), "1 points for 2"),
         (lambda: fit_power([Point(1, 2, 1.0), Point(2, 2, 2.0)]), "two lengths"),
         (lambda: fit_power([Point(1, 2, 1.0), Point(1, 4, 0.5)]), "p comes out as -1.000"),
-        (lambda: evaluate(PowerCost(), []), "no points"),
+        (lambda: evaluate(cost.PowerCost(), []), "no points"),
         (lambda: fit_memory([1, 1], [5, 5], [1.0, 1.0]), "at 1 size"),
         (lambda: fit_memory([1, 1], [1, 2], [5.0, 0.0]), "does not grow"),
         (lambda: fit_sparse([GOOD, GOOD, DENSE], PLANNED), "dense attention in all layers"),
@@ -185,7 +177,7 @@ def planned_terms(count):
     samples = make_workload("mixed-resolution", 2000)
     for policy in ("balanced", "equal_tokens"):
         config = PlanningConfig(policy, m_mem=90_000, sample_spread=None)
-        plan = make_plan(config, samples, 4, 0, CostFile(quadratic=PLANNED))
+        plan = make_plan(config, samples, 4, 0, cost.CostFile(quadratic=PLANNED))
         steps = (step_metrics(plan.step(n), plan, PLANNED) for n in range(count // 2))
         terms += [step.cost_terms for step in steps]
     return terms
@@ -196,9 +188,9 @@ def switching_terms(count):
     """Terms of steps of a run whose layers become sparse one after another."""
     random, terms = np.random.default_rng(0), []
     for number in range(count):
-        layers = SparseLayers(min(1.0, number / count), 0.5 - 0.4 * number / count)
+        layers = cost.SparseLayers(min(1.0, number / count), 0.5 - 0.4 * number / count)
         lengths = random.choice([1560, 16_380, 32_760, 75_600], int(random.integers(1, 4)))
-        seq_len, unit = np.sort(lengths), SparseCost(0.0, 0.0, 1.0, layers=layers)
+        seq_len, unit = np.sort(lengths), cost.SparseCost(0.0, 0.0, 1.0, layers=layers)
         attention = [
             float(unit.with_coefficients(each).sequence_cost(seq_len).sum())
             for each in np.eye(7)[3:].tolist()
@@ -210,7 +202,7 @@ def switching_terms(count):
 def rows_of(model, count=240, noise=0.01, seed=0):
     """Steps that take what `model` says, with noise."""
     random, rows = np.random.default_rng(seed), []
-    sparse = isinstance(model, SparseCost)
+    sparse = isinstance(model, cost.SparseCost)
     for terms in (switching_terms if sparse else planned_terms)(count):
         seconds = float(np.dot(terms, model.coefficients))
         seconds *= float(np.exp(noise * random.standard_normal()))
@@ -234,7 +226,7 @@ def assert_predicts(model, rows, rtol):
 
 @pytest.mark.parametrize("scale", [0.1, 1.0, 5.0])
 def test_the_filter_follows_a_device_that_is_slower_than_planned_or_another(scale):
-    true = QuadraticCost(*(scale * c for c in dataclasses.astuple(SLOWER)))
+    true = cost.QuadraticCost(*(scale * c for c in dataclasses.astuple(SLOWER)))
     costs, _ = filtered(rows_of(true))
     assert costs.drift(PLANNED) == pytest.approx(1.21 * scale - 1, abs=0.03 * scale)
     assert costs.drift(true) == pytest.approx(0.0, abs=0.01)
@@ -245,7 +237,7 @@ def test_the_filter_follows_a_device_that_is_slower_than_planned_or_another(scal
 @examples(12)
 def test_coefficients_stay_within_bounds(factors, seed):
     planned = dataclasses.astuple(PLANNED)
-    true = QuadraticCost(*(f * c for f, c in zip(factors, planned, strict=True)))
+    true = cost.QuadraticCost(*(f * c for f, c in zip(factors, planned, strict=True)))
     costs, random = CostFilter(PLANNED), np.random.default_rng(seed)
     for _ in range(40):
         terms = (1.0, float(random.integers(1, 40)), 9e4, float(random.uniform(1e6, 8e9)))
@@ -308,5 +300,5 @@ def test_layers_that_switch_are_no_drift_and_their_terms_are_fitted():
     for planned_by in (None, SPARSE):
         fit = fit_run(rows_of(SPARSE, noise=0.0), planned_by)
         assert fit.mape < 0.01
-        assert isinstance(fit.model, SparseCost)
+        assert isinstance(fit.model, cost.SparseCost)
         assert fit.model.c3 == pytest.approx(SPARSE.c3, rel=0.05)

@@ -301,16 +301,12 @@ def test_the_metrics_of_a_packed_plan_can_be_recomputed(tmp_path, policy, contex
 # ---------------------------------------------------------------- simulations
 
 
-def test_the_all_reduce_delays_every_step_and_leaves_ranks_idle():
+def test_ranks_wait_for_the_all_reduce_and_for_noise_that_depends_on_its_seed():
     found = simulate(epoch_of([10] * 4, 2), LINEAR, SimulationSettings(all_reduce=5.0))
-    assert found.seconds == pytest.approx(2 * 15)
-    assert found.idle == pytest.approx(5 / 15)
+    assert (found.seconds, found.idle) == pytest.approx((2 * 15, 5 / 15))
     assert found.imbalance == 0
     free = simulate(epoch_of([10, 20], 2), QuadraticCost(0, 0, 0), SimulationSettings())
     assert (free.seconds, free.tokens_per_second, free.idle) == (0, 0, 0)
-
-
-def test_noise_keeps_the_work_but_makes_ranks_wait_and_depends_on_its_seed():
     plan = epoch_of([10] * 8000, 8)
     quiet, noisy, again, other = (
         simulate(plan, LINEAR, SimulationSettings(noise, 0.0, seed))

@@ -26,7 +26,7 @@ from alload_jax.planning.policies.filling import STRATEGIES
 from alload_jax.planning.policies.grouping import EMPTY, SampleBounds, Units, group_into_steps
 from alload_jax.planning.policies.packed import MOST_CORRELATION, FirstFit, first_fit_decreasing
 from alload_jax.planning.policies.policy import RankTopology, makespan
-from alload_jax.planning.policies.splitting import UNPLACED, Bins, assign_greedily, target_load
+from alload_jax.planning.policies.splitting import target_load
 from alload_jax.planning.policies.windows import place_again, step_times
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.planning.workloads import make_workload
@@ -286,17 +286,6 @@ def test_first_fit_is_that_of_the_textbook(lengths, tokens, segments):
     assert [footprint[row == k].tolist() for k in range(rows)] == expected
 
 
-def test_greedy_assignment_evens_out_tokens_and_cost():
-    lengths = np.sort(rng().choice([100, 300, 700, 3000], 4000, p=[0.5, 0.3, 0.15, 0.05]))[::-1]
-    weight = lengths.astype(float) ** 2
-    tokens = int(lengths.sum() / 200 / 0.99)
-    bins = Bins(np.full(200, tokens), np.zeros(200), np.full(200, 1000), np.inf)
-    found = assign_greedily(lengths, weight, bins, target_load(weight, 200))
-    assert (found == UNPLACED).mean() < 0.03
-    assert (tokens - bins.free).min() > 0.97 * tokens
-    assert bins.load.max() / bins.load.mean() < 1.02
-
-
 # ----------------------------------------------------------------------------- how good it is
 
 
@@ -341,12 +330,8 @@ def test_balanced_is_near_its_bound_and_full_and_mixes_every_epoch_anew(name, ro
     assert sum(each.share for each in neighbours) < most * sum(each.random for each in neighbours)
 
 
-def test_steps_hold_samples_where_lengths_are_alike_or_split():
-    for context, m_mem in ((4, 10_000), (2, 66_816)):
-        found = planned([15_000] * 400, 8, m_mem, context=context).epoch(0)
-        held = np.bincount(found.step[found.micro_batch_of_part()], minlength=found.steps)
-        assert (held > 0).all()
-    # This plan grew without limit: no row and no split region had room for the 1,007 tokens.
+def test_a_sample_that_no_row_and_no_region_has_room_for_gets_its_own():
+    """This plan grew without limit."""
     plan = planned([1000, 1007], 2, 1024, align=128, context=2)
     assert sorted(set(plan.epoch(0).sample.tolist())) == [0, 1]
 
@@ -422,21 +407,6 @@ def test_splitting_brings_a_step_with_one_long_video_near_the_mean():
     whole, split = (plan_metrics(plan, WAN, 60_000).imbalance for plan in plans)
     assert plans[1].packing.is_split.any()
     assert split < min(0.01, whole)
-    # The ranks of a step hold each split sample from its first token to its last.
-    plan = Plan(samples, policies[1], RankTopology(8), 0)
-    for index in range(plan.steps_per_epoch):
-        spans = {}
-        for part in plan.step(index).micro_batches:
-            row = part.row_plan
-            held = zip(part.samples, row.first, row.tokens, row.is_split, strict=True)
-            for sample, first, tokens in (each[:3] for each in held if each[3]):
-                spans.setdefault(sample, []).append((first, first + tokens))
-            segments = zip(row.split_samples, row.split_segments, strict=True)
-            assert all(samples.seq_len[sample] == tokens for sample, (_, tokens) in segments)
-        for sample, found in spans.items():
-            begins, ends = zip(*sorted(found), strict=True)
-            assert begins == (0, *ends[:-1])
-            assert ends[-1] == samples.seq_len[sample]
 
 
 @pytest.mark.parametrize(

@@ -335,10 +335,10 @@ def times_of(plan, epochs):
         for part in step.micro_batches:
             lengths = plan.samples.seq_len[list(part.samples)].tolist()
             first = [0] * len(lengths)
-            if part.row_plan:
-                lengths, first = part.row_plan.tokens, part.row_plan.first
-                longest = plan.samples.seq_len.max()
-                assert all(tokens <= longest for _, tokens in part.row_plan.split_segments)
+            if row := part.row_plan:
+                lengths, first = row.tokens, row.first
+                for sample, (_, tokens) in zip(row.split_samples, row.split_segments, strict=True):
+                    assert tokens == plan.samples.seq_len[sample]
             columns = (part.samples, part.repetitions, first, lengths)
             for sample, repetition, begin, tokens in zip(*columns, strict=True):
                 found[sample, step.epoch, repetition].append((step.index, begin, tokens))

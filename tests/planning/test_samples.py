@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planning_cases import SHAPES, examples, manifests, of_lengths, of_shapes, refused, tokens
+from planning_cases import SHAPES, examples, manifests, of_lengths, refused, tokens
 
 from alload_jax.planning.samples import (
     Geometry,
@@ -80,12 +80,6 @@ def test_buckets_are_the_samples_grouped_by_shape_shortest_first(manifest):
     found = [(key, some.tolist()) for key, some in zip(keys, members, strict=True)]
     assert found == sorted(expected.items())
     assert {buckets.name(k) for k in range(len(buckets))} == set(manifest.names())
-
-
-def test_equal_lengths_of_different_shapes_are_different_buckets():
-    buckets = of_shapes((1, 16, 32), (1, 32, 16), (1, 16, 32)).buckets()
-    assert [buckets.name(k) for k in range(len(buckets))] == ["1x16x32", "1x32x16"]
-    assert buckets.members.tolist() == [0, 2, 1]
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,11 @@ from alload_jax import cli
 from alload_jax.config import read_config
 from alload_jax.errors import run_command
 from alload_jax.planning.cost import FORMAT, CostFile, PowerCost, QuadraticCost
-from alload_jax.planning.epoch import RowShape
 from alload_jax.planning.factory import RunLength, choose_policy, make_plan, make_policy
-from alload_jax.planning.metrics import plan_metrics, programs_of, step_metrics
+from alload_jax.planning.metrics import plan_metrics, programs_of
 from alload_jax.planning.policies import PORTFOLIO, find_policy, policy_names, register_policy
 from alload_jax.planning.policies.bucketed import Bucketed, DualConstraint, EqualTokens, Fixed
-from alload_jax.planning.policies.packed import PackedEpochBuilder, whole_samples
-from alload_jax.planning.policies.policy import Policy, makespan
+from alload_jax.planning.policies.policy import makespan
 from alload_jax.planning.settings import PlanningConfig, case_name, policy_config
 
 QUADRATIC = {"c0": 1e-3, "c1": 1e-6, "c2": 1e-11}
@@ -218,47 +216,19 @@ class HalfFull(Bucketed):
         return np.asarray(seq_len, np.float64)
 
 
-@register_policy
-@dataclass(frozen=True)
-class OneEach(Policy):
-    """One sample in each packed row."""
-
-    name: ClassVar[str] = "one_each"
-    packed: ClassVar[bool] = True
-
-    m_mem: int
-
-    @classmethod
-    def from_config(cls, config, costs):
-        return cls(config.required_m_mem(costs))
-
-    def plan_epoch(self, samples, topology, rng):
-        epoch = PackedEpochBuilder(
-            RowShape(self.m_mem, segments=1, longest_whole=self.m_mem), topology, samples.seq_len
-        )
-        step, rank = np.divmod(np.arange(len(samples)), topology.ranks)
-        order = rng.permutation(len(samples))
-        epoch.add(whole_samples(order, samples.seq_len, step, rank, int(step[-1]) + 1))
-        return epoch.finish()
-
-
 def plan_of(policy, **fields):
     config = PlanningConfig(policy, m_mem=1000, ranks=4, **fields)
     return make_plan(config, of_lengths(*LENGTHS), 1, 0, CostFile(quadratic=COST))
 
 
 def test_its_micro_batches_hold_every_sample_once_as_it_says():
-    for policy in ("half_full", "one_each"):
-        plan = plan_of(policy, micro_batches_per_step=2)
-        for epoch in (0, 1):
-            found = plan_metrics(plan.epoch(epoch), COST, 1000)
-            assert (found.samples, found.dropped, found.duplicated) == (len(LENGTHS), 0, 0)
-        assert step_metrics(plan.step(0), plan, COST).tokens > 0
-    packed, bucketed = plan_of("one_each").step(0), plan_of("half_full").step(0)
-    assert {part.seq_len for part in packed.micro_batches} == {1000}
-    assert all(part.row_plan.offsets == (0,) for part in packed.micro_batches)
-    assert all(part.row_plan is None for part in bucketed.micro_batches)
-    assert max(part.rows for part in bucketed.micro_batches) <= 10
+    plan = plan_of("half_full", micro_batches_per_step=2)
+    for epoch in (0, 1):
+        found = plan_metrics(plan.epoch(epoch), COST, 1000)
+        assert (found.samples, found.dropped, found.duplicated) == (len(LENGTHS), 0, 0)
+    parts = plan.step(0).micro_batches
+    assert all(part.row_plan is None for part in parts)
+    assert max(part.rows for part in parts) <= 10
 
 
 def test_options_and_m_comp_reach_the_policy_and_others_are_refused():
@@ -266,13 +236,12 @@ def test_options_and_m_comp_reach_the_policy_and_others_are_refused():
     assert plan_of("half_full", options={"share": 1.0}).policy.share == 1.0
     assert plan_of("half_full", m_comp="longest").policy.m_comp == 900
     assert plan_of("half_full", m_comp="auto").policy.m_comp >= 50
-    config = PlanningConfig("one_each", m_mem=1000, options={"share": 1.0})
-    refused(["policy one_each has no options"], make_policy, config)
-    refused(["one_each splits no sample"], plan_of, "one_each", context=2)
-    refused(["one_each has no M_comp"], plan_of, "one_each", m_comp="auto")
-    refused(["planning.m_mem is not given"], PlanningConfig, "one_each")
-    refused(["of one_each does not follow", "sorted or balanced"], plan_of, "one_each",
-            recalibrate="epoch")  # fmt: skip
+    config = PlanningConfig("first_fit", m_mem=1000, options={"share": 1.0})
+    refused(["policy first_fit has no options"], make_policy, config)
+    refused(["half_full splits no sample"], plan_of, "half_full", context=2)
+    refused(["planning.m_mem is not given"], PlanningConfig, "half_full")
+    follow = ["of half_full does not follow", "sorted or balanced"]
+    refused(follow, plan_of, "half_full", recalibrate="epoch")
 
 
 def test_settings_of_its_own_are_keys_and_flags(capsys, tmp_path):
@@ -298,25 +267,9 @@ def test_settings_of_its_own_are_keys_and_flags(capsys, tmp_path):
 def test_names_are_taken_once_and_unknown_ones_list_them():
     ours = ("fixed", "equal_tokens", "sorted", "dual_constraint", "first_fit", "balanced")
     assert policy_names()[:6] == ours
-    assert {"half_full", "one_each"} <= set(policy_names())
+    assert "half_full" in policy_names()
     with pytest.raises(ValueError, match="'half_full' exists already"):
         register_policy(type("Other", (HalfFull,), {}))
     assert find_policy("half_full") is HalfFull
     for unknown in (lambda: find_policy("half"), lambda: PlanningConfig("half", m_mem=10)):
         refused(("'half'", "balanced", "half_full"), unknown)
-
-
-def test_the_command_compares_it_with_ours(capsys):
-    policies = ["half_full:independent", "one_each", "dual_constraint"]
-    command = ["plan", "--workload", "wan-480p", "--size", "40", "--ranks", "4", "--p", "2"]
-    command += ["--m-mem", "66816", "--json", "--m-comp", "auto", "--compare"]
-    assert run_command(cli.main, [*command, *policies]) == 0
-    cases = json.loads(capsys.readouterr().out)["cases"]
-    names = ["half_full (independent)", "one_each", "dual_constraint (synchronous)"]
-    assert [case["name"] for case in cases] == names
-    assert {case["metrics"]["samples"] for case in cases} == {40}
-    assert cases[0]["plan"]["m_comp"] > 0
-    assert cases[1]["metrics"]["steps"] == 40 // 4
-    assert cases[1]["plan"]["policy"] == "OneEach"
-    assert run_command(cli.main, [*command, "one_each:independent"]) == 2
-    assert "one shape on all ranks; give one_each" in capsys.readouterr().err
