@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -14,7 +12,6 @@ from PIL import Image
 from alload_jax.bench import device, kernel
 from alload_jax.bench import sparse_attention as bench
 from alload_jax.bench.device import DeviceTime
-from alload_jax.bench.harness import provenance
 from alload_jax.bench.pictures import draw_kernels
 from alload_jax.cli import main
 from pallas_kernels import devices
@@ -113,13 +110,6 @@ def test_the_benchmark_adds_rivals_to_the_same_json(without_gpu, program, tmp_pa
     assert stored["summary"][0]["times_torch_mean"] == 1.0
 
 
-def test_help_needs_no_jax_and_surroundings_are_json():
-    script = "import sys; from alload_jax import cli\ntry: cli.main(['bench', '--help'])\n"
-    script += "except SystemExit: pass\nassert 'jax' not in sys.modules"
-    subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
-    assert json.loads(json.dumps(provenance(["jax"])))["versions"]["jax"] == jax.__version__
-
-
 # ---------------------------------------------------------------- committed results
 
 NAMES = [f"layernorm_modulate_{part}h200" for part in ("", "small_", "layouts_")]
@@ -197,7 +187,7 @@ def test_lists_name_each_block_once_and_popular_ones_more_often(popularity, spar
         assert (counts.max(axis=1) > 55).all() == (popularity == "zipf")
 
 
-def test_speeds_are_ratios_to_dense_attention():
+def test_speeds_are_ratios_to_dense_attention_which_is_as_fast_at_some_sparsity():
     entries = [*DENSE, entry("forward", 2.0), entry("backward", 6.0)]
     entries.append(entry("selection", 0.4, implementation="xla"))
     (found,) = bench.speeds(entries)
@@ -207,12 +197,8 @@ def test_speeds_are_ratios_to_dense_attention():
     assert entries[2].flops_per_second == pytest.approx(2 * 2 * 1e5 * 2 * 128 / 2e-6)
     (without,) = bench.speeds(entries[:4])
     assert math.isnan(without.selection)
-
-
-def test_the_sparsity_at_which_dense_attention_is_as_fast():
-    times = {0.2: 50.0, 0.4: 30.0, 0.8: 10.0}
     entries = [*DENSE]
-    for sparsity, us in times.items():
+    for sparsity, us in ((0.2, 50.0), (0.4, 30.0), (0.8, 10.0)):
         entries += [entry("forward", us / 4, sparsity), entry("backward", us * 3 / 4, sparsity)]
     assert bench.break_even(bench.speeds(entries), SHAPE) == pytest.approx(0.3)
     assert bench.break_even(bench.speeds(entries[:4]), SHAPE) is None

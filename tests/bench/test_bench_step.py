@@ -222,23 +222,19 @@ def test_only_zero_parameters_are_drawn_and_all_keep_their_sharding():
 # ---------------------------------------------------------------- steps with sparse attention
 
 
-def test_the_ends_of_the_model_are_dense(program):
+def test_the_ends_of_the_model_are_dense_and_switches_are_set_beside_what_else_there_is(program):
     sparse_step = program("sparse_step")
     assert sparse_step.ENDS.densities(30) == [1, 1, *([0.1] * 25), 1, 1, 1]
     assert sparse_step.Case(False, 0.05).densities(3) == [0.05] * 3
     assert sparse_step.ENDS.name(30) == "25 of 30 layers at 10%"
-
-
-def test_switches_are_set_beside_what_else_there_is(program):
     switch = {"sparse": jnp.zeros(2, bool), "density": jnp.ones((2, 3)), "layer": jnp.arange(2)}
     blocks = {"sparse_attention": {"switch": switch | {"step": jnp.zeros(2, jnp.int32)}}}
     step = SimpleNamespace(state=TrainState(*[None] * 6, variables={"blocks": blocks}))
-    program("sparse_step").set_switches(step, [1.0, 0.05], 7)
+    sparse_step.set_switches(step, [1.0, 0.05], 7)
     found = step.state.variables["blocks"]["sparse_attention"]["switch"]
-    assert found["sparse"].tolist() == [False, True]
-    assert found["density"].tolist() == [[1.0] * 3, [pytest.approx(0.05)] * 3]
-    assert found["step"].tolist() == [7, 7]
-    assert found["layer"].tolist() == [0, 1]
+    found = {name: value.tolist() for name, value in found.items()}
+    density = [[1.0] * 3, [pytest.approx(0.05)] * 3]
+    assert found == {"sparse": [0, 1], "density": density, "step": [7, 7], "layer": [0, 1]}
 
 
 @pytest.mark.parametrize(

@@ -192,11 +192,11 @@ def test_overlapping_kernels_count_once_and_collectives_separately():
     assert of_trace["busy"] == pytest.approx([15 / 35, 10 / 35])
     assert of_trace["exposed"] == pytest.approx([5 / 35, 0], abs=1e-12)
     assert of_trace["idle"] == pytest.approx(1 - 25 / 70)
-
-
-def test_a_profile_without_gpus_has_no_device_times():
-    assert device_seconds(profile(HOST)) is None
-    assert device_shares(profile(HOST)) == {}
+    assert (device_seconds(profile(HOST)), device_shares(profile(HOST))) == (None, {})
+    calls = {"Stream #1(Compute)": [("gemm", 1, 5), ("sort", 6, 7), ("gemm", 8, 9)]}
+    found = time_of_operations(divided_steps(profile(HOST, plane("/device:GPU:0", calls))))
+    seconds = {operation.kernel: 2 * spent["seconds"] for operation, spent in found.items()}
+    assert seconds == {"gemm": pytest.approx(5e-3), "sort": pytest.approx(1e-3)}
 
 
 def test_every_step_runs_once_in_order():
@@ -204,10 +204,3 @@ def test_every_step_runs_once_in_order():
     seconds, found = recorded([lambda n=n: done.append(jnp.float32(n) + 1) for n in range(3)])
     assert done == [1.0, 2.0, 3.0]
     assert len(seconds) == len(step_windows(found)) == 3
-
-
-def test_calls_of_a_kernel_are_added():
-    calls = {"Stream #1(Compute)": [("gemm", 1, 5), ("sort", 6, 7), ("gemm", 8, 9)]}
-    found = time_of_operations(divided_steps(profile(HOST, plane("/device:GPU:0", calls))))
-    seconds = {operation.kernel: 2 * spent["seconds"] for operation, spent in found.items()}
-    assert seconds == {"gemm": pytest.approx(5e-3), "sort": pytest.approx(1e-3)}

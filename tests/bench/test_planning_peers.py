@@ -156,12 +156,17 @@ def test_plans_are_valid(peers, kind, lengths, ranks, **fields):
         assert not epoch.micro_batch.any()
 
 
-def test_karmarkar_karp_follows_the_known_example(peers):
+def test_peers_follow_small_examples(peers):
     # 8, 7, 6, 5, 4 in two parts: the method's difference is 2, the least is 0.
     weight = np.asarray([8.0, 7.0, 6.0, 5.0, 4.0])
     parts = peers.karmarkar_karp(weight, 2)
-    assert sorted(np.concatenate(parts).tolist()) == [0, 1, 2, 3, 4]
     assert sorted(weight[part].sum() for part in parts) == [14.0, 16.0]
+    limits = peers.Limits(ranks=2, capacity=10, slots=2)
+    row = peers.longest_first(np.asarray([6, 5, 4, 3, 2]), np.arange(5.0, 0, -1), 2, limits)
+    assert row.tolist() == [0, 1, 1, 0, peers.UNPLACED]
+    row = np.asarray([0, 1, 2, 3, peers.UNPLACED])
+    steps = peers.group_by_cost(row, np.asarray([1.0, 9.0, 2.0, 8.0, 5.0]), 4, 2)
+    assert [[rows[0].tolist() for rows in step] for step in steps] == [[[1], [3]], [[2], [0]]]
 
 
 @settings(max_examples=40, deadline=None)
@@ -174,15 +179,3 @@ def test_karmarkar_karp_divides_all_items_evenly(peers, weights, parts):
     sums = np.asarray([weight[part].sum() for part in found])
     # The difference of sums never exceeds the largest item.
     assert sums.max() - sums.min() <= weight.max() * (1 + 1e-9) + 1e-9
-
-
-def test_longest_first_keeps_rows_even_and_below_their_limits(peers):
-    limits = peers.Limits(ranks=2, capacity=10, slots=2)
-    row = peers.longest_first(np.asarray([6, 5, 4, 3, 2]), np.arange(5.0, 0, -1), 2, limits)
-    assert row.tolist() == [0, 1, 1, 0, peers.UNPLACED]
-
-
-def test_rows_of_neighbouring_cost_form_a_step(peers):
-    row = np.asarray([0, 1, 2, 3, peers.UNPLACED])
-    steps = peers.group_by_cost(row, np.asarray([1.0, 9.0, 2.0, 8.0, 5.0]), 4, 2)
-    assert [[rows[0].tolist() for rows in step] for step in steps] == [[[1], [3]], [[2], [0]]]
