@@ -117,24 +117,18 @@ def test_data_are_made_once_and_others_are_refused_and_left_alone(tmp_path, caps
         (tmp_path / f"of {name}").mkdir()
         (tmp_path / f"of {name}" / name).write_bytes(b"precious")
         assert_refused(tmp_path / f"of {name}", TINY, said)
+    # A folder that names no motion holds drifting digits.
+    old = Digits(mix=((5, 8, 8, 1),), motion="drift", frames_per_latent=1)
+    assert old.origin() == {"digits": {"mix": [[5, 8, 8, 1]], "seed": 0}}
+    prepare_dataset(tmp_path / "old", old)
+    assert_refused(tmp_path / "old", Digits(mix=old.mix), "data.dataset", "remove")
 
 
-def test_a_folder_that_names_no_motion_holds_drifting_digits(tmp_path):
-    config = Digits(mix=((5, 8, 8, 1),), motion="drift", frames_per_latent=1)
-    assert config.origin() == {"digits": {"mix": [[5, 8, 8, 1]], "seed": 0}}
-    config.write(tmp_path / "old")
-    prepare_dataset(tmp_path / "old", config)
-    assert_refused(tmp_path / "old", Digits(mix=config.mix), "data.dataset", "remove")
-
-
-def test_a_mix_or_seed_that_cannot_be_drawn_is_refused():
+def test_what_cannot_be_drawn_is_refused(monkeypatch, tmp_path):
     rows = [(0, 8, 8, 1), (3, 8, 8, 1), (1, 6, 8, 1), (1, 8, 6, 1), (1, 9, 8, 1), (1, 8, 9, 1)]
     for wrong in (*({"mix": (row,)} for row in (*rows, (1, 8, 8, 0))), {"mix": ()}, {"seed": -1}):
         with pytest.raises(InputError, match=r"data\.dataset\."):
             Digits(**wrong)
-
-
-def test_without_scikit_learn_the_extra_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"scikit-learn; install alload-jax\[digits\]"):
         Digits().write(tmp_path / "digits")

@@ -134,30 +134,25 @@ def test_rows_that_no_writer_writes_are_refused_before_memory_is_taken(store, ca
     refused(store, *said)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
+def test_notes_that_are_missing_or_no_json_or_of_other_types_are_refused(store):
+    path = store / MANIFEST_NAME
+    content = path.read_bytes()
+    for name, value in (
         *(("vae_stride", [1, 1]), ("vae_stride", [1, 0, 1]), ("vae_stride", "111")),
         *(("shard_bytes", ["a"]), ("shard_bytes", {"a": "b"}), ("origin", 3)),
         *(("text_dim", 10**9), ("text_dim", "wide"), ("given_channels", -2)),
         *(("image_shape", [257]), ("parts", {"a": 0}), ("parts", [1]), ("text_dim", True)),
-    ],
-)
-def test_notes_of_other_types_are_refused(store, name, value):
-    edit_notes(store, lambda notes: notes.update({name: value}))
-    refused(store, f"note {name}", "prepare the data again")
-
-
-def test_notes_that_are_missing_or_no_json_are_refused(store):
-    path = store / MANIFEST_NAME
-    content = path.read_bytes()
-    for metadata, said in ((None, ["StoreWriter", "vae_stride"]), ({METADATA_KEY: b"{half"}, [])):
-        change_manifest(store, metadata=metadata)
-        refused(store, *said)
+    ):
+        edit_notes(store, lambda notes, name=name, value=value: notes.update({name: value}))
+        refused(store, f"note {name}", "prepare the data again")
         path.write_bytes(content)
     for name in ("vae_stride", "shard_bytes", "origin"):
         edit_notes(store, lambda notes, name=name: notes.pop(name))
         refused(store, f"the note {name}")
+        path.write_bytes(content)
+    for metadata, said in ((None, ["StoreWriter", "vae_stride"]), ({METADATA_KEY: b"{half"}, [])):
+        change_manifest(store, metadata=metadata)
+        refused(store, *said)
         path.write_bytes(content)
 
 

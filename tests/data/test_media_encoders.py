@@ -84,12 +84,9 @@ def test_previews_show_frames_as_they_are_before_the_vae(media, weights, tmp_pat
     strips = [Image.open(io.BytesIO(base64.b64decode(each))) for each in report.previews]
     assert [strip.size for strip in strips] == [*[(32, 32)] * 4, (6 * 32, 32), (32, 32)]
     assert [strip.getpixel((9, 9)) for strip in strips[:4]] == [(90 + n, 90, 90) for n in range(4)]
-
-
-def test_latents_that_are_not_finite_are_listed(media, weights, tmp_path):
     (weights / "weights").write_text("nan")
     with pytest.raises(InputError, match="no file can be used"):
-        encoded(media, tmp_path / "out", weights, report=tmp_path / "list")
+        prepare(media, tmp_path / "not finite", report=tmp_path / "list", **flags)
 
 
 def processes(weights):
@@ -111,16 +108,13 @@ def test_a_process_on_each_gpu_encodes_for_all_workers(media, weights, tmp_path,
     assert skipped(two)["white.png"] == "white"
 
 
-@pytest.mark.parametrize(
-    ("count", "visible", "expected"),
-    [(0, None, [None]), (1, "3", [None]), (2, None, ["0", "1"]), (2, "5,3,1", ["5", "3"])],
-)
-def test_processes_see_one_gpu_each(monkeypatch, count, visible, expected):
-    monkeypatch.setattr(unit, "device_count", lambda: count)
+def test_processes_see_one_gpu_each(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert unit._devices() == expected
+    for count, expected in ((0, [None]), (1, [None]), (2, ["0", "1"])):
+        monkeypatch.setattr(unit, "device_count", lambda count=count: count)
+        assert unit._devices() == expected
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,3,1")
+    assert unit._devices() == ["5", "3"]
 
 
 def test_an_encoding_process_that_fails_or_ends_is_an_error_of_one_line(weights):
@@ -174,9 +168,6 @@ def test_captions_can_be_classes(tmp_path, texts, expected, classes):
     assert [reader.read(n)["labels"].tolist() for n in range(3)] == [[n] for n in expected]
     assert manifest.origin["text"]["classes"] == classes
     assert "no caption" in skipped(tmp_path / "out")["3.png"]
-
-
-def test_there_are_classes_and_not_too_many():
     assert len(ClassText.make(EncoderOptions(captions=["9999"])).classes) == 10_000
     for captions, words in ((["10000"], "10,001 classes, more than 10,000"), ([""], "no file has")):
         with pytest.raises(InputError, match=words):

@@ -220,9 +220,7 @@ def test_the_command_prints_a_summary(media, whole, tmp_path, alload, monkeypatc
     assert out.endswith("out/manifest.parquet\n")
     assert skipped(tmp_path / "out").keys() == {"bad.mp4", "worse.png"}
     assert changed(tmp_path / "out") == {f"image{n}.png": {"no caption"} for n in range(4)}
-
-
-def test_reasons_are_counted_whatever_their_numbers_and_shown_as_they_are():
+    # Reasons are counted whatever their numbers, and shown as they are.
     found = [Skipped("a", "too small: 9 wide"), Skipped("b", "its caption is not UTF-8 (byte 3)")]
     found += [Skipped("c", "too small: 12 wide"), Skipped("d", "too small: 7 wide")]
     assert reasons(found) == [("too small: 9 wide", 3, "a"), ("its caption is not UTF-8", 1, "b")]
@@ -285,14 +283,6 @@ def test_latents_of_several_frames_unfold_to_the_frames(media, tmp_path, per_lat
         np.testing.assert_array_equal(unfold_frames(folded, per_latent), frames)
 
 
-def test_settings_at_their_bounds_are_taken():
-    found = MediaSettings(fps="1000", frames=9, min_frames=9, max_clips=1, files_per_shard=1)
-    assert (found.rate, found.stride) == (1000, 9)
-    MediaSettings(frames=1, min_frames=1, scenes=True, scene_threshold=1.0)
-    assert MediaSettings(stride_seconds=0.0001).stride == 1
-    assert parse_area("1x8192") == (1, 8192)
-
-
 def test_places_that_make_no_sense_are_refused(media, tmp_path, alload):
     pq.write_table(pa.table({"path": ["a.png"], "caption": ["a"]}), media / "mine.parquet")
     before = contents(media)
@@ -307,6 +297,14 @@ def test_places_that_make_no_sense_are_refused(media, tmp_path, alload):
         assert named in err
     assert contents(media) == before
     assert list(tmp_path.iterdir()) == []
+
+
+def test_settings_at_their_bounds_are_taken():
+    found = MediaSettings(fps="1000", frames=9, min_frames=9, max_clips=1, files_per_shard=1)
+    assert (found.rate, found.stride) == (1000, 9)
+    MediaSettings(frames=1, min_frames=1, scenes=True, scene_threshold=1.0)
+    assert MediaSettings(stride_seconds=0.0001).stride == 1
+    assert parse_area("1x8192") == (1, 8192)
 
 
 @pytest.mark.parametrize("area", [*AREA_CLASSES, "32x32"])

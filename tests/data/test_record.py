@@ -1,6 +1,7 @@
 """Samples as bytes: bit for bit, and nothing that is damaged or hostile is run or crashes."""
 
 import ast
+import contextlib
 import json
 import pickle
 import zlib
@@ -28,25 +29,20 @@ NOT_ONE = "not a safetensors record"
 
 @settings(max_examples=40)
 @given(named_arrays)
-def test_decode_undoes_encode_bit_for_bit_whatever_the_order(arrays):
+def test_decode_undoes_encode_bit_for_bit_whatever_the_order_and_layout(arrays):
     arrays["bfloat"] = np.arange(4).astype(ml_dtypes.bfloat16)
     data = record.encode(arrays)
-    found = record.decode(data)
-    assert found.keys() == arrays.keys()
-    for name, array in arrays.items():
-        assert (found[name].dtype, found[name].shape) == (array.dtype, array.shape)
-        assert found[name].tobytes() == array.tobytes()
-    assert record.encode(dict(reversed(arrays.items()))) == data
-    assert record.checksum(data) == zlib.crc32(data)
-
-
-def test_memory_layout_does_not_matter():
     grid = np.arange(30, dtype=np.int32).reshape(5, 6)
     layouts = [grid.T, np.asfortranarray(grid), grid[::-1, ::2], grid.astype(">f4"), np.array(3.0)]
-    for array in layouts:
-        found = record.decode(record.encode({"a": array}))["a"]
-        np.testing.assert_array_equal(found, array)
-        assert found.shape == array.shape
+    more = {f"layout{n}": array for n, array in enumerate(layouts)}
+    found = record.decode(data) | record.decode(record.encode(more))
+    assert found.keys() == arrays.keys() | more.keys()
+    for name, array in (arrays | more).items():
+        assert found[name].shape == array.shape
+        assert found[name].dtype == array.dtype.newbyteorder("=")
+        assert found[name].tobytes() == array.astype(found[name].dtype).tobytes()
+    assert record.encode(dict(reversed(arrays.items()))) == data
+    assert record.checksum(data) == zlib.crc32(data)
 
 
 def with_header(header, data=b""):
@@ -55,27 +51,20 @@ def with_header(header, data=b""):
 
 
 @settings(max_examples=30)
-@given(st.binary(max_size=200))
-@example(b"")
-@example(b"\0" * 8)
-@example(b"\xff" * 64)
-@example(with_header([]))
-@example(with_header({"a": 1}))
-def test_garbage_and_truncated_records_are_value_errors(data):
+@given(st.binary(max_size=200), st.integers(0, len(GOOD) - 1), st.integers(1, 255))
+@example(b"", 0, 1)
+@example(b"\0" * 8, 0, 1)
+@example(b"\xff" * 64, 0, 1)
+@example(with_header([]), 0, 1)
+@example(with_header({"a": 1}), 0, 1)
+def test_garbage_and_truncated_or_damaged_records_raise_value_errors_alone(data, position, change):
     for wrong in (data, GOOD[: len(data) % len(GOOD)]):
         with pytest.raises(ValueError, match=NOT_ONE):
             record.decode(wrong)
-
-
-@settings(max_examples=30)
-@given(st.integers(0, len(GOOD) - 1), st.integers(1, 255))
-def test_a_damaged_record_never_raises_anything_but_value_error(position, change):
     damaged = bytearray(GOOD)
     damaged[position] ^= change
-    try:
+    with contextlib.suppress(ValueError):
         assert isinstance(record.decode(bytes(damaged)), dict)
-    except ValueError as error:
-        assert "safetensors" in str(error)  # noqa: PT017  both outcomes are right
 
 
 def test_dtypes_that_are_not_supported_are_value_errors():
@@ -95,8 +84,6 @@ def test_a_pickle_is_refused_without_being_run(tmp_path):
 
     with pytest.raises(ValueError, match=NOT_ONE):
         record.decode(pickle.dumps(Bomb()))
-    with pytest.raises(Exception, match="object"):
-        record.encode({"a": np.array([print], object)})
     assert not (tmp_path / "exploded").exists()
 
 

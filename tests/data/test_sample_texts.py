@@ -88,9 +88,7 @@ def test_all_texts_parts_and_paths_come_back(tmp_path, kind):
     several = [[f"caption {values}" for values in texts] for texts in MANY[1:]]
     assert read_rows(store)["captions"].to_pylist() == [None, *several]
     assert list(damaged_records(reader)) == []
-
-
-def test_a_store_without_them_has_the_columns_that_it_always_had(tmp_path):
+    # A store without them has the columns that it always had.
     one = write(tmp_path / "one", [[(1,)], [(2, 2)]])
     assert read_rows(one).schema.names == ROW_SCHEMA.names
     assert set(StoreReader(read_manifest(one)).read(0)) == {"latents", "text"}

@@ -167,16 +167,6 @@ def refusal(*weights, paths=PATHS):
     return str(caught.value)
 
 
-def test_a_pattern_matches_files_and_folders():
-    for path, matched in (
-        *(("portraits", [0, 1]), ("./portraits/", [0, 1]), ("portraits/*", [0, 1])),
-        *(("portraits*", [0, 1, 3]), ("?andscapes", [2]), ("e+", [5]), ("*", [*range(6)])),
-    ):
-        found = with_weights(SAMPLES, [SourceWeight(path, 3)], PATHS).weight
-        assert np.flatnonzero(found == 3).tolist() == matched
-        assert set(found[found != 3]) <= {1.0}
-
-
 @settings(max_examples=50)
 @given(
     st.text("ab*?/.", min_size=1, max_size=6).filter(
@@ -202,6 +192,9 @@ def test_patterns_match_as_those_of_a_shell_do_on_a_path_or_a_folder_of_it(path,
 
 
 def test_the_first_pattern_that_matches_counts_and_weights_of_1_change_nothing():
+    for path, matched in (("./portraits/", [0, 1]), ("portraits*", [0, 1, 3]), ("e+", [5])):
+        found = with_weights(SAMPLES, [SourceWeight(path, 3)], PATHS).weight
+        assert np.flatnonzero(found == 3).tolist() == matched
     weights = [SourceWeight("portraits/old", 0.5), SourceWeight("portraits", 2)]
     assert with_weights(SAMPLES, weights, PATHS).weight.tolist() == [2, 0.5, 1, 1, 1, 1]
     assert "'portraits/old' belong to earlier entries" in refusal(*reversed(weights))
@@ -209,6 +202,12 @@ def test_the_first_pattern_that_matches_counts_and_weights_of_1_change_nothing()
     assert with_weights(SAMPLES, [SourceWeight("portraits", 1)], PATHS) is SAMPLES
     assert weights_identity([SourceWeight("portraits", 1)]) == {}
     assert weights_identity([SourceWeight("portraits", 2)])
+    weights = [SourceWeight("portraits", 2), SourceWeight("landscapes", 0.5)]
+    shares = source_shares(SAMPLES, weights, PATHS)
+    assert [(s.path, s.samples, s.epoch_samples, s.epoch_tokens) for s in shares] == [
+        *(("portraits", 2, 4, 24), ("landscapes", 1, 0.5, 8), ("others", 3, 3, 12))
+    ]
+    assert [s.share for s in shares] == pytest.approx([24 / 44, 8 / 44, 12 / 44])
 
 
 def test_what_is_wrong_is_said_in_a_line():
@@ -227,12 +226,3 @@ def test_what_is_wrong_is_said_in_a_line():
         SourceWeight("a", weight)
     with pytest.raises(InputError, match="path is empty"):
         SourceWeight("/", 1)
-
-
-def test_shares_are_those_of_an_expected_epoch():
-    weights = [SourceWeight("portraits", 2), SourceWeight("landscapes", 0.5)]
-    shares = source_shares(SAMPLES, weights, PATHS)
-    assert [(s.path, s.samples, s.epoch_samples, s.epoch_tokens) for s in shares] == [
-        *(("portraits", 2, 4, 24), ("landscapes", 1, 0.5, 8), ("others", 3, 3, 12))
-    ]
-    assert [s.share for s in shares] == pytest.approx([24 / 44, 8 / 44, 12 / 44])

@@ -244,9 +244,6 @@ def test_channels_stand_last_whatever_the_layout(layout, axes, batched):
     if axes[0] == 1:
         picture = np.squeeze(stored[0] if batched else stored, layout.index("T"))
         np.testing.assert_array_equal(channels_last(picture, layout), latents)
-
-
-def test_other_shapes_are_no_latents():
     assert latent_shape((10**6, 1, 1, 1), "CTHW") == (1, 1, 1, 10**6)
     for shape in ((), (2, 3), (2, 1, 2, 3, 4), (1, 0, 2, 2), (10**6 + 1, 1, 1)):
         with pytest.raises(ValueError, match="latents have shape"):
