@@ -64,9 +64,6 @@ def test_a_model_of_the_data_has_the_velocity_that_leads_to_them():
     velocity = nnx.merge(predicts_data, params)(latents, timestep, labels)
     expected = (latents - data) / sigma[:, None, None, None, None]
     np.testing.assert_allclose(velocity, expected, rtol=1e-4, atol=1e-4)
-
-
-def test_diffusers_has_no_model_of_the_data():
     config = dataclasses.replace(CONFIG, text=TextConfig(8, 4), prediction="data")
     with pytest.raises(InputError, match=r"model\.prediction is data"):
         family_of(config).export_fields(config)

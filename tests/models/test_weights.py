@@ -40,7 +40,7 @@ from alload_jax.training.restore import described_model, given_parameters
 T2V = transformer("wan/t2v")
 
 
-def test_names_of_the_original_repository():
+def test_names_and_config_of_the_original_repository(tmp_path):
     config = WanConfig(num_layers=1, text=TextConfig(6, 3))
     keys = {tensor.key for tensor in FAMILY.tensors(config, "original")}
     block = "blocks.0."
@@ -51,6 +51,12 @@ def test_names_of_the_original_repository():
     norms = [f"{kind}_attn.norm_{part}.weight" for kind in ("self", "cross") for part in "qk"]
     alone = ["head.modulation", *(block + part for part in ("modulation", *norms))]
     assert keys == {f"{n}.{part}" for n in linear for part in ("weight", "bias")} | set(alone)
+    fields = {"_class_name": "WanModel", "dim": 1536, "eps": 1e-06, "ffn_dim": 8960}
+    fields |= {"freq_dim": 256, "in_dim": 16, "model_type": "t2v", "num_heads": 12}
+    fields |= {"num_layers": 30, "out_dim": 16, "text_len": 512}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    config = read_model_config(tmp_path / "config.json")
+    assert parameter_count(config) == 1_418_996_800
 
 
 def test_names_of_hunyuan_videos_repository():
@@ -383,25 +389,13 @@ def test_config_files_that_are_none_or_hold_wrong_values_are_named(content, word
         read_model_config(tmp_path / "config.json")
 
 
-def test_the_originals_config_file(tmp_path):
-    fields = {"_class_name": "WanModel", "dim": 1536, "eps": 1e-06, "ffn_dim": 8960}
-    fields |= {"freq_dim": 256, "in_dim": 16, "model_type": "t2v", "num_heads": 12}
-    fields |= {"num_layers": 30, "out_dim": 16, "text_len": 512}
-    (tmp_path / "config.json").write_text(json.dumps(fields))
-    config = read_model_config(tmp_path / "config.json")
-    assert parameter_count(config) == 1_418_996_800
-
-
-def test_differences_of_architecture_are_all_named():
+def test_differences_of_architecture_and_images_that_a_model_does_not_take_are_named():
     ours, theirs = golden_config("wan/t2v"), golden_config("wan/t2v", num_layers=5, ffn_dim=3)
     words = "model.ffn_dim is 40, but 3 there; model.num_layers is 2, but 5 there"
     with pytest.raises(InputError, match=words):
         require_same_architecture(ours, theirs, T2V)
     longer = dataclasses.replace(ours, text=TextConfig(10, 9), num_classes=3, remat="full")
     require_same_architecture(longer, ours, T2V)
-
-
-def test_an_image_is_given_exactly_where_the_model_takes_one():
     for case, image, words in (("t2v", np.zeros((2, 5, 10)), "given"), ("flf2v", None, "missing")):
         call = golden_calls(f"wan/{case}")[0][0]
         with pytest.raises(ValueError, match=f"image is {words}, but model"):

@@ -139,7 +139,7 @@ def test_selections_that_do_not_fit_are_refused(change, message):
         top_k_blocks(**given | {"query_tokens": TOKENS, "key_tokens": TOKENS} | change, k_max=2)
 
 
-def test_no_gradient_passes_through_a_selection():
+def test_a_selection_passes_no_gradient_and_holds_nothing_of_the_size_of_all_pairs():
     def loss(x):
         pooled = pool_blocks(x, TOKENS, block=64)
         scores = PooledScores(pooled, pooled)
@@ -147,10 +147,7 @@ def test_no_gradient_passes_through_a_selection():
         return pooled.sum() + lists.indices.sum().astype(jnp.float32)
 
     assert not np.asarray(jax.grad(loss)(jnp.ones((1, 256, 1, 8)))).any()
-
-
-def test_nothing_of_the_size_of_all_pairs_is_held():
-    """Of 512 blocks, lists of 4: the largest array is a sixteenth of all pairs."""
+    # Of 512 blocks, lists of 4: the largest array is a sixteenth of all pairs.
     tokens, ids = (jax.ShapeDtypeStruct((1, 512), jnp.int32),) * 2
     pooled = jax.ShapeDtypeStruct((1, 512, 2, 8), jnp.float32)
 

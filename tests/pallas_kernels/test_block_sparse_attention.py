@@ -365,13 +365,6 @@ def test_nan_among_the_scores_reaches_statistics_and_gradients(any_way):
         assert np.isnan(np.asarray(value, np.float32)).all()
 
 
-def test_second_derivatives_of_kernels_are_refused_in_words(way):
-    (q, k, v, _), lists = case("full")
-    slope = jax.grad(lambda q: block_sparse_attention(q, k, v, lists, **options(way)).sum())
-    with pytest.raises(NotImplementedError, match="block_sparse_attention: the kernels different"):
-        jax.grad(lambda q: slope(q).sum())(q)
-
-
 @pytest.mark.parametrize("kind", ["popular", "full", "empty"])
 def test_inverted_lists_hold_every_pair_once_and_longest_come_first(kind):
     assert longest_first(jnp.asarray([[3, 0, 5, 3]])).tolist() == [[2, 0, 3, 1]]
@@ -421,13 +414,6 @@ def test_what_does_not_fit_is_refused_in_one_line(words, name, change, options):
     with pytest.raises((TypeError, ValueError)) as found:
         block_sparse_attention(**given, **options)
     assert re.match(f"block_sparse_attention: .*{re.escape(words)}.*$", str(found.value))
-
-
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="about machines without a GPU")
-def test_kernels_need_a_gpu_and_say_so():
-    (q, k, v, _), lists = case("random")
-    with pytest.raises(NotImplementedError, match="use 'xla' or 'auto'"):
-        block_sparse_attention(q, k, v, lists, implementation="triton")
 
 
 @pytest.mark.parametrize(

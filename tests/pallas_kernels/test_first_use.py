@@ -39,7 +39,9 @@ def once(reference, kernel):
     return times, calls
 
 
-def test_a_case_is_measured_once_and_kept_for_later_processes():
+def test_a_case_is_measured_once_kept_and_shared_with_other_processes(
+    monkeypatch,
+):
     times, calls = once(3.0, 2.0)
     one, other = Comparisons(), Comparisons()
     assert one.known() == other.known() == {}
@@ -51,6 +53,19 @@ def test_a_case_is_measured_once_and_kept_for_later_processes():
     other.ratio("three", lambda: (1.0, 1.0))
     content = json.loads(comparisons_path(devices.device_kind()).read_text())
     assert content["times_xla"] == Comparisons().known() == {CASE: 1.5, "two": 0.5}
+    # Several processes measure nothing but what one shares.
+    times, calls = once(3.0, 1.0)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    comparisons, first = Comparisons(), Comparisons()
+    assert comparisons.ratio("four", times) == 1.0
+    first.use(None)
+    assert first.ratio("four", times) == 3.0
+    comparisons.use(first.known())
+    assert comparisons.ratio("four", times) == 3.0
+    assert comparisons.ratio("another", times) == 1.0
+    assert len(calls) == 1
+    comparisons.clear()
+    assert comparisons.known() == {}
 
 
 def test_it_is_measured_outside_of_the_trace_that_asks_for_it():
@@ -64,16 +79,14 @@ def test_it_is_measured_outside_of_the_trace_that_asks_for_it():
     assert found == [3.0]
 
 
-def test_both_passes_of_both_functions_are_timed():
+def test_both_passes_are_timed_with_gradients_that_are_no_constants():
     def slow(x):
         return jax.lax.fori_loop(0, 50, lambda _, y: jnp.sin(y), x)
 
     reference, kernel = seconds_of([slow, jnp.sin], (jnp.ones(20_000),))
     assert reference > 3 * kernel > 0
-
-
-def test_gradients_of_the_timed_functions_are_no_constants():
-    """Of constant gradients, XLA computes parts of the backward while it compiles, for minutes."""
+    # Of constant gradients, XLA computes parts of the backward while it compiles, for
+    # minutes.
     seen = []
 
     @jax.custom_vjp
@@ -112,45 +125,23 @@ def test_what_cannot_be_measured_is_told_and_leaves_xla(error):
 @pytest.mark.parametrize(
     ("reference", "faster"), [(1.0, False), (1.02, False), (1.03, True), (0.5, False)]
 )
-def test_a_kernel_is_taken_where_it_is_clearly_faster(reference, faster):
+def test_a_kernel_is_taken_where_it_is_clearly_faster(reference, faster, monkeypatch):
     assert Comparisons().faster(CASE, lambda: (reference, 1.0)) == faster
+    monkeypatch.setenv("PALLAS_KERNELS_FIRST_USE", "0")
+    assert Comparisons().ratio("another", lambda: (3.0, 1.0)) == 1.0
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"format": 1, "device": 2}', "\x00"])
-def test_a_damaged_file_is_told_and_measured_again(content):
+def test_a_damaged_file_or_cache_is_told_and_measured_again(content, monkeypatch):
     path = comparisons_path(devices.device_kind())
     path.parent.mkdir(parents=True)
     path.write_text(content)
     with pytest.warns(UserWarning, match="is passed over: it holds no comparisons"):
         assert Comparisons().ratio(CASE, lambda: (3.0, 1.0)) == 3.0
     assert Comparisons().known() == {CASE: 3.0}
-
-
-def test_a_cache_that_cannot_be_written_is_told(tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(path))  # no folder
     with pytest.warns(UserWarning, match="cannot be written"):
-        assert Comparisons().ratio(CASE, lambda: (3.0, 1.0)) == 3.0
-
-
-def test_several_processes_measure_nothing_but_what_one_shares(monkeypatch):
-    times, calls = once(3.0, 1.0)
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    comparisons, first = Comparisons(), Comparisons()
-    assert comparisons.ratio(CASE, times) == 1.0
-    first.use(None)
-    assert first.ratio(CASE, times) == 3.0
-    comparisons.use(first.known())
-    assert comparisons.ratio(CASE, times) == 3.0
-    assert comparisons.ratio("another", times) == 1.0
-    assert len(calls) == 1
-    comparisons.clear()
-    assert comparisons.known() == {}
-
-
-def test_a_variable_turns_it_off(monkeypatch):
-    monkeypatch.setenv("PALLAS_KERNELS_FIRST_USE", "0")
-    assert Comparisons().ratio(CASE, lambda: (3.0, 1.0)) == 1.0
+        assert Comparisons().ratio("another", lambda: (3.0, 1.0)) == 3.0
 
 
 X = jax.ShapeDtypeStruct((1, 4096, 1536), jnp.bfloat16)

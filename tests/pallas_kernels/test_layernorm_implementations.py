@@ -11,30 +11,12 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import kernel_cases as cases
 import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from kernel_cases import (
-    BF16,
-    EPS,
-    F16,
-    F32,
-    LAYOUTS,
-    assert_same_bits,
-    both_lowered_for_cuda,
-    close,
-    cotangents_for,
-    examples,
-    gradients_of,
-    implementation,
-    layouts,
-    make,
-    public,
-    run_and_check,
-    shapes_of,
-    with_gradients,
-)
+from kernel_cases import BF16, EPS, F16, F32, LAYOUTS, implementation
 
 from pallas_kernels import devices, layernorm_modulate, residual_layernorm_modulate, segmentation
 from pallas_kernels.layernorm_modulate import (
@@ -42,18 +24,12 @@ from pallas_kernels.layernorm_modulate import (
     implementation_names,
     implementations,
     register_implementation,
+    row_blocks,
     unregister_implementation,
 )
 from pallas_kernels.layernorm_modulate.implementations import MosaicNorm
 from pallas_kernels.layernorm_modulate.mosaic import columns_of
 from pallas_kernels.layernorm_modulate.operands import NormOperands, NormOptions, reference
-from pallas_kernels.layernorm_modulate.row_blocks import (
-    IMPOSSIBLE,
-    PADDING,
-    even_row_blocks,
-    segment_row_blocks,
-    walks_of,
-)
 from pallas_kernels.layernorm_modulate.tuning import LANES, faster_than_triton
 from pallas_kernels.op import Call
 from pallas_kernels.triton_tiles import split_width
@@ -112,15 +88,15 @@ def mine():
     ("name", "layout"), [("mine", "row"), ("auto", "token"), ("mine", "segment")]
 )
 def test_an_implementation_from_outside_runs_forward_and_backward(name, layout, mine):
-    operands = make(**LAYOUTS[layout])
-    cotangents = cotangents_for(operands)
-    found = with_gradients(implementation(name))(operands, cotangents)
+    operands = cases.make(**LAYOUTS[layout])
+    cotangents = cases.cotangents_for(operands)
+    found = cases.with_gradients(implementation(name))(operands, cotangents)
     assert mine.seen == [("forward", (2, 16, 40)), ("backward", (2, 16, 40))]
-    close(found, gradients_of("xla")(operands, cotangents), rtol=1e-5)
+    cases.close(found, cases.gradients_of("xla")(operands, cotangents), rtol=1e-5)
 
 
 def test_it_gets_what_it_prepared_of_the_segments(mine):
-    x, scale, shift, *_, ids, _ = make(**LAYOUTS["segment"])
+    x, scale, shift, *_, ids, _ = cases.make(**LAYOUTS["segment"])
     prepared = segmentation(ids, 4, 40)
     unregister_implementation("mine")
     without = segmentation(ids, 4, 40)
@@ -130,12 +106,12 @@ def test_it_gets_what_it_prepared_of_the_segments(mine):
         mine.seen.clear()
         found = layernorm_modulate(x, scale, shift, segment_ids=each, implementation="mine")
         assert (("prepared", (2, 16)) in mine.seen) == seen
-        close(found, expected, rtol=1e-5)
+        cases.close(found, expected, rtol=1e-5)
 
 
 def test_auto_takes_it_only_where_it_is_faster_and_can_run(mine):
-    layernorm_modulate(*make((2, 16, 32))[:3])
-    x, scale, shift, *_ = make(**LAYOUTS["row"])
+    layernorm_modulate(*cases.make((2, 16, 32))[:3])
+    x, scale, shift, *_ = cases.make(**LAYOUTS["row"])
     residual_layernorm_modulate(x, x, None, scale, shift)
     assert mine.seen == []
     layernorm_modulate(x, scale, shift)
@@ -157,10 +133,10 @@ def test_names_are_listed_and_taken_once(mine):
 
 
 def test_auto_is_interpreted_as_the_kernels():
-    operands = make(**LAYOUTS["row"])
-    cotangents = cotangents_for(operands)
-    auto = with_gradients(partial(public, interpret=True))(operands, cotangents)
-    assert_same_bits(auto, gradients_of(True)(operands, cotangents))
+    operands = cases.make(**LAYOUTS["row"])
+    cotangents = cases.cotangents_for(operands)
+    auto = cases.with_gradients(partial(cases.public, interpret=True))(operands, cotangents)
+    cases.assert_same_bits(auto, cases.gradients_of(True)(operands, cotangents))
 
 
 def test_a_jax_without_pallas_triton_runs_the_rest():
@@ -198,45 +174,45 @@ except NotImplementedError as error:
 )
 def test_it_equals_the_float64_oracle_and_gives_equal_bits(tokens, dim, x_dtype, y_dtype, branch):
     given = {"none": {}, "plain": {"y_dtype": y_dtype}, "gated": {"y_dtype": y_dtype, "gate": True}}
-    operands = make((2, tokens, dim), x_dtype=x_dtype, **given[branch])
-    found = run_and_check(operands, "mosaic")
+    operands = cases.make((2, tokens, dim), x_dtype=x_dtype, **given[branch])
+    found = cases.run_and_check(operands, "mosaic")
     for _ in range(3):
-        assert_same_bits(found, run_and_check(operands, "mosaic"))
+        cases.assert_same_bits(found, cases.run_and_check(operands, "mosaic"))
 
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize("size", [3.0, 300.0, 30_001.0])
 def test_constant_rows_have_no_normed_part(size):
-    operands = make((1, 45, 1152), y_dtype=F32, gate=True)
+    operands = cases.make((1, 45, 1152), y_dtype=F32, gate=True)
     operands = operands._replace(x=jnp.full_like(operands.x, size), y=jnp.zeros_like(operands.y))
-    _, gradients = gradients_of("mosaic")(operands, cotangents_for(operands))
+    _, gradients = cases.gradients_of("mosaic")(operands, cases.cotangents_for(operands))
     assert not np.asarray(gradients[1]).any()
 
 
 @pytest.mark.parametrize(
     ("shapes", "static", "taken"),
     [
-        (shapes_of((2, 512, 7296)), {}, True),
-        (shapes_of((2, 512, 10_240), residual=False), {}, True),
-        (shapes_of((2, 512, 10_368), residual=False), {}, False),
-        (shapes_of((2, 512, 6912), dtype=F32), {}, True),
-        (shapes_of((2, 512, 7040), dtype=F32), {}, False),
-        (shapes_of((2, 512, 7300)), {}, False),
-        (shapes_of((2, 512, 7296), "token"), {}, False),
-        (shapes_of((2, 512, 7296)), {"residual_dtype": F32}, False),
+        (cases.shapes_of((2, 512, 7296)), {}, True),
+        (cases.shapes_of((2, 512, 10_240), residual=False), {}, True),
+        (cases.shapes_of((2, 512, 10_368), residual=False), {}, False),
+        (cases.shapes_of((2, 512, 6912), dtype=F32), {}, True),
+        (cases.shapes_of((2, 512, 7040), dtype=F32), {}, False),
+        (cases.shapes_of((2, 512, 7300)), {}, False),
+        (cases.shapes_of((2, 512, 7296), "token"), {}, False),
+        (cases.shapes_of((2, 512, 7296)), {"residual_dtype": F32}, False),
     ],
 )
 def test_it_takes_wide_rows_and_leaves_others_to_triton(shapes, static, taken):
-    assert ("mosaic_gpu" in both_lowered_for_cuda(shapes, MosaicNorm, **static)) == taken
+    assert ("mosaic_gpu" in cases.both_lowered_for_cuda(shapes, MosaicNorm, **static)) == taken
 
 
 @pytest.mark.parametrize("width", [1500, 5120])
 def test_it_lowers_with_segments_that_were_prepared_for_another_width(width):
-    shapes = shapes_of((2, 512, 1536), "segment", residual=False)
+    shapes = cases.shapes_of((2, 512, 1536), "segment", residual=False)
     prepare = partial(MosaicNorm().prepare_segments, table_rows=64, width=width, sharding=None)
     shapes = shapes._replace(prepared=jax.eval_shape(prepare, shapes.segment_ids))
-    assert "mosaic_gpu" in both_lowered_for_cuda(shapes, MosaicNorm)
+    assert "mosaic_gpu" in cases.both_lowered_for_cuda(shapes, MosaicNorm)
 
 
 @pytest.mark.usefixtures("for_cuda")
@@ -261,7 +237,7 @@ def test_auto_takes_it_where_it_was_faster(kind, layout, norm, mosaic, triton, m
     call = Call(NormOptions(layout, EPS, dtype, dtype, dtype, h), None)
 
     def chosen(dim):
-        shapes = shapes_of((1, 65_536, dim), layout, norm == "gated", dtype)
+        shapes = cases.shapes_of((1, 65_536, dim), layout, norm == "gated", dtype)
         shapes = shapes._replace(y=shapes.x) if norm == "sum" else shapes
         return implementations.REGISTRY.choose("test", "auto", shapes, call).name
 
@@ -291,7 +267,7 @@ def test_auto_loses_at_most_a_tenth_where_both_were_measured(device):
 # ---------------------------------------------------------------- row blocks and tiles
 
 
-@examples(30)
+@cases.examples(30)
 @given(
     batch=st.integers(1, 9),
     seq_len=st.integers(1, 400),
@@ -300,7 +276,7 @@ def test_auto_loses_at_most_a_tenth_where_both_were_measured(device):
 )
 def test_even_row_blocks_cover_each_row_once(batch, seq_len, programs, layout):
     options = NormOptions(layout, 1e-6, *(jnp.dtype(F32),) * 3)
-    blocks = even_row_blocks((batch, seq_len, 8), options, programs)
+    blocks = row_blocks.even_row_blocks((batch, seq_len, 8), options, programs)
     number = np.arange(4000)  # of one size, for which JAX compiles once
     start, stop, row = (np.asarray(part)[: blocks.total] for part in blocks.place(number))
     assert start[0] == 0
@@ -317,7 +293,7 @@ def test_even_row_blocks_cover_each_row_once(batch, seq_len, programs, layout):
 @cache
 def compiled(tables, block, programs):
     def flattened(ids):
-        blocks = segment_row_blocks(ids, tables, block, programs)
+        blocks = row_blocks.segment_row_blocks(ids, tables, block, programs)
         return blocks.flattened(ids.shape[1], tables)
 
     return jax.jit(flattened)
@@ -343,7 +319,7 @@ def segments(draw):
     return np.array(rows, np.int32), tables, unit if unit > 1 else None, programs
 
 
-@examples(40)
+@cases.examples(40)
 @given(case=segments())
 def test_segment_row_blocks_cover_a_row_and_never_cross(case):
     ids, tables, unit, programs = case
@@ -361,23 +337,20 @@ def test_segment_row_blocks_cover_a_row_and_never_cross(case):
             inside = ids[row, begin - first : end - first]
             assert (inside == inside[:1]).all()
             if end > begin:
-                assert place == (row * tables + inside[0] if inside[0] >= 0 else PADDING)
+                assert place == (row * tables + inside[0] if inside[0] >= 0 else row_blocks.PADDING)
 
 
-def test_blocks_of_a_promised_size_are_halved_down_to_those_of_programs():
+def test_blocks_of_a_promised_size_are_halved_and_what_no_table_row_can_serve_is_impossible():
     assert compiled(1, 8, 8)(jnp.zeros((1, 32), jnp.int32)).start.shape == (1, 8)
-
-
-def test_what_no_table_row_can_serve_is_impossible():
     too_many = compiled(2, None, 4)(jnp.asarray(np.tile([0, 1], 30)[None]))
-    assert (np.asarray(too_many.table_row) == IMPOSSIBLE).all()
+    assert (np.asarray(too_many.table_row) == row_blocks.IMPOSSIBLE).all()
     for segment in (3, 1000):
         beyond = compiled(3, None, 4)(jnp.full((1, 8), segment))
         used = np.asarray(beyond.stop > beyond.start)
-        assert (np.asarray(beyond.table_row)[used] == IMPOSSIBLE).all()
+        assert (np.asarray(beyond.table_row)[used] == row_blocks.IMPOSSIBLE).all()
 
 
-@examples(80)
+@cases.examples(80)
 @given(width=st.integers(1, 20_000), power=st.integers(7, 12), equal=st.booleans())
 def test_tiles_cover_the_width(width, power, equal):
     tiles = split_width(width, 1 << power, equal=equal)
@@ -391,15 +364,12 @@ def test_tiles_cover_the_width(width, power, equal):
     assert 0 <= offset - width < (tiles[-1].width if equal else 128)
     assert not any(tile.ragged for tile in tiles[:-1])
     assert not equal or len({tile.width for tile in tiles}) == 1
+    for usual in (64, 96, 128, 1152, 1536, 3072, 5120, 8192):
+        waste = sum(tile.width for tile in split_width(usual, 1024)) - usual
+        assert waste == (32 if usual == 96 else 0)
 
 
-def test_usual_widths_waste_nothing():
-    for width in (64, 96, 128, 1152, 1536, 3072, 5120, 8192):
-        waste = sum(tile.width for tile in split_width(width, 1024)) - width
-        assert waste == (32 if width == 96 else 0)
-
-
-@examples(60)
+@cases.examples(60)
 @given(chunks=st.integers(1, 100), groups=st.sampled_from([1, 2, 4]))
 def test_columns_are_counted_once_and_all_groups_have_equally_many(chunks, groups):
     each = -(-chunks // groups)
@@ -421,8 +391,8 @@ def test_columns_are_counted_once_and_all_groups_have_equally_many(chunks, group
 LENGTH = 40
 
 
-@examples(25)
-@given(ids=layouts(2, LENGTH, 8), programs=st.sampled_from([1, 7, 90]), block=st.booleans())
+@cases.examples(25)
+@given(ids=cases.layouts(2, LENGTH, 8), programs=st.sampled_from([1, 7, 90]), block=st.booleans())
 def test_programs_walk_through_each_token_once(ids, programs, block):
     block = 4 if block else None
     if block:
@@ -446,4 +416,4 @@ def test_programs_walk_through_each_token_once(ids, programs, block):
 
 
 def walked(ids, block, programs):
-    return walks_of(jnp.asarray(ids), 8, block, programs).flattened(LENGTH, 8)
+    return row_blocks.walks_of(jnp.asarray(ids), 8, block, programs).flattened(LENGTH, 8)

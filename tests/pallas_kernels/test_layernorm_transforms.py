@@ -5,31 +5,13 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import kernel_cases as cases
 import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from kernel_cases import (
-    BF16,
-    F32,
-    LAYOUTS,
-    both_lowered_for_cuda,
-    close,
-    collectives,
-    cotangents_for,
-    gradients_of,
-    implementation,
-    kernels,
-    kernels_for_cuda,
-    kernels_launched,
-    lowered_for_cuda,
-    make,
-    mesh_of_four,
-    public,
-    shapes_of,
-    with_gradients,
-)
+from kernel_cases import BF16, F32, LAYOUTS
 
 from pallas_kernels import devices, layernorm_modulate
 from pallas_kernels.layernorm_modulate.operands import NormOperands, unsupported_sharding
@@ -39,16 +21,17 @@ pytestmark = pytest.mark.usefixtures("few_programs")
 
 def stacked(count, **options):
     """Operands with a leading axis, to map over."""
-    many = [make((2, 5, 24), seed=n, **options) for n in range(count)]
+    many = [cases.make((2, 5, 24), seed=n, **options) for n in range(count)]
     return jax.tree.map(lambda *values: jnp.stack(values), *many)
 
 
 def compare(interpret, wrap, *arguments, atol=2e-5, rtol=2e-5, **options):
     """What a function of the implementation gives with the kernels, and with XLA."""
     ours, xla = (
-        jax.jit(wrap(implementation(kind, **options)))(*arguments) for kind in (interpret, "xla")
+        jax.jit(wrap(cases.implementation(kind, **options)))(*arguments)
+        for kind in (interpret, "xla")
     )
-    close(ours, xla, atol, rtol)
+    cases.close(ours, xla, atol, rtol)
 
 
 def total(outputs):
@@ -56,28 +39,20 @@ def total(outputs):
     return sum(jnp.sin(value).sum() for value in jax.tree.leaves(outputs))
 
 
-def test_vmap_of_a_scale_alone(interpret):
-    x, _, shift, *_ = make((2, 5, 24), seed=7)
-
-    def wrap(run):
+def test_vmap_of_a_scale_alone_of_a_residual_nested_and_over_segments(interpret):
+    def of_scale(run):
         slopes = jax.value_and_grad(lambda *arrays: total(run(NormOperands(*arrays))), (0, 1, 2))
         return jax.vmap(slopes, in_axes=(None, 0, None))
 
-    compare(interpret, wrap, x, stacked(3).scale, shift)
-
-
-def test_nested_vmap_of_a_residual(interpret):
-    four = stacked(4, y_dtype=F32, gate=True)
-
-    def wrap(run):
+    def nested(run):
         return jax.vmap(jax.vmap(jax.value_and_grad(lambda operands: total(run(operands)))))
 
-    compare(interpret, wrap, jax.tree.map(lambda v: v.reshape(2, 2, *v.shape[1:]), four))
-
-
-def test_vmap_over_segments(interpret):
+    x, _, shift, *_ = cases.make((2, 5, 24), seed=7)
+    compare(interpret, of_scale, x, stacked(3).scale, shift)
+    four = stacked(4, y_dtype=F32, gate=True)
+    compare(interpret, nested, jax.tree.map(lambda v: v.reshape(2, 2, *v.shape[1:]), four))
     ids = [np.repeat([0, 1, -1], [5, 4, 3]), np.repeat([2, 0, 1], [1, 9, 2])]
-    many = [make((12, 24), (3, 24), ids=row, seed=n) for n, row in enumerate(ids)]
+    many = [cases.make((12, 24), (3, 24), ids=row, seed=n) for n, row in enumerate(ids)]
     operands = jax.tree.map(lambda *values: jnp.stack(values), *many)
     compare(interpret, lambda run: jax.vmap(lambda each: run(each)[1]), operands)
 
@@ -94,7 +69,7 @@ def test_checkpoints_in_a_scan_over_layers(interpret):
 
         return jax.value_and_grad(loss, argnums=(0, 1))
 
-    x = make((2, 5, 24), seed=11).x
+    x = cases.make((2, 5, 24), seed=11).x
     compare(interpret, wrap, x, (layers.scale, layers.shift), atol=1e-4)
 
 
@@ -110,7 +85,9 @@ def test_a_result_that_is_not_used_has_no_part_in_gradients(
     layout, branch, used, x_dtype, interpret
 ):
     y_dtype = None if branch == "none" else x_dtype
-    operands = make(**LAYOUTS[layout], x_dtype=x_dtype, y_dtype=y_dtype, gate=branch == "gated")
+    operands = cases.make(
+        **LAYOUTS[layout], x_dtype=x_dtype, y_dtype=y_dtype, gate=branch == "gated"
+    )
     wave = jnp.sin(jnp.arange(operands.x.size)).reshape(operands.x.shape)
 
     def wrap(run):
@@ -132,8 +109,10 @@ def test_a_result_that_is_not_used_has_no_part_in_gradients(
     [(("out", "h"), False, 1), (("out", "h"), True, 1), ((), True, 2)],
 )
 def test_only_an_output_that_is_not_saved_is_computed_again(saved, residual, forwards):
-    operands = make((2, 64, 96), x_dtype=BF16, y_dtype=BF16 if residual else None, gate=residual)
-    run = kernels_for_cuda()
+    operands = cases.make(
+        (2, 64, 96), x_dtype=BF16, y_dtype=BF16 if residual else None, gate=residual
+    )
+    run = cases.kernels_for_cuda()
 
     def block(operands):
         h, out = run(operands)
@@ -143,21 +122,21 @@ def test_only_an_output_that_is_not_saved_is_computed_again(saved, residual, for
     policy = jax.checkpoint_policies.save_only_these_names(*saved)
     remat = jax.checkpoint(block, policy=policy)
     step = jax.value_and_grad(lambda each: remat(each).astype(F32).sum())
-    found = Counter(kernels_launched(lowered_for_cuda(step, operands)))
+    found = Counter(cases.kernels_launched(cases.lowered_for_cuda(step, operands)))
     assert (found["forward"], found["backward"]) == (forwards, 1)
     assert set(found) <= {"forward", "backward", "reduce", "statistics"}
 
 
 def test_a_norm_that_is_not_used_is_not_run_backwards():
-    operands = make((2, 64, 96), (2, 3, 96), y_dtype=F32, gate=True, ids=np.zeros((2, 64)))
-    run = kernels_for_cuda()
+    operands = cases.make((2, 64, 96), (2, 3, 96), y_dtype=F32, gate=True, ids=np.zeros((2, 64)))
+    run = cases.kernels_for_cuda()
     block = jax.checkpoint(lambda each: run(each)[0])
 
     def loss(floats):
         return jnp.sin(block(floats._replace(segment_ids=operands.segment_ids))).sum()
 
     floats = operands._replace(segment_ids=None)
-    found = Counter(kernels_launched(lowered_for_cuda(jax.grad(loss), floats)))
+    found = Counter(cases.kernels_launched(cases.lowered_for_cuda(jax.grad(loss), floats)))
     assert found == {"forward": 1, "h_backward": 1, "reduce": 1}
 
 
@@ -175,7 +154,9 @@ def test_a_norm_that_is_not_used_is_not_run_backwards():
     ids=str,
 )
 def test_it_lowers_for_cuda(shape, layout, residual, static):
-    names = kernels_launched(both_lowered_for_cuda(shapes_of(shape, layout, residual), **static))
+    names = cases.kernels_launched(
+        cases.both_lowered_for_cuda(cases.shapes_of(shape, layout, residual), **static)
+    )
     assert names == ["forward", "backward"] + ([] if layout == "token" else ["reduce"])
 
 
@@ -203,9 +184,9 @@ def check_on_mesh(case, kind, spec, *, told, **options):
     In the case "blocks", shards begin inside of blocks, and ids are not split as x is.
     """
     options |= {"segment_block": 7} if case == "blocks" else {}
-    mesh = mesh_of_four(kind, "data", "sequence")
-    operands = make(**CASES[case])
-    cotangents = cotangents_for(operands)
+    mesh = cases.mesh_of_four(kind, "data", "sequence")
+    operands = cases.make(**CASES[case])
+    cotangents = cases.cotangents_for(operands)
     sharding = NamedSharding(mesh, spec)
     of_tables = NamedSharding(mesh, {"token": spec, "flat": P()}.get(case, P(spec[0])))
     of_ids = NamedSharding(mesh, P()) if case == "blocks" else sharding
@@ -215,52 +196,43 @@ def check_on_mesh(case, kind, spec, *, told, **options):
         for name, each in operands._asdict().items()
     }
     arguments = NormOperands(**split), jax.device_put(cotangents, sharding)
-    both = with_gradients(partial(public, sharding=sharding if told else None, **options))
+    both = cases.with_gradients(
+        partial(cases.public, sharding=sharding if told else None, **options)
+    )
     with jax.set_mesh(mesh):
         compiled = both.lower(*arguments).compile()
         found = compiled(*arguments)
-    close(
+    cases.close(
         jax.tree.map(np.asarray, found),
-        jax.tree.map(np.asarray, gradients_of("xla")(operands, cotangents)),
+        jax.tree.map(np.asarray, cases.gradients_of("xla")(operands, cotangents)),
     )
     return compiled
 
 
 @pytest.mark.parametrize(
-    ("case", "kind", "spec", "sums"),
-    [
-        ("row", "explicit", BOTH, 1),
-        ("token", "explicit", BOTH, 0),
-        ("segment", "auto", BOTH, 1),
-        ("residual", "auto", SEQUENCE, 1),
-        ("residual", "explicit", SEQUENCE, 1),
-        ("residual", "explicit", BATCH, 0),
-        ("blocks", "auto", SEQUENCE, 1),
-    ],
-    ids=str,
-)
-def test_kernels_gather_nothing_of_what_is_split(case, kind, spec, sums, interpret):
-    compiled = check_on_mesh(case, kind, spec, told=True, **kernels(interpret))
-    assert collectives(compiled) == (0, sums)
-
-
-@pytest.mark.parametrize(
     ("case", "kind", "spec", "told", "choice"),
     [
-        ("residual", "auto", BOTH, False, "xla"),
-        ("token", "explicit", BOTH, False, "auto"),
-        ("segment", "auto", BOTH, True, "xla"),
-        ("segment", "auto", BOTH, False, "auto"),
-        ("segment", "explicit", BOTH, False, "xla"),
-        ("flat", "auto", FLAT, True, "xla"),
+        *(("row", "explicit", BOTH, True, 1), ("token", "explicit", BOTH, True, 0)),
+        *(("segment", "auto", BOTH, True, 1), ("blocks", "auto", SEQUENCE, True, 1)),
+        *(("residual", kind, SEQUENCE, True, 1) for kind in ("auto", "explicit")),
+        ("residual", "explicit", BATCH, True, 0),
+        *(("residual", "auto", BOTH, False, "xla"), ("token", "explicit", BOTH, False, "auto")),
+        *(("segment", "auto", BOTH, told, way) for told, way in ((True, "xla"), (False, "auto"))),
+        *(("segment", "explicit", BOTH, False, "xla"), ("flat", "auto", FLAT, True, "xla")),
         ("blocks", "explicit", SEQUENCE, False, "xla"),
     ],
     ids=str,
 )
-def test_the_reference_on_a_mesh(case, kind, spec, told, choice):
+def test_on_a_mesh_kernels_gather_nothing_of_what_is_split(
+    case, kind, spec, told, choice, interpret
+):
+    """`choice`: an implementation, or how often the kernels add up over devices."""
     if choice == "auto" and jax.default_backend() == "gpu":
         pytest.skip("the choice may fall on the kernels")
-    check_on_mesh(case, kind, spec, told=told, implementation=choice)
+    of_kernels = isinstance(choice, int)
+    options = cases.kernels(interpret) if of_kernels else {"implementation": choice}
+    compiled = check_on_mesh(case, kind, spec, told=told, **options)
+    assert not of_kernels or cases.collectives(compiled) == (0, choice)
 
 
 def test_axes_that_a_kernel_cannot_see_are_named():
@@ -271,7 +243,7 @@ def test_axes_that_a_kernel_cannot_see_are_named():
         layernorm_modulate(split, row, row, interpret=True)
     mapped = jax.shard_map(  # which checks how values vary
         lambda x, row: layernorm_modulate(x, row, row, interpret=True),
-        mesh=mesh_of_four("auto", "data", "sequence"),
+        mesh=cases.mesh_of_four("auto", "data", "sequence"),
         in_specs=(P(None, "sequence"), P()),
         out_specs=P(None, "sequence"),
     )

@@ -8,25 +8,13 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import kernel_cases as cases
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
-from kernel_cases import (
-    BF16,
-    F16,
-    F32,
-    assert_same_bits,
-    check_within,
-    collectives,
-    kernels,
-    kernels_launched,
-    lowered_for_cuda,
-    mesh_of_four,
-    numpy64,
-    tolerance,
-)
+from kernel_cases import BF16, F16, F32
 
 from pallas_kernels import bias_gelu, bias_gelu_then, devices, rms_norm_rotary
 from pallas_kernels.bias_gelu import api as gelu_api
@@ -78,11 +66,11 @@ def run_gelu(x, bias, cotangent, parameters=None, **options):
 
 def gelu_oracle(x, bias, cotangent, parameters=None):
     """The same in float64, by tanh, with the derivative worked out by hand."""
-    x, bias, cotangent = numpy64(x), numpy64(bias), numpy64(cotangent)
+    x, bias, cotangent = cases.numpy64(x), cases.numpy64(bias), cases.numpy64(cotangent)
     scale, sign = 1.0, 1.0
     if parameters:
-        sign = 1.0 - 2 * numpy64(parameters["flips"])
-        scale = numpy64(parameters["factor"]) * sign
+        sign = 1.0 - 2 * cases.numpy64(parameters["flips"])
+        scale = cases.numpy64(parameters["factor"]) * sign
     z, c = x + bias, np.sqrt(2 / np.pi)
     t = np.tanh(c * (z + 0.044715 * z**3))
     slope = (1 + t) / 2 + z * (1 - t**2) / 2 * c * (1 + 3 * 0.044715 * z**2)
@@ -94,12 +82,12 @@ def gelu_oracle(x, bias, cotangent, parameters=None):
 def check_gelu(found, expected, dtype):
     rows = expected[1].size // expected[2].size
     limits = (
-        tolerance(dtype, expected[0], 1, condition=4.0),
-        tolerance(dtype, expected[1], 1, condition=8.0),
-        tolerance(F32, expected[2], 1, rows=rows, condition=16.0),
-        *(2 * tolerance(dtype, each, 1, condition=8.0) for each in expected[3:]),
+        cases.tolerance(dtype, expected[0], 1, condition=4.0),
+        cases.tolerance(dtype, expected[1], 1, condition=8.0),
+        cases.tolerance(F32, expected[2], 1, rows=rows, condition=16.0),
+        *(2 * cases.tolerance(dtype, each, 1, condition=8.0) for each in expected[3:]),
     )
-    check_within(found, expected, limits)
+    cases.check_within(found, expected, limits)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +108,7 @@ def test_gelu_equals_the_oracle(shape, dtype, spread, then, interpret, monkeypat
     monkeypatch.setattr(devices, "core_count", lambda: 1)
     monkeypatch.setattr(gelu_triton, "BACKWARD_BLOCKS", Blocks(128, 4, 4, 4))
     given = gelu_arrays(shape, dtype, spread, then=then)
-    for way in (kernels(interpret), XLA):
+    for way in (cases.kernels(interpret), XLA):
         found = run_gelu(*given, **way)
         assert [each.dtype for each in found[:3]] == [dtype, dtype, F32]
         check_gelu(found, gelu_oracle(*given), dtype)
@@ -128,7 +116,7 @@ def test_gelu_equals_the_oracle(shape, dtype, spread, then, interpret, monkeypat
 
 def test_gelu_equals_the_oracle_in_blocks_of_its_own(interpret):
     given = gelu_arrays((3, 13, 700), spread=0.01)
-    check_gelu(run_gelu(*given, **kernels(interpret)), gelu_oracle(*given), F32)
+    check_gelu(run_gelu(*given, **cases.kernels(interpret)), gelu_oracle(*given), F32)
 
 
 @pytest.mark.gpu
@@ -140,13 +128,13 @@ def test_gelu_is_right_at_models_widths_and_gives_equal_bits(dim, tokens, then):
     given = gelu_arrays((2, tokens, dim), BF16, then=then)
     found, again = (run_gelu(*given, implementation="triton") for _ in range(2))
     check_gelu(found, gelu_oracle(*given), BF16)
-    assert_same_bits(found, again)
+    cases.assert_same_bits(found, again)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_far_from_zero_gelu_is_the_identity_or_zero(dtype, interpret):
     x = jnp.asarray([[[-3e4, -200.0, -20.0, 20.0, 200.0, 3e4]]], dtype)
-    out, dx, dbias = run_gelu(x, jnp.zeros(6), jnp.ones_like(x), **kernels(interpret))
+    out, dx, dbias = run_gelu(x, jnp.zeros(6), jnp.ones_like(x), **cases.kernels(interpret))
     np.testing.assert_array_equal(out, jnp.maximum(x, 0))
     np.testing.assert_array_equal(dx, (x > 0).astype(dtype))
     np.testing.assert_array_equal(dbias, (x > 0).astype(F32)[0, 0])
@@ -169,7 +157,7 @@ def test_xla_differentiates_in_any_mode_and_twice_but_kernels_once(interpret):
     function = partial(bias_gelu, bias=bias, **XLA)
     check_grads(function, (x,), order=2, modes=("fwd", "rev"), atol=0.02, rtol=0.02)
     for each in (bias_gelu, lambda *given, **way: bias_gelu_then(*given, jnp.multiply, 2.0, **way)):
-        slope = jax.grad(lambda x, each=each: each(x, bias, **kernels(interpret)).sum())
+        slope = jax.grad(lambda x, each=each: each(x, bias, **cases.kernels(interpret)).sum())
         with pytest.raises(NotImplementedError, match="bias_gelu: the kernels differentiate once"):
             jax.grad(lambda x, slope=slope: slope(x).sum())(x)
 
@@ -206,7 +194,7 @@ def run_norm(x, weight, rotary, cotangent, bias=None, **options):
 
 def norm_oracle(x, weight, rotary, cotangent):
     """The same in float64, with the derivative worked out by hand."""
-    x, weight, cotangent = numpy64(x), numpy64(weight), numpy64(cotangent)
+    x, weight, cotangent = cases.numpy64(x), cases.numpy64(weight), cases.numpy64(cotangent)
     per_head = weight.shape != x.shape[-1:]
     shape = cotangent.shape if per_head else x.shape
     x = x.reshape(shape)
@@ -214,7 +202,7 @@ def norm_oracle(x, weight, rotary, cotangent):
     unit = x * rstd
     turn = 1.0
     if rotary is not None:
-        cos, sin = (numpy64(part)[..., None, :] for part in rotary)
+        cos, sin = (cases.numpy64(part)[..., None, :] for part in rotary)
         turn = cos + 1j * sin
     out = as_pairs((unit * weight).reshape(cotangent.shape)) * turn
     gained = from_pairs(as_pairs(cotangent) * np.conj(turn)).reshape(shape)
@@ -237,18 +225,20 @@ def check_norm(found, expected, dtype, *, of_bias=F32):
     """`of_bias`: dtype of the gradients of x that are added up to that of a bias."""
     dim, rows = expected[1].shape[-1], expected[1].size // expected[2].size
     limits = [
-        tolerance(dtype, expected[0], dim, condition=4.0),
-        tolerance(dtype, expected[1], dim, condition=8.0),
-        tolerance(F32, expected[2], dim, rows=rows, condition=8.0),
+        cases.tolerance(dtype, expected[0], dim, condition=4.0),
+        cases.tolerance(dtype, expected[1], dim, condition=8.0),
+        cases.tolerance(F32, expected[2], dim, rows=rows, condition=8.0),
     ]
     if len(found) == 4:
         dx = expected[1]
         expected = (*expected, dx.sum(axis=(0, 1)))
-        limit = tolerance(F32, expected[3], dim, rows=dx.shape[0] * dx.shape[1], condition=16.0)
+        limit = cases.tolerance(
+            F32, expected[3], dim, rows=dx.shape[0] * dx.shape[1], condition=16.0
+        )
         if of_bias is not None:
-            limit = limit + tolerance(of_bias, np.abs(dx), dim).sum(axis=(0, 1))
+            limit = limit + cases.tolerance(of_bias, np.abs(dx), dim).sum(axis=(0, 1))
         limits.append(limit)
-    check_within(found, expected, limits)
+    cases.check_within(found, expected, limits)
 
 
 NORMS = {
@@ -273,7 +263,7 @@ def test_rms_norm_equals_the_oracle(name, interpret, monkeypatch):
     given = norm_arrays(shape, head_dim, per_head=per_head, table=table, dtype=dtype)
     # A bias's values do not matter.
     bias = None if summed is None else jnp.full(shape[-1], jnp.nan)
-    for way in (kernels(interpret), XLA):
+    for way in (cases.kernels(interpret), XLA):
         found = run_norm(*given, bias, head_dim=head_dim, **way)
         assert [each.dtype for each in found[:3]] == [dtype, dtype, F32]
         # XLA sees gradients of x that are rounded already.
@@ -306,20 +296,17 @@ def test_kernels_compute_with_checkpoints_in_a_scan_and_tables_get_no_gradient(i
 
     ours, xla = (
         jax.jit(jax.value_and_grad(partial(layers, way=way), (0, 1, 2)))(x, square, rotary)
-        for way in (kernels(interpret), XLA)
+        for way in (cases.kernels(interpret), XLA)
     )
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), ours, xla)
     assert not any(table.any() for table in (*ours[1][2], *xla[1][2]))
 
 
-def test_heads_that_kernels_cannot_take_run_in_xla():
+def test_heads_and_splits_that_kernels_cannot_take_are_refused_or_run_in_xla():
     x, weight, rotary, _ = norm_arrays((1, 2, 36), 12)
     with pytest.raises(NotImplementedError, match="head_dim=12 is not a power of two"):
         rms_norm_rotary(x, weight, rotary, head_dim=12, implementation="triton")
     assert rms_norm_rotary(x, weight, rotary, head_dim=12).shape == (1, 2, 3, 12)
-
-
-def test_a_split_width_needs_statistics_of_each_head():
     mesh = jax.make_mesh((2,), ("a",), devices=jax.devices()[:2])
     x, weight, rotary, _ = norm_arrays((1, 2, 32), 8)
     sharding = NamedSharding(mesh, P(None, None, "a"))
@@ -362,16 +349,16 @@ def split_case(function, spec):
     ids=str,
 )
 def test_kernels_gather_nothing_of_what_is_split(function, kind, spec, interpret):
-    mesh = mesh_of_four(kind, "a", "b")
+    mesh = cases.mesh_of_four(kind, "a", "b")
     run, given, places, check = split_case(function, spec)
     split = jax.tree.map(lambda place: NamedSharding(mesh, place), places)
     sharding = NamedSharding(mesh, spec) if kind == "auto" else None
     with jax.set_mesh(mesh):
         arguments = jax.device_put(given, split)
-        run = jax.jit(partial(run, sharding=sharding, **kernels(interpret)))
+        run = jax.jit(partial(run, sharding=sharding, **cases.kernels(interpret)))
         compiled = run.lower(*arguments).compile()
         check(compiled(*arguments), dtype=F32)
-    assert collectives(compiled) == (0, 1)
+    assert cases.collectives(compiled) == (0, 1)
 
 
 def abstract(shape, dtype):
@@ -404,8 +391,8 @@ def norm_shapes(shape, per_head, table):
 )
 def test_forward_and_backward_are_a_kernel_each_and_a_sum(name, shapes):
     run = run_gelu if name == "bias_gelu" else partial(run_norm, head_dim=128)
-    text = lowered_for_cuda(partial(run, implementation="triton"), *shapes)
-    assert sorted(kernels_launched(text, name)) == ["backward", "forward", "reduce"]
+    text = cases.lowered_for_cuda(partial(run, implementation="triton"), *shapes)
+    assert sorted(cases.kernels_launched(text, name)) == ["backward", "forward", "reduce"]
 
 
 GELU = {"x": jnp.zeros((1, 4, 8)), "bias": jnp.zeros(8)}
@@ -466,13 +453,10 @@ def test_auto_knows_what_was_measured(api, call, faster):
     assert api.measured_as_faster(*call) is faster
 
 
-def test_a_bias_is_summed_where_registers_are_left_for_it():
+def test_a_bias_is_summed_where_registers_are_left_for_it_and_nothing_gives_nothing():
     assert norm_triton.sums_bias(1536, False)
     assert not norm_triton.sums_bias(1537, False)
     assert not norm_triton.sums_bias(1024, True)
-
-
-def test_nothing_gives_nothing():
     shape = (2, 0, 32)
     for then in (False, True):
         found = run_gelu(*gelu_arrays(shape, then=then), interpret=True)

@@ -112,13 +112,19 @@ def test_a_copy_has_the_kernels_in_16_bits_and_all_else_as_it_was(config, count)
     jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(blocks)), before)
 
 
-def test_a_kernel_in_float8_stays_in_float8():
+def test_float8_stays_as_it_is_and_parameters_without_a_slot_are_those_that_are_differentiated():
     blocks = blocks_of(config_of("wan"))
     linear = blocks.self_attention.query
     linear.kernel = nnx.Param(Float8Kernel(**quantise(linear.kernel[...])))
     kept = with_cast_kernels(blocks).self_attention.query.kernel.get_value()
     assert isinstance(kept, Float8Kernel)
     assert kept.values.dtype == jnp.float8_e4m3fn
+    values = {"a": {"kernel": jnp.ones((2, 3, 4)), "bias": jnp.ones(2)}}
+    slots = {"a": {"kernel": jnp.zeros((2, 3, 4), jnp.bfloat16), "bias": jnp.full(2, 5.0)}}
+    found = with_slots(values, slots, {"a/kernel": jnp.bfloat16, "absent/kernel": jnp.bfloat16})
+    assert found["a"]["kernel"].shape == (2, 3, 4)
+    np.testing.assert_array_equal(found["a"]["kernel"][1], values["a"]["kernel"][1])
+    np.testing.assert_array_equal(found["a"]["bias"], slots["a"]["bias"])
 
 
 def test_layers_compiled_one_by_one_split_no_kernels_in_float32():
@@ -168,15 +174,6 @@ def test_only_kernels_of_layers_that_compute_in_16_bits_have_narrow_gradients(fa
     assert any(name.endswith("feed_forward/hidden/kernel") for name in narrow)
     assert not [name for name in narrow if "modulation" in name or "time" in name]
     assert gradient_dtypes(config_of(family, "float32")) == {}
-
-
-def test_parameters_without_a_slot_are_those_that_are_differentiated():
-    values = {"a": {"kernel": jnp.ones((2, 3, 4)), "bias": jnp.ones(2)}}
-    slots = {"a": {"kernel": jnp.zeros((2, 3, 4), jnp.bfloat16), "bias": jnp.full(2, 5.0)}}
-    found = with_slots(values, slots, {"a/kernel": jnp.bfloat16, "absent/kernel": jnp.bfloat16})
-    assert found["a"]["kernel"].shape == (2, 3, 4)
-    np.testing.assert_array_equal(found["a"]["kernel"][1], values["a"]["kernel"][1])
-    np.testing.assert_array_equal(found["a"]["bias"], slots["a"]["bias"])
 
 
 # ---------------------------------------------------------------- the host's memory

@@ -606,15 +606,12 @@ def test_a_sum_is_of_one_file_also_where_another_takes_its_place(adapters, monke
     check_sum(adapters)
 
 
-def test_a_changed_config_is_named(export):
+def test_a_changed_config_is_named_and_a_file_alone_needs_none(export, tmp_path):
     place = export / "config.json"
     place.write_text(json.dumps(json.loads(place.read_text()) | {"eps": 0.1}))
     with pytest.raises(InputError, match=r"config\.json: is damaged or was changed: its SHA-256"):
         content_of(export)
-
-
-def test_a_file_alone_needs_no_config(tmp_path):
-    """As ComfyUI and users move it."""
+    # As ComfyUI and users move it.
     save_weights(tmp_path / "whole", random_params(SMALL), SMALL)
     (file,) = (tmp_path / "whole").glob("*.safetensors")
     load_weights(shutil.copy(file, tmp_path / "alone.safetensors"), SMALL, MESH)

@@ -131,12 +131,14 @@ def test_ranks_get_as_many_heads_of_about_the_same_cost(ranks, each, seed):
     np.testing.assert_allclose(np.sort(loads), np.sort(expected), rtol=1e-5)
 
 
-def test_lists_are_compiled_for_falling_densities():
+def test_lists_are_compiled_for_falling_densities_of_which_forced_ones_are_one_for_each_layer():
     rules = sparse(max_density=0.5, capacities=(0.1, 0.3))
     assert rules.list_densities() == (0.5, 0.3, 0.1)
     assert dataclasses.replace(rules, capacities=(0.9, 0.5, 0.1)).list_densities() == (0.5, 0.1)
     assert dataclasses.replace(rules, forced=(1.0, 0.2, 0.25)).list_densities() == (0.25, 0.2)
     assert dataclasses.replace(rules, selector="all").list_densities() == (1.0,)
+    with pytest.raises(InputError, match="forced is 2 densities; give 3, one for each of"):
+        dataclasses.replace(SMALL, sparse_attention=sparse(forced=(0.5, 0.5)))
 
 
 # ---------------------------------------------------------------- the model
@@ -360,7 +362,7 @@ def test_a_layer_near_its_threshold_stays_as_it_is(sparse_now, sparsity, recall,
     np.testing.assert_allclose(found["recall"], [[recall] * 2], rtol=1e-6)
 
 
-def test_averages_hold_measured_samples_alone():
+def test_averages_and_the_log_hold_measured_samples_alone():
     state = state_of()
     state = update_switches(RULES, state, measured([0.4, 0.8], [1.0, 1.0], share=0.25))
     np.testing.assert_allclose(state["sparsity"], [[0.4, 0.8]], rtol=1e-6)
@@ -370,6 +372,13 @@ def test_averages_hold_measured_samples_alone():
     np.testing.assert_allclose(state["sparsity"], [[0.6, 0.8]], rtol=1e-6)
     assert state["measured"].tolist() == [2]
     assert state["step"].tolist() == [3]
+    layers, none = state_of(sparse=[True]), measured([0.0] * 2, [0.0] * 2, share=0.0)
+    forced = sparse(selector="pooled", forced=(0.5,))
+    found = switching.switch_metrics(forced, layers, none)
+    assert found == {switching.DENSITY: 0.5, switching.SPARSE_LAYERS: 1}
+    everything = switching.switch_metrics(sparse(selector="all", forced=(0.5,)), layers, none)
+    assert everything[switching.DENSITY] == 1
+    assert switching.PREDICTOR_LOSS not in switching.switch_metrics(RULES, layers, none)
 
 
 def test_a_run_continues_with_the_densities_of_its_config():
@@ -381,16 +390,6 @@ def test_a_run_continues_with_the_densities_of_its_config():
     switch = family.resumed_variables(forced, variables)["blocks"]["sparse_attention"]["switch"]
     assert switch["sparse"].tolist() == [False, True, True]
     np.testing.assert_allclose(switch["density"], [[1.0] * 2, [0.1] * 2, [0.4] * 2])
-
-
-def test_what_is_not_measured_is_not_logged():
-    layers, none = state_of(sparse=[True]), measured([0.0] * 2, [0.0] * 2, share=0.0)
-    forced = sparse(selector="pooled", forced=(0.5,))
-    found = switching.switch_metrics(forced, layers, none)
-    assert found == {switching.DENSITY: 0.5, switching.SPARSE_LAYERS: 1}
-    everything = switching.switch_metrics(sparse(selector="all", forced=(0.5,)), layers, none)
-    assert everything[switching.DENSITY] == 1
-    assert switching.PREDICTOR_LOSS not in switching.switch_metrics(RULES, layers, none)
 
 
 def test_the_family_updates_its_state_and_logs_it():
@@ -433,8 +432,3 @@ def test_the_family_updates_its_state_and_logs_it():
 def test_invalid_values_are_named(fields, message):
     with pytest.raises(InputError, match=f"model.sparse_attention.{message}"):
         SparseAttentionConfig(**fields)
-
-
-def test_forced_densities_are_one_for_each_layer():
-    with pytest.raises(InputError, match="forced is 2 densities; give 3, one for each of"):
-        dataclasses.replace(SMALL, sparse_attention=sparse(forced=(0.5, 0.5)))
