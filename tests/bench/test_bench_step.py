@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxprs_in_params
 
 from alload_jax.bench import harness, step_process
 from alload_jax.bench.harness import MODELS, Record, measured, training_fields, typed
@@ -264,9 +265,6 @@ def kernels_of(jaxpr):
             found[name.split()[0].removeprefix("block_sparse_attention_")] += 1
         elif equation.primitive.name == "top_k":
             found["top_k"] += 1
-        for value in equation.params.values():
-            for inner in value if isinstance(value, tuple | list) else (value,):
-                inner = getattr(inner, "jaxpr", inner)
-                if hasattr(inner, "eqns"):
-                    found += kernels_of(inner)
+        for inner in jaxprs_in_params(equation.params):
+            found += kernels_of(inner)
     return found

@@ -133,14 +133,8 @@ def test_names_without_a_scope_are_those_of_the_program():
 
 # ---------------------------------------------------------------- programs of our models
 
-WAN = {
-    "dim": 32,
-    "ffn_dim": 96,
-    "num_heads": 2,
-    "num_layers": 1,
-    "in_channels": 4,
-    "text": {"dim": 16, "length": 8},
-}
+WAN = {"dim": 32, "ffn_dim": 96, "num_heads": 2, "num_layers": 1, "in_channels": 4}
+WAN |= {"text": {"dim": 16, "length": 8}}
 HUNYUAN_VIDEO = WAN | {"family": "hunyuan_video", "refiner_layers": 1, "patch_size": [1, 1, 1]}
 ROWS, LATENTS = 2, (2, 8, 8)
 

@@ -121,20 +121,13 @@ def flip_byte(path, position):
 
 
 def manifest_of(sizes, text_lengths):
-    count = len(sizes)
+    shape, texts = np.array(sizes, np.int64), np.array(text_lengths, np.int64)
+    zeros = np.zeros(len(sizes), np.int64)
     return Manifest(
-        path=Path("nowhere") / MANIFEST_NAME,
-        shard=np.array(["shard"] * count, object),
-        index=np.arange(count),
-        shape=np.array(sizes, np.int64),
-        channels=np.ones(count, np.int64),
-        text_length=np.array(text_lengths, np.int64),
-        checksum=np.zeros(count, np.int64),
-        vae_stride=(1, 1, 1),
-        form=SampleForm(),
-        shard_bytes={},
-        origin={},
-    )
+        path=Path("nowhere") / MANIFEST_NAME, shard=np.array(["shard"] * len(sizes), object),
+        index=np.arange(len(sizes)), shape=shape, channels=zeros + 1, text_length=texts,
+        checksum=zeros, vae_stride=(1, 1, 1), form=SampleForm(), shard_bytes={}, origin={},
+    )  # fmt: skip
 
 
 class SpyReader:
@@ -169,12 +162,8 @@ class Case:
 
 
 def plan_over(manifest, ranks=2, micro_batches=1, policy="dual_constraint", m_mem=160, seed=0):
-    config = PlanningConfig(
-        policy=policy,
-        m_mem=m_mem,
-        rows=2 if policy == "fixed" else None,
-        micro_batches_per_step=micro_batches,
-    )
+    settings = {"rows": 2 if policy == "fixed" else None, "micro_batches_per_step": micro_batches}
+    config = PlanningConfig(policy=policy, m_mem=m_mem, **settings)
     return make_plan(config, manifest.samples(PATCH), ranks, seed)
 
 

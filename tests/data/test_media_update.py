@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -17,24 +18,19 @@ from alload_jax.data.store import StoreReader, StoreWriter, damaged_records
 from alload_jax.errors import InputError
 
 
-class Encoded:
-    """Counts clips and captions that are encoded."""
+@pytest.fixture
+def encoded(monkeypatch):
+    """Counts of clips and captions that are encoded."""
+    counts = Counter()
+    for name in ("frames", "caption"):
+        encode = getattr(Job, f"encode_{name}")
 
-    def __init__(self, monkeypatch):
-        self.frames = self.captions = 0
-        for name in ("frames", "caption"):
-            encode = getattr(Job, f"encode_{name}")
-            monkeypatch.setattr(Job, f"encode_{name}", self.counting(name, encode))
-
-    def counting(self, name, encode):
-        def count(job, value):
-            if name == "frames":
-                self.frames += 1
-            else:
-                self.captions += 1
+        def count(job, value, name=name, encode=encode):
+            counts[name] += 1
             return encode(job, value)
 
-        return count
+        monkeypatch.setattr(Job, f"encode_{name}", count)
+    return counts
 
 
 def content(folder):
@@ -81,17 +77,17 @@ def media(tmp_path):
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_an_update_holds_what_a_new_folder_would_and_encodes_what_is_new(
-    media, tmp_path, monkeypatch, workers
+    media, tmp_path, encoded, workers
 ):
     out = tmp_path / "out"
     prepare(media, out)
     before, read = numbers(out), read_manifest(out)
     change(media)
-    encoded = Encoded(monkeypatch)
+    encoded.clear()
     report = prepare(media, out, update=True, workers=workers)
     assert report.changes == ("3 files joined, 2 left, 1 have new captions, 5 are the same")
     if workers == 1:  # image2.png and new.mkv; the copy and clip 1 need captions alone
-        assert (encoded.frames, encoded.captions) == (2, 6)
+        assert encoded == {"frames": 2, "caption": 6}
     whole = prepare(media, tmp_path / "new")
     assert content(out) == content(tmp_path / "new")
     assert set(report.skipped) == set(whole.skipped)
@@ -113,9 +109,9 @@ def test_an_update_holds_what_a_new_folder_would_and_encodes_what_is_new(
     first = dict(zip(before.values(), read.checksum.tolist(), strict=True))
     assert all(sides[number] == first[number] for number in sides.keys() & first.keys())
     assert not list(damaged_records(StoreReader(read)))
-    encoded.frames = 0
+    encoded.clear()
     assert "0 files joined, 0 left, 0 have" in prepare(media, out, update=True).changes
-    assert encoded.frames == 0
+    assert not encoded["frames"]
     assert {path.name for path in out.glob("shard-*")} == set(read_manifest(out).shard_bytes)
 
 
@@ -164,7 +160,7 @@ def test_an_update_that_is_cut_off_anywhere_leaves_one_of_both_and_goes_on(media
 
 
 def test_after_a_kill_an_update_keeps_what_it_has_encoded_whatever_changed_since(
-    media, tmp_path, tmp_path_factory, monkeypatch
+    media, tmp_path, tmp_path_factory, encoded
 ):
     out = tmp_path / "out"
     prepare(media, out, files_per_shard=1)
@@ -180,9 +176,9 @@ def test_after_a_kill_an_update_keeps_what_it_has_encoded_whatever_changed_since
     (media / "clip 4.txt").write_text("said later")
     with pytest.raises(InputError, match="an update of it was interrupted; add --update"):
         prepare(media, out, files_per_shard=1)
-    encoded = Encoded(monkeypatch)
+    encoded.clear()
     prepare(media, out, files_per_shard=1, update=True)
-    assert encoded.frames == 2  # clips 7 and 8
+    assert encoded["frames"] == 2  # clips 7 and 8
     prepare(media, tmp_path / "new", files_per_shard=1)
     assert content(out) == content(tmp_path / "new")
 

@@ -118,16 +118,10 @@ def configs(draw, manifest, policies=POLICIES, modes=MODES):
     m_comp = None
     if policy == "dual_constraint" and draw(st.booleans()):
         m_comp = longest ** (p or 2.0) * draw(st.floats(0.001, 50))
-    return PlanningConfig(
-        policy=policy,
-        ranks_mode=draw(st.sampled_from(modes)),
-        micro_batches_per_step=draw(st.integers(1, 4)),
-        m_mem=m_mem,
-        m_comp=m_comp,
-        p=p,
-        rows=rows,
-        ranks=draw(st.integers(1, 9)),
-    )
+    mode, micro_batches = draw(st.sampled_from(modes)), draw(st.integers(1, 4))
+    bounds = {"m_mem": m_mem, "m_comp": m_comp, "p": p, "rows": rows}
+    bounds |= {"ranks": draw(st.integers(1, 9)), "micro_batches_per_step": micro_batches}
+    return PlanningConfig(policy, mode, **bounds)
 
 
 @st.composite

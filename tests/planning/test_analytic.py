@@ -205,17 +205,10 @@ FULL = dataclasses.replace(
     TEXT_ONLY, glyphs=TextConfig(5, 7), glyph_hidden=12, image=ImageConfig(4), out_channels=2
 )
 PUBLISHED = HunyuanVideoConfig(
-    dim=2048,
-    ffn_dim=8192,
-    num_heads=16,
-    num_layers=54,
-    in_channels=65,
-    out_channels=32,
-    patch_size=(1, 1, 1),
-    text=TextConfig(3584, 1000),
-    glyphs=TextConfig(1472, 256),
+    dim=2048, ffn_dim=8192, num_heads=16, num_layers=54, in_channels=65, out_channels=32,
+    patch_size=(1, 1, 1), text=TextConfig(3584, 1000), glyphs=TextConfig(1472, 256),
     image=ImageConfig(1152),
-)
+)  # fmt: skip
 SINGLE = HunyuanVideo13bConfig(
     dim=16, ffn_dim=24, num_heads=2, text=TextConfig(6, 9), pooled_dim=5, embedded_guidance=1.0
 )

@@ -7,6 +7,7 @@ running mean square.
 
 import math
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import ClassVar, Literal
 
 import jax
@@ -88,16 +89,8 @@ class PoolingModel(nnx.Module):
             return total / jnp.maximum(member.sum(1), 1)[..., None]
 
         told = mean(self.classes(condition), of_condition)
-        return Output(
-            *self._transform(
-                tokens,
-                timestep,
-                told,
-                lambda x: mean(x, member),
-                lambda mean: jnp.einsum("rtm,rmd->rtd", member, mean),
-                2,
-            )
-        )
+        pool, spread = (lambda x: mean(x, member)), partial(jnp.einsum, "rtm,rmd->rtd", member)
+        return Output(*self._transform(tokens, timestep, told, pool, spread, 2))
 
     def _transform(self, tokens, timestep, told, pool, spread, sample_axes):
         time = self.time(timestep[..., None] / 1000) + told

@@ -58,15 +58,9 @@ from alload_jax.training.checkpoint_files import checksum
 from alload_jax.training.restore import _with_magnitudes
 
 PLAIN = WanConfig(
-    dim=16,
-    ffn_dim=24,
-    num_heads=2,
-    num_layers=3,
-    in_channels=2,
-    freq_dim=8,
-    text=TextConfig(6, 4),
-    dtype="float32",
-)
+    dim=16, ffn_dim=24, num_heads=2, num_layers=3, in_channels=2, freq_dim=8,
+    text=TextConfig(6, 4), dtype="float32",
+)  # fmt: skip
 
 
 def with_lora(**fields):
@@ -224,6 +218,15 @@ def test_dropout_differs_by_layer_and_batch_and_keeps_the_mean():
 # ---------------------------------------------------------------- files
 
 
+def assert_same(found, expected):
+    """Whether adapters change weights alike."""
+    assert found.keys() == expected.keys()
+    for target, adapter in expected.items():
+        theirs, ours = (each.scale * each.down @ each.up for each in (found[target], adapter))
+        np.testing.assert_allclose(theirs, ours, rtol=1e-5, atol=1e-6)
+        np.testing.assert_equal(found[target].magnitude, adapter.magnitude)
+
+
 @pytest.mark.parametrize(
     ("keys", "fields"),
     [
@@ -243,13 +246,7 @@ def test_a_file_comes_back_as_it_was(fields, keys, tmp_path):
     assert count == ((2 if keys == "diffusers" else 3) + config.lora.dora) * len(adapters)
     found = read_lora(file, PLAIN)
     assert found.text_length == 4
-    assert found.adapters.keys() == adapters.keys()
-    for target, adapter in adapters.items():
-        theirs, ours = (
-            each.scale * each.down @ each.up for each in (found.adapters[target], adapter)
-        )
-        np.testing.assert_allclose(theirs, ours, rtol=1e-5, atol=1e-6)
-        np.testing.assert_equal(found.adapters[target].magnitude, adapter.magnitude)
+    assert_same(found.adapters, adapters)
     merged = merge_adapters(params, config.lora)
     base = {k: v for k, v in flatten_dict(params).items() if not k[-1].startswith("lora_")}
     again = merge_file(unflatten_dict(base), found)
@@ -317,12 +314,8 @@ def test_hunyuan_videos_own_keys_and_comfyuis_come_back_as_they_were(
     safetensors.numpy.save_file(musubi, other)
     for place in (file, other):
         back = read_lora(place, plain).adapters
-        assert back.keys() == adapters.keys()
+        assert_same(back, adapters)
         assert {adapter.rank for adapter in back.values()} == {2}
-        for target, adapter in adapters.items():
-            theirs, ours = (e.scale * e.down @ e.up for e in (back[target], adapter))
-            np.testing.assert_allclose(theirs, ours, rtol=1e-5, atol=1e-6)
-            np.testing.assert_equal(back[target].magnitude, adapter.magnitude)
 
 
 def test_adapters_of_a_single_stream_are_one_for_layers_that_are_one_there(tmp_path):
@@ -340,11 +333,7 @@ def test_adapters_of_a_single_stream_are_one_for_layers_that_are_one_there(tmp_p
             write_lora(file, adapters, config, keys, force=True)
             names = {name.split(".lora_")[0] for name in safetensors.numpy.load_file(file)}
             assert ("diffusion_model.single_blocks.1.linear1" in names) == (keys != "diffusers")
-            back = read_lora(file, plain).adapters
-            assert back.keys() == adapters.keys()
-            for target, adapter in adapters.items():
-                theirs, ours = (e.scale * e.down @ e.up for e in (back[target], adapter))
-                np.testing.assert_allclose(theirs, ours, rtol=1e-5, atol=1e-6)
+            assert_same(read_lora(file, plain).adapters, adapters)
     both = safetensors.numpy.load_file(tmp_path / "original.safetensors")
     key = "diffusion_model.single_blocks.0.linear1.lora_up.weight"
     safetensors.numpy.save_file(both | {key: both[key][1:]}, tmp_path / "wrong.safetensors")
