@@ -135,14 +135,8 @@ def link_to(target):
     return lambda path: path.symlink_to(target)
 
 
-PLACES = [
-    os.mkfifo,
-    Path.mkdir,
-    link_to("/dev/zero"),
-    link_to("/dev/null"),
-    link_to("/nowhere/at/all"),
-    lambda path: path.symlink_to(path.name),
-]
+PLACES = [os.mkfifo, Path.mkdir, lambda path: path.symlink_to(path.name)]
+PLACES += [link_to(target) for target in ("/dev/zero", "/dev/null", "/nowhere/at/all")]
 """What may stand where a file should be."""
 
 # ---------------------------------------------------------------- commands and what they read
@@ -185,13 +179,8 @@ def good(tmp_path_factory):
 def write_run(folder):
     """A run that was saved without training."""
     spec = TrainingSpec(TEXT_MODEL, FlowMatching(), make_optimizer(OptimizerConfig(), 10), 0.99)
-    config = Config(
-        run=RunConfig(str(folder)),
-        data=DataConfig("none"),
-        planning=PlanningConfig(policy="dual_constraint", m_mem=10),
-        model=TEXT_MODEL,
-        sampling=SamplingConfig(),
-    )
+    sections = (RunConfig(str(folder)), DataConfig("none"), PlanningConfig("fixed", rows=1))
+    config = Config(*sections, model=TEXT_MODEL, sampling=SamplingConfig())
     write_config(config, folder / "config.yaml")
     identity = {"model": TEXT_MODEL.architecture()}
     with Checkpoints(folder / "checkpoints", CheckpointConfig(), identity) as checkpoints:

@@ -161,14 +161,8 @@ def run(tmp_path):
     for number in range(40):
         rows_of_step, tokens, squares = 1 + number % 5, 100.0 * (1 + number % 7), 1e4 * number
         seconds = 0.01 + 1e-3 * rows_of_step + 1e-4 * tokens + 1e-7 * squares
-        rows.append(
-            {
-                "step": number + 1,
-                "cost_terms": [1.0, float(rows_of_step), tokens, squares],
-                "step_seconds": seconds,
-                "input_wait_seconds": 0.0,
-            }
-        )
+        row = {"step": number + 1, "cost_terms": [1.0, float(rows_of_step), tokens, squares]}
+        rows.append(row | {"step_seconds": seconds, "input_wait_seconds": 0.0})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 

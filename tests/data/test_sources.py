@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pyarrow as pa
 import pytest
-from data_helpers import says
+from data_helpers import CACHES, says
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
@@ -58,17 +58,7 @@ def write_store(folder, samples):
             writer.add(sample.latents, sample.text, sample.size, caption=sample.caption)
 
 
-KINDS = {
-    "store": (write_store, None),
-    "musubi": (write_musubi, None),
-    "parquet": (write_fastvideo, Parquet(normalize="none")),
-    "safetensors": (
-        write_tensor_files,
-        SafetensorsFolder(normalize="none", mask="prompt_attention_mask"),
-    ),
-    "pairs": (write_pairs, PAIRS),
-}
-"""What writes files of a kind, and the config that reads them."""
+KINDS = CACHES | {"store": (write_store, None), "pairs": (write_pairs, PAIRS)}
 
 
 class Records:

@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from data_helpers import says
+from data_helpers import CACHES, says
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
@@ -15,7 +15,6 @@ from source_files import (
     fastvideo_row,
     fastvideo_schema,
     make_samples,
-    write_fastvideo,
     write_musubi,
     write_rows,
     write_tensor_files,
@@ -28,15 +27,6 @@ from alload_jax.data.store import BadRecordError
 from alload_jax.errors import InputError
 
 SAMPLES = make_samples(3)
-KINDS = {
-    "musubi": (write_musubi, None),
-    "parquet": (write_fastvideo, Parquet(normalize="none")),
-    "safetensors": (
-        write_tensor_files,
-        SafetensorsFolder(normalize="none", mask="prompt_attention_mask"),
-    ),
-}
-"""What writes files of a kind, and the config that reads them."""
 
 
 def refused(folder, *words, config=None):
@@ -49,9 +39,9 @@ def bad(source, sample, *words):
         source.read(sample)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CACHES)
 def test_a_file_that_is_no_such_file_is_refused_at_the_start_and_bad_later(tmp_path, kind):
-    write, config = KINDS[kind]
+    write, config = CACHES[kind]
     folder = write(tmp_path / "data", SAMPLES)
     file = min(path for path in folder.rglob("*.*") if path.is_file())
     source = open_source(str(folder), config)

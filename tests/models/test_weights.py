@@ -67,13 +67,8 @@ def test_names_of_hunyuan_videos_repository():
     refiner += ["norm1", "norm2", "mlp.fc1", "mlp.fc2", "adaLN_modulation.1"]
     streams = [f"attn_{part}" for part in ("q", "k", "v", "proj")] + ["mod.linear"]
     streams += ["mlp.fc1", "mlp.fc2"]
-    affine = [
-        "final_layer.linear",
-        "final_layer.adaLN_modulation.1",
-        "img_in.proj",
-        "txt_in.input_embedder",
-        "byt5_in.layernorm",
-    ]
+    affine = [f"final_layer.{part}" for part in ("linear", "adaLN_modulation.1")]
+    affine += ["img_in.proj", "txt_in.input_embedder", "byt5_in.layernorm"]
     affine += [f"{e}.mlp.{n}" for e in ("time_in", "txt_in.t_embedder") for n in (0, 2)]
     affine += [f"txt_in.c_embedder.linear_{n}" for n in (1, 2)]
     affine += [f"byt5_in.fc{n}" for n in (1, 2, 3)] + [f"vision_in.proj.{n}" for n in (0, 1, 3, 4)]
@@ -159,12 +154,9 @@ def write_raw(file, tensors):
     """safetensors of (dtype as it names them, array), for those that it does not write."""
     header, at = {}, 0
     for key, (dtype, value) in tensors.items():
-        header[key] = {
-            "dtype": dtype,
-            "shape": value.shape,
-            "data_offsets": [at, at + value.nbytes],
-        }
-        at += value.nbytes
+        end = at + value.nbytes
+        header[key] = {"dtype": dtype, "shape": value.shape, "data_offsets": [at, end]}
+        at = end
     text = json.dumps(header).encode()
     content = b"".join(value.tobytes() for _, value in tensors.values())
     file.write_bytes(len(text).to_bytes(8, "little") + text + content)
@@ -349,6 +341,9 @@ FIELDS, HUNYUAN_FIELDS = (
     json.loads((transformer(f"{family}/t2v") / "config.json").read_text())
     for family in ("wan", "hunyuan_video")
 )
+WRONG = {"num_attention_heads": "2", "num_layers": {}, "ffn_dim": None, "freq_dim": True}
+WRONG |= {"text_dim": 2.0, "out_channels": "4", "eps": "a", "patch_size": [2, 2]}
+WRONG |= {"cross_attn_norm": "yes"}
 
 
 @pytest.mark.parametrize(
@@ -359,21 +354,8 @@ FIELDS, HUNYUAN_FIELDS = (
         ([], "holds list"),
         ({}, "_class_name is none"),
         ({"_class_name": "WanTransformer3DModel"}, "lacks 'num_attention_heads'"),
-        *(
-            (FIELDS | {key: value}, f"config.json: {key} is ")
-            for key, value in (
-                ("num_attention_heads", "2"),
-                ("num_layers", {}),
-                ("ffn_dim", None),
-                ("freq_dim", True),
-                ("text_dim", 2.0),
-                ("out_channels", "4"),
-                ("eps", "a"),
-                ("patch_size", [2, 2]),
-                ("patch_size", 2),
-                ("cross_attn_norm", "yes"),
-            )
-        ),
+        *((FIELDS | {key: value}, f"config.json: {key} is ") for key, value in WRONG.items()),
+        (FIELDS | {"patch_size": 2}, "config.json: patch_size is "),
         (HUNYUAN_FIELDS | {"use_meanflow": True}, "config.json: use_meanflow is true"),
         (HUNYUAN_FIELDS | {"qk_norm": None}, "config.json: qk_norm is None"),
         (HUNYUAN_FIELDS | {"num_layers": "2"}, "config.json: num_layers is '2'"),

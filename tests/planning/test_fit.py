@@ -46,13 +46,8 @@ def points_of(model):
 
 
 # Realistic coefficients of a step: a fixed cost of 1 to 100 ms, 1 to 100 µs per token, and so on.
-QUADRATICS = st.builds(
-    cost.QuadraticCost,
-    c0=st.floats(1e-3, 1e-1),
-    c1=st.floats(1e-6, 1e-4),
-    c2=st.floats(1e-10, 1e-8),
-    c_sequence=st.just(0.0) | st.floats(1e-4, 1e-2),
-)
+COEFFICIENTS = (st.floats(1e-3, 1e-1), st.floats(1e-6, 1e-4), st.floats(1e-10, 1e-8))
+QUADRATICS = st.builds(cost.QuadraticCost, *COEFFICIENTS, st.just(0.0) | st.floats(1e-4, 1e-2))
 
 
 @given(QUADRATICS, st.integers(0, 2**32 - 1))

@@ -219,15 +219,10 @@ def test_identity_and_fingerprint_depend_on_everything_that_determines_the_steps
     ]
     samples = of_shapes(*SHAPES)
     plans = [planned(samples, **base | change) for change in changes]
-    for manifest, seed in (
-        (samples, 1),
-        (of_shapes(*SHAPES, SHAPES[0]), 0),
-        (of_shapes(*reversed(SHAPES)), 0),
-        (of_shapes((1, 32, 16), *SHAPES[1:]), 0),  # of equal length
-        (of_shapes((1, 16, 64), *SHAPES[1:]), 0),
-        (of_lengths(*samples.seq_len.tolist()), 0),
-    ):
-        plans.append(planned(manifest, 1, seed, **base))
+    others = [of_shapes(*SHAPES, SHAPES[0]), of_shapes(*reversed(SHAPES))]
+    others += [of_shapes((1, n, 512 // n), *SHAPES[1:]) for n in (32, 8)]  # of equal length, or not
+    others.append(of_lengths(*samples.seq_len.tolist()))
+    plans += [planned(samples, 1, 1, **base), *(planned(each, 1, 0, **base) for each in others)]
     # Seeds count even where the first epochs are equal.
     plans += [planned(of_lengths(5, 5), 1, n, policy="equal_tokens", m_mem=10) for n in range(9)]
     assert len({plan.fingerprint() for plan in plans}) == len(plans)
@@ -302,19 +297,10 @@ def plans(draw):
     row = draw(st.integers(8, 100))
     context = draw(st.sampled_from([c for c in range(1, ranks + 1) if ranks % c == 0]))
     cost = draw(st.sampled_from(COSTS))
-    policy = draw(
-        st.sampled_from(
-            [
-                Fixed(3),
-                EqualTokens(row),
-                DualConstraint(row, float(row) ** 2, 2.0),
-                Sorted(row, cost),
-                FirstFit(row, look_ahead=2),
-                Balanced(row, cost, look_ahead=2),
-                Balanced(row, cost, look_ahead=2, max_segments=8, context=context),
-            ]
-        )
-    )
+    policies = [Fixed(3), EqualTokens(row), DualConstraint(row, float(row) ** 2, 2.0)]
+    policies += [Sorted(row, cost), FirstFit(row, look_ahead=2), Balanced(row, cost, look_ahead=2)]
+    policies.append(replace(policies[-1], max_segments=8, context=context))
+    policy = draw(st.sampled_from(policies))
     longest = row * getattr(policy, "context", 1)
     kinds = draw(st.lists(st.integers(1, longest), min_size=1, max_size=6))
     picked = np.random.default_rng(draw(st.integers(0, 99)))

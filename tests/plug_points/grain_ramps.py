@@ -46,11 +46,5 @@ class GrainRamps:
     count: int = 24
 
     def open(self, folder):
-        return GrainSamples(
-            RampRecords(self.count),
-            ramp_size,
-            vae_stride=(1, 1, 1),
-            arrays=ramp_arrays,
-            identity=str(self.count),
-            origin={"made": "ramps"},
-        )
+        notes = {"identity": str(self.count), "origin": {"made": "ramps"}}
+        return GrainSamples(RampRecords(self.count), ramp_size, (1, 1, 1), ramp_arrays, **notes)

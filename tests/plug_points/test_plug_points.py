@@ -23,16 +23,10 @@ from alload_jax.sharding.mesh import MeshConfig, make_mesh
 from alload_jax.training.parameters import ParametersConfig
 from alload_jax.training.restore import find_step, restore_weights
 
-LAYOUTS = {
-    "bucketed": {"policy": "equal_tokens", "ranks": 1, "micro_batches_per_step": 8},
-    "packed": {"policy": "balanced", "ranks": 1, "micro_batches_per_step": 8},
-    "independent": {
-        "policy": "equal_tokens",
-        "ranks_mode": "independent",
-        "ranks": 2,
-        "micro_batches_per_step": 4,
-    },
-}
+BUCKETED = {"policy": "equal_tokens", "ranks": 1, "micro_batches_per_step": 8}
+INDEPENDENT = {"ranks_mode": "independent", "ranks": 2, "micro_batches_per_step": 4}
+LAYOUTS = {"bucketed": BUCKETED, "packed": BUCKETED | {"policy": "balanced"}}
+LAYOUTS["independent"] = BUCKETED | INDEPENDENT
 
 
 def metrics(folder):
@@ -104,13 +98,9 @@ def test_layouts_of_a_family_from_outside_agree(train):
     found = []
     for name, planning in LAYOUTS.items():
         # All samples in one step, whatever the layout.
-        folder = train(
-            folder=name,
-            devices=2 if name == "independent" else 1,
-            run={"steps": 1},
-            planning=planning,
-            objective={"condition_dropout": 0.0},
-        )
+        options = {"run": {"steps": 1}, "objective": {"condition_dropout": 0.0}}
+        devices = 2 if name == "independent" else 1
+        folder = train(folder=name, devices=devices, planning=planning, **options)
         (row,) = metrics(folder)
         assert row["samples"] == 24
         variables = restored(folder)["variables"]["blocks/mean_square"]
