@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import yaml
 
 from alload_jax.cli import main
 from alload_jax.data.manifest import read_manifest
@@ -48,7 +47,7 @@ def run_files(folder, seconds, tokens, samples, losses):
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
 
-def test_figures_count_all_steps_but_the_first(tmp_path):
+def test_figures_count_all_steps_but_the_first_of_which_there_must_be_enough(tmp_path):
     rng, late = np.random.default_rng(0), slice(WARM_UP, None)
     seconds, losses = rng.uniform(1, 2, 23).tolist(), rng.uniform(1, 2, 23).tolist()
     tokens, samples = rng.integers(50, 99, 23).tolist(), rng.integers(1, 9, 23).tolist()
@@ -56,42 +55,31 @@ def test_figures_count_all_steps_but_the_first(tmp_path):
     found = figures_of(tmp_path, ready=10.0)
     time = sum(seconds[late])
     speeds = [sum(tokens[n : n + 4]) / sum(seconds[n : n + 4]) for n in range(WARM_UP, 23, 4)]
-    assert found == pytest.approx(
-        {
-            "first_step_seconds": 10 + seconds[0],
-            "seconds": time,
-            "steps": 20,
-            "tokens": sum(tokens[late]),
-            "samples": sum(samples[late]),
-            "tokens_per_second": sum(tokens[late]) / time,
-            "samples_per_second": sum(samples[late]) / time,
-            "spread": (max(speeds) - min(speeds)) / (sum(tokens[late]) / time),
-            "loss": np.dot(losses[-4:], samples[-4:]) / sum(samples[-4:]),
-            "padding": 0.25,
-        }
-    )
-
-
-def test_a_run_that_is_too_short_is_refused(tmp_path):
+    expected = {
+        "first_step_seconds": 10 + seconds[0],
+        "seconds": time,
+        "steps": 20,
+        "padding": 0.25,
+    }
+    for name, counts in (("tokens", tokens), ("samples", samples)):
+        expected |= {name: sum(counts[late]), f"{name}_per_second": sum(counts[late]) / time}
+    expected["spread"] = (max(speeds) - min(speeds)) / expected["tokens_per_second"]
+    expected["loss"] = np.dot(losses[-4:], samples[-4:]) / sum(samples[-4:])
+    assert found == pytest.approx(expected)
     run_files(tmp_path, *([1.0] * 7 for _ in range(4)))
     with pytest.raises(InputError, match=r"only 7 steps were run, and 8 are needed"):
         figures_of(tmp_path, 0.0)
 
 
-@pytest.mark.parametrize(
-    ("case", "reason"),
-    [
-        ({"planning": {"polcy": "x"}}, "polcy"),
-        ("sorted", "give sections of a config"),
-        ({"data": {"folder": "x"}}, "data is alike in all cases"),
-    ],
-)
-def test_cases_are_checked_before_anything_is_written(case, reason, flags, tmp_path):
-    (tmp_path / "cases.yaml").write_text(yaml.safe_dump({"first": case}))
-    data = tmp_path / "data"
-    with pytest.raises(InputError, match=reason):
-        main([*flags, "--data", str(data), "--workload", "mixed-resolution"])
-    assert not data.exists()
+def test_cases_are_checked_before_anything_is_written(flags, tmp_path):
+    for case, reason in (
+        *(("{planning: {polcy: x}}", "polcy"), ("sorted", "give sections of a config")),
+        ("{data: {folder: x}}", "data is alike in all cases"),
+    ):
+        (tmp_path / "cases.yaml").write_text(f"first: {case}")
+        with pytest.raises(InputError, match=reason):
+            main([*flags, "--data", str(tmp_path / "data"), "--workload", "mixed-resolution"])
+        assert not (tmp_path / "data").exists()
 
 
 @pytest.mark.slow

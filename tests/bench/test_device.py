@@ -146,22 +146,16 @@ MS = 1_000_000_000
 def plane(name, events_of_lines):
     """A plane in protobuf's text: {line: [(event, begin, end) in ms]}."""
     names = sorted({event for events in events_of_lines.values() for event, *_ in events})
-    ids = {event: number for number, event in enumerate(names, 1)}
-    lines = "".join(
-        f'lines {{ name: "{line}" timestamp_ns: 0 '
-        + "".join(
-            f"events {{ metadata_id: {ids[event]} offset_ps: {begin * MS} "
-            f"duration_ps: {(end - begin) * MS} }} "
-            for event, begin, end in events
-        )
-        + "} "
-        for line, events in events_of_lines.items()
-    )
-    metadata = "".join(
-        f'event_metadata {{ key: {number} value {{ id: {number} name: "{event}" }} }} '
-        for event, number in ids.items()
-    )
-    return f'planes {{ name: "{name}" {lines} {metadata} }}'
+    text = f'name: "{name}" '
+    for number, event in enumerate(names):
+        text += f'event_metadata {{ key: {number} value {{ id: {number} name: "{event}" }} }} '
+    for line, events in events_of_lines.items():
+        text += f'lines {{ name: "{line}" timestamp_ns: 0 '
+        for event, begin, end in events:
+            span = f"offset_ps: {begin * MS} duration_ps: {(end - begin) * MS}"
+            text += f"events {{ metadata_id: {names.index(event)} {span} }} "
+        text += "} "
+    return f"planes {{ {text} }}"
 
 
 def profile(*planes):

@@ -108,6 +108,10 @@ def with_fields(**changes):
     return json.dumps(content | {"divisions": {}, "times_xla": {}} | changes)
 
 
+def with_division(**division):
+    return with_fields(divisions={"forward": {"64": division}})
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -116,13 +120,9 @@ def with_fields(**changes):
         "[" * 100_000,
         "\udcff",
         with_fields(device="another"),
-        with_fields(divisions={"forward": {"64": {"max_tile": 100, "num_warps": 1}}}),
-        with_fields(divisions={"forward": {"64": {"max_tile": 96, "num_warps": 1, "per_core": 1}}}),
-        with_fields(
-            divisions={
-                "forward": {"64": {"max_tile": 128, "num_warps": 1, "per_core": 1, "prefetch": 1}}
-            }
-        ),
+        with_division(max_tile=128, num_warps=1),
+        with_division(max_tile=96, num_warps=1, per_core=1),
+        with_division(max_tile=128, num_warps=1, per_core=1, prefetch=1),
         with_fields(times_xla={"64": [1.0]}),
         with_fields(times_xla={"64": [1.0, 0.0]}),
         with_fields(times_xla={"0": [1.0, 1.0]}),

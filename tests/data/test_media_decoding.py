@@ -57,8 +57,6 @@ def clips_of(out):
 @pytest.mark.parametrize(
     ("video", "fps", "expected"),
     [
-        ({"rate": 16}, "16", [0, 10, 20, 30, 40, 50, 60, 70, 80]),
-        ({"rate": 16}, "8", [0, 20, 40, 60, 80]),
         ({"rate": 8}, "16", [0, 0, 10, 10, 20, 20, 30, 30, 40]),
         ({"rate": 30}, "15", [0, 20, 40, 60, 80]),  # whose time stamps are in milliseconds
         ({"rate": 60}, "15", [10, 50, 90, 130, 170]),  # shown up to 0.3 places early
@@ -282,12 +280,8 @@ def test_animated_images_are_videos(media, tmp_path, suffix, options):
     frames.append(Image.new("RGBA", (32, 32), (0, 0, 0, 0)))
 
     def save(name, frames, **more):
-        rest = {
-            "save_all": True,
-            "append_images": frames[1:],
-            "format": suffix.replace("apng", "png"),
-        }
-        frames[0].save(media / f"{name}.{suffix}", **rest | options | more)
+        rest = {"append_images": frames[1:], "format": suffix.replace("apng", "png")}
+        frames[0].save(media / f"{name}.{suffix}", save_all=True, **rest | options | more)
 
     save("even", frames, duration=125)
     save("uneven", frames[:3], duration=[125, 500, 125])

@@ -153,10 +153,7 @@ REFUSED = [
     # Latents.
     (TEXT, {"latents": zeros(1, 4, 2, 3)}, "latents have shape (1, 4, 2, 3); size (1, 4, 4)"),
     (TEXT, {"latents": zeros(1, 4, 4)}, "latents have shape"),
-    (TEXT, {"latents": zeros(1, 1, 4, 4, 3)}, "latents have shape"),
-    (TEXT, {"latents": np.float32(1)}, "latents have shape"),
     (TEXT, {"latents": LATENTS.astype(np.uint8)}, "latents are uint8; give floats, such as x / 1"),
-    (TEXT, {"latents": LATENTS.astype(bool)}, "latents are bool"),
     *(
         (TEXT, {"latents": zeros(1, 4, 4, 3, dtype=dtype, at=(0, 1, 0, 2), value=value)}, words)
         for dtype, value, words in (
@@ -165,7 +162,6 @@ REFUSED = [
         )
     ),
     # Classes, texts, captions, paths.
-    (CLASSES, {"condition": np.array([3, 2**40])}, f"a label is {2**40}"),
     (CLASSES, {"condition": np.array([2**31])}, f"a label is {2**31}"),
     (CLASSES, {"condition": np.array([0, -1])}, "a label is -1"),
     (CLASSES, {"condition": zeros(1)}, "labels are float32"),
@@ -176,11 +172,9 @@ REFUSED = [
     (TEXT, {"condition": zeros(1, 3, 6)}, "condition has shape (1, 3, 6)"),
     (TEXT, {"condition": zeros(2, 6, at=(1, 2), value=np.inf)}, "text hold inf at [1, 2]"),
     (TEXT, {"caption": float("nan")}, "caption is nan; give text"),
-    (TEXT, {"caption": 3}, "caption is 3; give text"),
     (TEXT, {"path": 3}, "path is 3"),
     # Given frames and images.
     (TEXT | IMAGES, {"given": zeros(1, 2, 4, 3)}, "given has shape (1, 2, 4, 3)"),
-    (TEXT | IMAGES, {"given": zeros(1, 4, 4)}, "given has shape (1, 4, 4)"),
     (TEXT | IMAGES, {"given": zeros(1, 4, 4, 3, dtype=int)}, "given is int64; give floats"),
     (TEXT | IMAGES, {"given": LATENTS * np.nan}, "given hold nan"),
     (TEXT | IMAGES, {"given": None}, "given is none; the previous samples have 3 channels"),
@@ -195,7 +189,6 @@ REFUSED = [
     (*parts(latents=zeros(1, 3)), "'latents' cannot name condition tokens"),
     (*parts(**{"a.1": zeros(1, 3)}), "'a.1' cannot name"),
     (*another(zeros(1, 3), None), "one of its texts has shape (1, 3), the first has (2, 6)"),
-    (*another(np.array([1]), None), "one of its texts has shape"),
     (*another(zeros(2, 6, at=0), None), "text.1 hold nan"),
     (*another(zeros(2, 6), 7), "caption is 7"),
     (*another(zeros(1, 6), "b", {"glyphs": zeros(2, 4)}), "a width of 4, the first has a width of"),

@@ -143,18 +143,9 @@ def _gradients_of(blocks_for, interpret, **options):
 
 
 def make(
-    shape,
-    table=None,
-    *,
-    x_dtype=F32,
-    modulation=F32,
-    y_dtype=None,
-    gate=False,
-    ids=None,
-    seed=0,
-    mean=0.0,
-    spread=1.0,
-):
+    shape, table=None, *, x_dtype=F32, modulation=F32, y_dtype=None, gate=False, ids=None,
+    seed=0, mean=0.0, spread=1.0,
+):  # fmt: skip
     """Random operands; `table` is the shape of scale, [B, D] unless given."""
     rng = np.random.default_rng(seed)
     table = (*shape[:-2], shape[-1]) if table is None else table
@@ -162,14 +153,11 @@ def make(
     def draw(dtype, size, centre=0.0, width=1.0):
         return jnp.asarray(centre + width * rng.normal(size=size).astype(np.float32), dtype)
 
-    return NormOperands(
-        x=draw(x_dtype, shape, mean, spread),
-        scale=draw(modulation, table, 0.0, 0.5),
-        shift=draw(modulation, table),
-        y=None if y_dtype is None else draw(y_dtype, shape),
-        gate=draw(modulation, table) if gate else None,
-        segment_ids=None if ids is None else jnp.asarray(ids, jnp.int32),
-    )
+    x, scale = draw(x_dtype, shape, mean, spread), draw(modulation, table, 0.0, 0.5)
+    shift, y = draw(modulation, table), None if y_dtype is None else draw(y_dtype, shape)
+    gate = draw(modulation, table) if gate else None
+    ids = None if ids is None else jnp.asarray(ids, jnp.int32)
+    return NormOperands(x, scale, shift, y, gate, ids)
 
 
 IDS = np.repeat([[0, 1, -1, 3], [2, -1, -1, 0]], 4, axis=1)
