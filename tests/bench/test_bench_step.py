@@ -37,16 +37,13 @@ from alload_jax.training.trial_step import (
 # ---------------------------------------------------------------- what results are written as
 
 
-@pytest.mark.parametrize(
-    ("argv", "command"),
-    [
+def test_the_command_is_recorded_without_absolute_folders(monkeypatch):
+    for argv, command in (
         (["benchmarks/table.py", "--out", "a b"], "python benchmarks/table.py --out 'a b'"),
         (["/home/someone/.venv/bin/alload", "bench", "step"], "alload bench step"),
-    ],
-)
-def test_the_command_is_recorded_without_absolute_folders(argv, command, monkeypatch):
-    monkeypatch.setattr(sys, "argv", argv)
-    assert typed() == command
+    ):
+        monkeypatch.setattr(sys, "argv", argv)
+        assert typed() == command
 
 
 def test_a_file_holds_every_result_as_soon_as_it_is_known(tmp_path):

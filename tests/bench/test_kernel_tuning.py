@@ -82,9 +82,8 @@ def test_other_widths_have_equal_tiles_that_pad_less_than_one_tile(kernel, dim):
     assert tiles[0].width <= 128 or sum(tile.width for tile in tiles) <= 1.25 * dim
 
 
-@pytest.mark.parametrize(
-    ("ratios", "dim", "faster"),
-    [
+def test_auto_follows_what_was_measured_near_a_width_and_else_the_table():
+    for ratios, dim, faster in (
         ({1500: (1.2, 0.9)}, 1500, False),
         ({1500: (1.2, 1.1)}, 1724, True),
         ({1500: (1.2, 1.1)}, 1726, None),
@@ -92,15 +91,13 @@ def test_other_widths_have_equal_tiles_that_pad_less_than_one_tile(kernel, dim):
         ({1500: (1.2, 1.1), 1600: (1.2, 0.5)}, 1560, False),
         ({1500: (1.2, 1.1), 1600: (1.2, 0.5)}, 1540, True),
         ({}, 1500, None),
-    ],
-)
-def test_auto_follows_what_was_measured_near_a_width_and_else_the_table(ratios, dim, faster):
-    tuning.write(DEVICE, Tuned({kernel: {} for kernel in PASSES}, ratios), {})
-    assert tuning.measured_as_faster(DEVICE, "row", 1 << 31, dim) is faster
-    assert tuning.measured_as_faster(DEVICE, "segment", 1 << 31, dim) is None
-    assert tuning.measured_as_faster(DEVICE, "row", 1000, dim) is False
-    tuning.path_of(DEVICE).unlink()
-    tuning.read.cache_clear()
+    ):
+        tuning.write(DEVICE, Tuned({kernel: {} for kernel in PASSES}, ratios), {})
+        assert tuning.measured_as_faster(DEVICE, "row", 1 << 31, dim) is faster
+        assert tuning.measured_as_faster(DEVICE, "segment", 1 << 31, dim) is None
+        assert tuning.measured_as_faster(DEVICE, "row", 1000, dim) is False
+        tuning.path_of(DEVICE).unlink()
+        tuning.read.cache_clear()
 
 
 def with_fields(**changes):
@@ -112,9 +109,8 @@ def with_division(**division):
     return with_fields(divisions={"forward": {"64": division}})
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_a_damaged_file_is_passed_over_with_a_warning():
+    for text in (
         "[]",
         "{",
         "[" * 100_000,
@@ -127,15 +123,13 @@ def with_division(**division):
         with_fields(times_xla={"64": [1.0, 0.0]}),
         with_fields(times_xla={"0": [1.0, 1.0]}),
         with_fields(times_xla={"64": [1.0, 1e999]}),
-    ],
-)
-def test_a_damaged_file_is_passed_over_with_a_warning(text):
-    path = tuning.write(DEVICE, Tuned({}, {}), {})
-    path.write_bytes(text.encode(errors="surrogateescape"))
-    tuning.read.cache_clear()
-    with pytest.warns(UserWarning, match=r"a100.*\.json is passed over: .*; delete it"):
-        assert tuning.read(DEVICE) is None
-    path.unlink()
+    ):
+        path = tuning.write(DEVICE, Tuned({}, {}), {})
+        path.write_bytes(text.encode(errors="surrogateescape"))
+        tuning.read.cache_clear()
+        with pytest.warns(UserWarning, match=r"a100.*\.json is passed over: .*; delete it"):
+            assert tuning.read(DEVICE) is None
+        path.unlink()
 
 
 def in_another_process(group):

@@ -22,18 +22,15 @@ from alload_jax.training.run_files import program
 PLAN = ["plan", "--workload", "wan-480p", "--size", "40", "--m-mem", "66816", "--ranks", "2"]
 
 
-@pytest.mark.parametrize(
-    ("argv", "named"),
-    [
+def test_an_incomplete_command_line_is_refused(refused):
+    for argv, named in (
         ([], ["COMMAND"]),
         (["plam"], ["plam", "plan", "prepare"]),
         (["prepare"], ["KIND", "required"]),
         (["prepare", "letters", "--out", "x"], ["letters", "digits"]),
         (["prepare", "digits", "--out", "data", "--seed", "-1"], ["seed"]),
-    ],
-)
-def test_an_incomplete_command_line_is_refused(refused, argv, named):
-    refused(named, *argv)
+    ):
+        refused(named, *argv)
 
 
 def test_prepare_writes_a_folder_that_can_be_planned_and_leaves_one_that_exists(
@@ -128,19 +125,16 @@ def test_alload_train_is_the_training_program(tmp_path, capsys, monkeypatch):
     assert "--model.lora" in printed
 
 
-@pytest.mark.parametrize(
-    ("argv", "command"),
-    [
+def test_a_run_is_continued_by_the_program_that_began_it(monkeypatch):
+    for argv, command in (
         (["/some/where/train.py"], "python train.py"),
         (["mine/start.py", "train"], "python mine/start.py"),
         (["/venv/bin/alload", "train"], "alload train"),
         (["/src/alload_jax/cli.py", "train"], "alload train"),
         (["pytest"], "python train.py"),
-    ],
-)
-def test_a_run_is_continued_by_the_program_that_began_it(argv, command, monkeypatch):
-    monkeypatch.setattr(sys, "argv", argv)
-    assert program() == command
+    ):
+        monkeypatch.setattr(sys, "argv", argv)
+        assert program() == command
 
 
 CONFIG = """

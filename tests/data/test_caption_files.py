@@ -4,7 +4,6 @@ import contextlib
 import unicodedata
 from collections import Counter
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -64,9 +63,8 @@ def test_a_caption_lands_on_no_other_sample_whatever_the_order(names, in_archive
     assert paired(names, by_first_dot=in_archive) == found
 
 
-@pytest.mark.parametrize(
-    ("names", "expected"),
-    [
+def test_members_of_archives():
+    for names, expected in (
         (["a.mp4", "a.caption.txt"], {"a.mp4": "a.caption.txt"}),
         (["a.video.mp4", "a.words.txt"], {"a.video.mp4": "a.words.txt"}),
         (["a.jpg", "a.mp4", "a.txt"], {"a.jpg": "a.txt", "a.mp4": "a.txt"}),
@@ -82,10 +80,8 @@ def test_a_caption_lands_on_no_other_sample_whatever_the_order(names, in_archive
         (["A.MP4", "A.TXT"], {"A.MP4": "A.TXT"}),
         (["a.MP4", "a.mp4", "a.txt"], {"a.MP4": "refused", "a.mp4": "refused"}),
         ([".a.mp4", ".b.txt"], {".a.mp4": None}),
-    ],
-)
-def test_members_of_archives(names, expected):
-    assert paired(names, by_first_dot=True) == expected
+    ):
+        assert paired(names, by_first_dot=True) == expected
 
 
 def test_a_name_from_macos_finds_its_caption():

@@ -86,14 +86,16 @@ def test_worker_processes_give_the_same_steps(store):
     assert_equal_steps(found, expected)
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "least"),
-    [("threads", 0, 1), ("read_ahead", 0, 1), ("processes", -1, 0), ("max_bad_records", -1, 0)],
-)
-def test_impossible_settings_are_refused(name, value, least):
-    with says(f"data.loader.{name}", value, least):
-        LoaderConfig(**{name: value})
-    LoaderConfig(**{name: least})
+def test_impossible_settings_are_refused():
+    for name, value, least in (
+        ("threads", 0, 1),
+        ("read_ahead", 0, 1),
+        ("processes", -1, 0),
+        ("max_bad_records", -1, 0),
+    ):
+        with says(f"data.loader.{name}", value, least):
+            LoaderConfig(**{name: value})
+        LoaderConfig(**{name: least})
 
 
 class Shaky:

@@ -164,9 +164,8 @@ def test_a_path_that_stands_twice_keeps_both_samples_and_weights_in_an_update(fo
     assert read_manifest(out).weight.tolist() == [2.0] * 3
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
+def test_a_wrong_folder_is_refused_by_its_place(folders):
+    for given, words in (
         ({"path": "clips", "frame": 5}, "frame is no key of a folder; there are path, weight"),
         ({"path": "clips", "frames": 6}, r"folder 1 \(clips\): --frames is 6; it must be 4n"),
         ({"path": "clips", "frames": 5.5}, "frames is 5.5; give int"),
@@ -182,11 +181,9 @@ def test_a_path_that_stands_twice_keeps_both_samples_and_weights_in_an_update(fo
         ({"path": "clips", "shuffle_tags": 101}, "shuffle_tags is 101; it must be from 0 to 100"),
         ({"path": "clips", "captions": "some"}, "captions is 'some'; it must be one or all"),
         ({"path": "clips", "fps": True}, "fps is True"),
-    ],
-)
-def test_a_wrong_folder_is_refused_by_its_place(folders, given, words):
-    with pytest.raises(InputError, match=words):
-        folders(given)
+    ):
+        with pytest.raises(InputError, match=words):
+            folders(given)
 
 
 def test_a_set_is_planned_as_what_is_prepared_of_it(folders, tmp_path, capsys):

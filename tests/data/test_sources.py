@@ -283,19 +283,16 @@ def test_bad_records_of_a_grain_source_are_named():
             source.read(sample)
 
 
-@pytest.mark.parametrize(
-    ("records", "geometry", "words"),
-    [
+def test_a_grain_source_that_cannot_be_used_is_refused():
+    for records, geometry, words in (
         ([], size_of, "holds no samples"),
         ([{"video": 1}], size_of, "latents, and text or labels"),
         ([{"latents": 1, "labels": [1]}], size_of, "4 axes"),
         ([arrays_of(SAMPLES[0])], lambda index: (1, 0, 8), "geometry"),
         ([arrays_of(SAMPLES[0])], lambda index: 7, "geometry"),
-    ],
-)
-def test_a_grain_source_that_cannot_be_used_is_refused(records, geometry, words):
-    with says("list", words):
-        GrainSamples(records, geometry, STRIDE)
+    ):
+        with says("list", words):
+            GrainSamples(records, geometry, STRIDE)
 
 
 def test_what_a_cache_has_for_image_to_video_is_named(tmp_path, capfd):

@@ -122,21 +122,18 @@ def test_empty_selections_are_empty_lists(rows, blocks, k_max):
 POOLED = PooledScores(jnp.zeros((1, 4, 2, 8)), jnp.zeros((1, 4, 1, 8)))
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def test_selections_that_do_not_fit_are_refused():
+    for change, message in (
         ({"scores": jnp.zeros((1, 2, 3, 4))}, r"scores is \(1, 2, 3, 4\); it must be \(1, 2, 4, 4"),
         ({"query_tokens": TOKENS * 1.0}, "query_tokens is float32; it must be int32"),
         ({"k": 2.5}, "k is float32"),
         ({"k": jnp.zeros(3, jnp.int32)}, r"k is int32 \(3,\)"),
         ({"segments": BlockSegments(IDS[:, :2], IDS)}, "segments.queries is"),
         ({"scores": POOLED}, "scores.keys is"),
-    ],
-)
-def test_selections_that_do_not_fit_are_refused(change, message):
-    given = {"scores": jnp.zeros((1, 2, 4, 4)), "k": 2, "segments": SEGMENTS}
-    with pytest.raises(ValueError, match=message):
-        top_k_blocks(**given | {"query_tokens": TOKENS, "key_tokens": TOKENS} | change, k_max=2)
+    ):
+        given = {"scores": jnp.zeros((1, 2, 4, 4)), "k": 2, "segments": SEGMENTS}
+        with pytest.raises(ValueError, match=message):
+            top_k_blocks(**given | {"query_tokens": TOKENS, "key_tokens": TOKENS} | change, k_max=2)
 
 
 def test_a_selection_passes_no_gradient_and_holds_nothing_of_the_size_of_all_pairs():

@@ -95,9 +95,8 @@ def test_auto_takes_the_kernel_from_a_mebibyte_on(rows, kernel):
 CHOICE = jnp.zeros(4, jnp.int32)
 
 
-@pytest.mark.parametrize(
-    ("shapes", "dtypes", "choice", "words"),
-    [
+def test_what_does_not_fit_is_refused():
+    for shapes, dtypes, choice, words in (
         ([], [], CHOICE, "parts have the shapes none"),
         ([(4, 8), (4, 9)], [F32, F32], CHOICE, "shapes (4, 8), (4, 9)"),
         ([(4, 8), (4, 8)], [F32, BF16], CHOICE, "dtypes float32, bfloat16"),
@@ -105,9 +104,7 @@ CHOICE = jnp.zeros(4, jnp.int32)
         ([()], [F32], CHOICE, "shapes ()"),
         ([(4, 8)], [F32], jnp.zeros(5, jnp.int32), "give int32 of shape (4,)"),
         ([(4, 8)], [F32], jnp.zeros(4), "choice is float32"),
-    ],
-)
-def test_what_does_not_fit_is_refused(shapes, dtypes, choice, words):
-    parts = [jnp.zeros(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
-    with pytest.raises(ValueError, match=re.escape(words)):
-        choose_rows(parts, choice)
+    ):
+        parts = [jnp.zeros(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+        with pytest.raises(ValueError, match=re.escape(words)):
+            choose_rows(parts, choice)

@@ -399,9 +399,8 @@ GELU = {"x": jnp.zeros((1, 4, 8)), "bias": jnp.zeros(8)}
 NORM = {"x": GELU["x"], "weight": jnp.zeros(8), "head_dim": 4}
 
 
-@pytest.mark.parametrize(
-    ("given", "change", "error", "words"),
-    [
+def test_what_does_not_fit_is_named():
+    for given, change, error, words in (
         (GELU, {"x": jnp.zeros((4, 8))}, ValueError, r"x is float32\[4, 8\]"),
         (GELU, {"x": jnp.zeros((1, 4, 8), int)}, ValueError, r"x is int32"),
         (GELU, {"bias": jnp.zeros(3)}, ValueError, r"bias is float32\[3\]; it must be floats \[8"),
@@ -419,20 +418,17 @@ NORM = {"x": GELU["x"], "weight": jnp.zeros(8), "head_dim": 4}
         (NORM, {"head_dim": 4.0}, TypeError, r"head_dim is 4\.0"),
         (NORM, {"rotary": (jnp.zeros((4, 2)),)}, ValueError, r"rotary has the shapes \[\[4, 2\]\]"),
         (NORM, {"rotary": (jnp.zeros((5, 2)),) * 2}, ValueError, r"cos and sin of \[4, 2\], or"),
-    ],
-)
-def test_what_does_not_fit_is_named(given, change, error, words):
-    function = bias_gelu if given is GELU else rms_norm_rotary
-    with pytest.raises(error, match=f"^{function.__name__}: .*{words}"):
-        function(**(given | change))
+    ):
+        function = bias_gelu if given is GELU else rms_norm_rotary
+        with pytest.raises(error, match=f"^{function.__name__}: .*{words}"):
+            function(**(given | change))
 
 
 H200, H100 = "NVIDIA H200", "NVIDIA H100 80GB HBM3"
 
 
-@pytest.mark.parametrize(
-    ("api", "call", "faster"),
-    [
+def test_auto_knows_what_was_measured():
+    for api, call, faster in (
         (gelu_api, (H200, 1 << 22, 1024, 2), True),
         (gelu_api, (H100, 1 << 24, 8960, 2), True),
         (gelu_api, (H200, (1 << 22) - 1, 8960, 2), False),
@@ -447,10 +443,8 @@ H200, H100 = "NVIDIA H200", "NVIDIA H100 80GB HBM3"
         (norm_api, (H200, 1 << 24, 1536, 32, 2), None),
         (norm_api, (H200, 1 << 24, 1536, 128, 4), None),
         (norm_api, ("NVIDIA A100", 1 << 24, 1536, 128, 2), None),
-    ],
-)
-def test_auto_knows_what_was_measured(api, call, faster):
-    assert api.measured_as_faster(*call) is faster
+    ):
+        assert api.measured_as_faster(*call) is faster
 
 
 def test_a_bias_is_summed_where_registers_are_left_for_it_and_nothing_gives_nothing():

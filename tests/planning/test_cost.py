@@ -172,9 +172,8 @@ def test_compilation_is_measured_or_assumed():
         assert measured.first_step_seconds(2) == 2 * seconds
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
+def test_what_is_no_cost_file_is_refused(tmp_path):
+    for content, said in (
         (None, "no such cost model"),
         *((text, "is not valid") for text in (b"", b"{", b"\xff\xfe{}")),
         *((json.dumps(x).encode(), FORMAT) for x in ([], {}, {"format": FORMAT + "0"})),
@@ -202,13 +201,11 @@ def test_compilation_is_measured_or_assumed():
                 ({"device": 3}, "device is 3"),
             )
         ),
-    ],
-)
-def test_what_is_no_cost_file_is_refused(tmp_path, content, said):
-    path = tmp_path / "cost.json"
-    if content is not None:
-        path.write_bytes(content)
-    refused((path, said), read_cost_file, path)
+    ):
+        path = tmp_path / "cost.json"
+        if content is not None:
+            path.write_bytes(content)
+        refused((path, said), read_cost_file, path)
 
 
 def test_a_cost_file_keeps_sparse_terms_or_gets_those_of_an_h200():

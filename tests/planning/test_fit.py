@@ -138,9 +138,8 @@ DENSE = Point(1, 20_000, 1.0, cost.SparseLayers())
 SHORT = Point(1, 2_000, 1.0, cost.SparseLayers(1.0, 0.1))
 
 
-@pytest.mark.parametrize(
-    ("action", "words"),
-    [
+def test_impossible_fits_are_reported_in_one_line():
+    for action, words in (
         (lambda: fit_quadratic([Point(1, 2, 1.0)] * 3), "3 points for 4 coefficients"),
         (lambda: fit_quadratic([Point(1, 2, 1.0)] * 2, per_sequence=False), "2 points for 3 "),
         (lambda: fit_quadratic([Point(1, 2, 0.0)] * 4), "must be above 0"),
@@ -156,10 +155,8 @@ SHORT = Point(1, 2_000, 1.0, cost.SparseLayers(1.0, 0.1))
         (lambda: fit_run([{"step_seconds": 1.0}], None), "0 steps can be fitted"),
         (lambda: fit_run(rows_of(PLANNED)[:19], PLANNED), "19 steps"),
         (lambda: fit_run(rows_of(PLANNED), SPARSE), "0 steps can be fitted"),
-    ],
-)
-def test_impossible_fits_are_reported_in_one_line(action, words):
-    refused([words], action)
+    ):
+        refused([words], action)
 
 
 # ---------------------------------------------------------------- step times of a run

@@ -409,9 +409,8 @@ def test_splitting_brings_a_step_with_one_long_video_near_the_mean():
     assert split < min(0.01, whole)
 
 
-@pytest.mark.parametrize(
-    ("policy", "named"),
-    [
+def test_rows_that_hold_no_sample_or_fit_no_ranks_are_refused_with_a_remedy():
+    for policy, named in (
         (FirstFit(99), ["first_fit", "m_mem is 99 tokens", "1 (100 tokens)", "at least 300"]),
         (Balanced(99, WAN), ["balanced", "3 (300 tokens)", "at least 300", "to at least 4"]),
         (Balanced(99, WAN, context=2), ["2 ranks hold 198", "at least 150", "to at least 4"]),
@@ -419,14 +418,12 @@ def test_splitting_brings_a_step_with_one_long_video_near_the_mean():
         (Balanced(400, WAN, row_tokens=99), ["row_tokens is 99 tokens", "row_tokens to at least"]),
         (FirstFit(100, align=64), ["planning.align is 64", "m_mem to 64"]),
         (FirstFit(100, align=101), ["planning.align is 101, more than m_mem = 100"]),
-    ],
-)
-def test_rows_that_hold_no_sample_or_fit_no_ranks_are_refused_with_a_remedy(policy, named):
-    samples = of_lengths(50, 100, 99, 300)
-    refused(named, policy.plan_epoch, samples, RankTopology(4), rng())
-    for remedy in (FirstFit(300), Balanced(300, WAN), Balanced(99, WAN, context=4)):
-        plan = remedy.plan_epoch(samples, RankTopology(4), rng())
-        assert set(plan.sample) == {0, 1, 2, 3}
+    ):
+        samples = of_lengths(50, 100, 99, 300)
+        refused(named, policy.plan_epoch, samples, RankTopology(4), rng())
+        for remedy in (FirstFit(300), Balanced(300, WAN), Balanced(99, WAN, context=4)):
+            plan = remedy.plan_epoch(samples, RankTopology(4), rng())
+            assert set(plan.sample) == {0, 1, 2, 3}
 
 
 def test_bounds_and_splitting_take_no_more_steps_than_they_must():

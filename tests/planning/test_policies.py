@@ -92,9 +92,8 @@ TOO_LONG = ["m_mem is 99 tokens", "at least 300", "sample 1 (100 tokens), 4 (100
 SHAPES = of_shapes((1, 16, 16), (17, 16, 16))
 
 
-@pytest.mark.parametrize(
-    ("policy", "samples", "said"),
-    [
+def test_samples_longer_than_memory_and_wrong_rows_are_refused():
+    for policy, samples, said in (
         (EqualTokens(99), LONG, ["equal_tokens", *TOO_LONG]),
         (DualConstraint(99), LONG, ["dual_constraint", *TOO_LONG]),
         (Fixed(1, 99), LONG, ["fixed", *TOO_LONG]),
@@ -107,12 +106,10 @@ SHAPES = of_shapes((1, 16, 16), (17, 16, 16))
             SHAPES,
             ["bucket 17x16x16", "4 rows", "5 tokens", "m_mem = 15", "at most 3 rows fit"],
         ),
-    ],
-)
-def test_samples_longer_than_memory_and_wrong_rows_are_refused(policy, samples, said):
-    refused(said, policy.rows_per_bucket, samples.buckets())
-    for enough in (EqualTokens(300), DualConstraint(300), Fixed(1, 300)):
-        assert enough.rows_per_bucket(LONG.buckets())[-1] == 1
+    ):
+        refused(said, policy.rows_per_bucket, samples.buckets())
+        for enough in (EqualTokens(300), DualConstraint(300), Fixed(1, 300)):
+            assert enough.rows_per_bucket(LONG.buckets())[-1] == 1
 
 
 # ---------------------------------------------------------------- sorted

@@ -82,17 +82,16 @@ def test_buckets_are_the_samples_grouped_by_shape_shortest_first(manifest):
     assert {buckets.name(k) for k in range(len(buckets))} == set(manifest.names())
 
 
-@pytest.mark.parametrize(
-    ("columns", "expected", "sized"),
-    [
+def test_sizes_win_over_lengths_which_are_taken_where_sizes_are_missing():
+    for columns, expected, sized in (
         ({"frames": [1, 5], "seq_len": [3, 9]}, [3, 9], False),
         ({"frames": [1], "height": [32], "width": [32], "seq_len": [99]}, [4], True),
-    ],
-)
-def test_sizes_win_over_lengths_which_are_taken_where_sizes_are_missing(columns, expected, sized):
-    samples = samples_from_columns({k: np.array(v) for k, v in columns.items()}, Geometry(), "x")
-    assert samples.seq_len.tolist() == expected
-    assert samples.shape.any() == sized
+    ):
+        samples = samples_from_columns(
+            {k: np.array(v) for k, v in columns.items()}, Geometry(), "x"
+        )
+        assert samples.seq_len.tolist() == expected
+        assert samples.shape.any() == sized
 
 
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 3)), min_size=1), st.integers(1, 300))
@@ -151,9 +150,8 @@ FAR = {"frames": [1, 9], "height": [16, 10**6], "width": [16, 10**6]}
 UNREADABLE = "not a readable manifest"
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
+def test_files_that_are_no_manifest_are_refused(tmp_path):
+    for name, content, said in (
         ("m.parquet", None, ["no such manifest", ".parquet or .csv"]),
         *(("m.parquet", x, [UNREADABLE]) for x in (b"", b"seq_len\n4\n", b"PAR1 no more PAR1")),
         *(("m.csv", x, [UNREADABLE]) for x in (b"", b"seq_len,a\n4\n")),
@@ -171,11 +169,9 @@ UNREADABLE = "not a readable manifest"
             ("m.parquet", {"seq_len": [8.0, x]}, [f"row 1 has seq_len = {x}", "whole number"])
             for x in (0.0, -3.0, math.nan, math.inf, 1e9 + 1)
         ),
-    ],
-)
-def test_files_that_are_no_manifest_are_refused(tmp_path, name, content, said):
-    path = write(tmp_path / name, content)
-    refused((path, *said), read_samples, path, Geometry())
+    ):
+        path = write(tmp_path / name, content)
+        refused((path, *said), read_samples, path, Geometry())
 
 
 def test_truncated_files_folders_and_bad_geometries_are_refused(tmp_path):

@@ -33,9 +33,8 @@ def cost_file(tmp_path):
     return write
 
 
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
+def test_settings_that_make_no_sense_are_refused():
+    for fields, said in (
         *(({name: 0}, [f"planning.{name} is 0", "at least 1"]) for name in ("m_mem", "ranks")),
         ({"micro_batches_per_step": -7}, ["planning.micro_batches_per_step is -7", "at least 1"]),
         ({"p": 0.0}, ["planning.p is 0.0", "above 0"]),
@@ -45,10 +44,8 @@ def cost_file(tmp_path):
         ({"policy": "equal_tokens", "m_mem": None}, ["planning.m_mem", "planning.cost_model"]),
         ({"policy": "dual_constraint", "m_mem": None}, ["planning.m_mem", "planning.cost_model"]),
         ({"m_comp": 100.0}, ["m_comp is 100.0, whose unit depends on the policy"]),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(fields, said):
-    refused(said, PlanningConfig, **{"m_mem": 10} | fields)
+    ):
+        refused(said, PlanningConfig, **{"m_mem": 10} | fields)
     for m_comp in ("auto", "longest"):
         assert PlanningConfig(m_mem=20, m_comp=m_comp).m_comp == m_comp
 
@@ -86,21 +83,18 @@ def test_a_policy_has_the_bounds_of_the_config_and_else_those_of_the_cost_model(
     refused((dual["cost_model"],), make_policy, PlanningConfig(**dual))
 
 
-@pytest.mark.parametrize(
-    ("fields", "given", "expected"),
-    [
+def test_the_best_known_cost_model_predicts(cost_file):
+    for fields, more, expected in (
         ({}, {}, PowerCost(2.0)),
         ({}, {"p": 1.5}, PowerCost(1.5)),
         ({"power": {"p": 1.7, "a": 3.0}}, {}, PowerCost(1.7, 3.0)),
         ({"power": {"p": 1.7, "a": 3.0}}, {"p": 1.5}, PowerCost(1.5)),
         ({"power": {"p": 1.7}, "quadratic": QUADRATIC}, {}, QuadraticCost(**QUADRATIC)),
         ({"quadratic": QUADRATIC}, {"p": 1.5}, QuadraticCost(**QUADRATIC)),
-    ],
-)
-def test_the_best_known_cost_model_predicts(cost_file, fields, given, expected):
-    path = cost_file(**fields) if fields else None
-    config = PlanningConfig(policy="dual_constraint", m_mem=10, cost_model=path, **given)
-    assert config.predictor() == expected
+    ):
+        path = cost_file(**fields) if fields else None
+        config = PlanningConfig(policy="dual_constraint", m_mem=10, cost_model=path, **more)
+        assert config.predictor() == expected
 
 
 def test_without_a_unit_of_cost_or_packed_rows_auto_is_as_fast_as_equal_tokens():

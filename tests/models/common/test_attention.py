@@ -210,9 +210,8 @@ def test_blocks_are_equal_and_even_and_longer_than_the_keys(rows, queries, keys,
         assert queries >= 8 * keys
 
 
-@pytest.mark.parametrize(
-    ("rows", "queries", "keys", "shards", "expected"),
-    [
+def test_cross_attention_is_split_where_a_device_has_few_rows():
+    for rows, queries, keys, shards, expected in (
         (1, 32_760, 512, 1, 12),  # 4 blocks of keys and 12 heads
         (2, 32_760, 512, 1, 6),
         (1, 4096, 512, 1, 8),  # blocks as long as the keys
@@ -222,12 +221,8 @@ def test_blocks_are_equal_and_even_and_longer_than_the_keys(rows, queries, keys,
         (1, 32_762, 512, 1, 1),  # twice a prime
         (8, 32_760, 512, 8, 12),
         (8, 32_760, 512, 1, 2),
-    ],
-)
-def test_cross_attention_is_split_where_a_device_has_few_rows(
-    rows, queries, keys, shards, expected
-):
-    assert query_blocks(shape(rows, queries), shape(rows, keys), shards) == expected
+    ):
+        assert query_blocks(shape(rows, queries), shape(rows, keys), shards) == expected
 
 
 @pytest.mark.parametrize("blocks", [1, 4])

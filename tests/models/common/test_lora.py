@@ -170,9 +170,8 @@ def test_a_new_model_with_dora_computes_what_the_kernels_do():
         np.testing.assert_allclose(half[path], (value + whole[path]) / 2, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
+def test_wrong_settings_are_refused():
+    for fields, words in (
         ({"rank": 0}, r"model.lora.rank is 0"),
         ({"alpha": -1.0}, r"model.lora.alpha is -1.0"),
         ({"alpha": 0.0}, r"model.lora.alpha is 0.0"),
@@ -181,11 +180,9 @@ def test_a_new_model_with_dora_computes_what_the_kernels_do():
         ({"targets": ("(",)}, "is not a regular expression"),
         ({"groups": (LoraGroup(("^head",), 2),)}, r"groups: '\^head' matches no layer that has an"),
         ({"targets": ("to_q",)}, r"'to_q' matches no linear layer; names are.*blocks/"),
-    ],
-)
-def test_wrong_settings_are_refused(fields, words):
-    with pytest.raises(InputError, match=words):
-        abstract_model(with_lora(**fields))
+    ):
+        with pytest.raises(InputError, match=words):
+            abstract_model(with_lora(**fields))
 
 
 def test_dropout_differs_by_layer_and_batch_and_keeps_the_mean():
@@ -430,9 +427,8 @@ def float8_file():
     return len(text).to_bytes(8, "little") + text + bytes(64)
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
+def test_files_that_do_not_fit_are_refused_in_one_line(tmp_path):
+    for content, words in (
         ({}, "holds no tensors"),
         (float8_file(), "is F8_E4M3, not float 16 to 64"),
         ({"transformer.blocks.0.attn1.to_q.lora_A.weight": ZEROS}, "only one of the two"),
@@ -474,18 +470,16 @@ def float8_file():
             {k.replace("transformer.blocks", "text_encoder.layers"): v for k, v in PAIR.items()},
             "is of a text encoder",
         ),
-    ],
-)
-def test_files_that_do_not_fit_are_refused_in_one_line(content, words, tmp_path):
-    file = tmp_path / "x.safetensors"
-    if isinstance(content, bytes):
-        file.write_bytes(content)
-    else:
-        safetensors.numpy.save_file(content, file)
-    with pytest.raises(InputError, match=words) as error:
-        read_lora(file, PLAIN)
-    assert "\n" not in str(error.value)
-    assert str(file) in str(error.value)
+    ):
+        file = tmp_path / "x.safetensors"
+        if isinstance(content, bytes):
+            file.write_bytes(content)
+        else:
+            safetensors.numpy.save_file(content, file)
+        with pytest.raises(InputError, match=words) as error:
+            read_lora(file, PLAIN)
+        assert "\n" not in str(error.value)
+        assert str(file) in str(error.value)
 
 
 def test_adapters_that_a_model_lacks_or_of_another_rank_are_refused(tmp_path):

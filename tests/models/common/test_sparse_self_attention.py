@@ -416,9 +416,8 @@ def test_the_family_updates_its_state_and_logs_it():
     assert metrics["other"] == 2
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
+def test_invalid_values_are_named():
+    for fields, message in (
         ({"selector": "best"}, "selector is best; choose one of predictor, pooled, random, all"),
         ({"block": 32}, "block is 32; it must be 64 or 128"),
         ({"rank": 0}, "rank is 0; it must be at least 1"),
@@ -427,8 +426,6 @@ def test_the_family_updates_its_state_and_logs_it():
         ({"min_sparsity": 0.4}, r"min_sparsity is 0.4; it must be at least 1 - max_density, 0.7: "),
         ({"min_density": 0.6}, "min_density is 0.6; it must be at most max_density, 0.3"),
         ({"forced": (0.5, 1.5)}, r"forced is \(0.5, 1.5\); each must be above 0"),
-    ],
-)
-def test_invalid_values_are_named(fields, message):
-    with pytest.raises(InputError, match=f"model.sparse_attention.{message}"):
-        SparseAttentionConfig(**fields)
+    ):
+        with pytest.raises(InputError, match=f"model.sparse_attention.{message}"):
+            SparseAttentionConfig(**fields)

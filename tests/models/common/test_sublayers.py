@@ -45,28 +45,25 @@ def test_tokens_are_patches_in_the_order_of_their_positions():
     np.testing.assert_array_equal(unpatchify(tokens, shape, patch), latents)
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "options", "sizes"),
-    [
+def test_rotary_embedding_is_complex_multiplication():
+    for head_dim, options, sizes in (
         (2, {}, (2, 0, 0)),
         (24, {}, (8, 8, 8)),
         (128, {}, (44, 42, 42)),
         (12, {"theta": 256.0, "sizes": (4, 6, 2)}, (4, 6, 2)),
-    ],
-)
-def test_rotary_embedding_is_complex_multiplication(head_dim, options, sizes):
-    positions, theta = np.asarray(grid_positions(3, 2, 5)), options.get("theta", 10_000.0)
-    x = np.random.default_rng(0).normal(size=(2, 30, 3, head_dim)).astype(np.float32)
-    angles = [
-        positions[:, axis] * theta ** (-2 * i / size)
-        for axis, size in enumerate(sizes)
-        for i in range(size // 2)
-    ]
-    expected = (x[..., 0::2] + 1j * x[..., 1::2]) * np.exp(1j * np.stack(angles, -1))[:, None]
-    table = rotary_table(positions, (3, 2, 5), head_dim, **options)
-    turned = np.asarray(apply_rotary(jnp.asarray(x), table))
-    np.testing.assert_allclose(turned[..., 0::2], expected.real, rtol=1e-6, atol=1e-6)
-    np.testing.assert_allclose(turned[..., 1::2], expected.imag, rtol=1e-6, atol=1e-6)
+    ):
+        positions, theta = np.asarray(grid_positions(3, 2, 5)), options.get("theta", 10_000.0)
+        x = np.random.default_rng(0).normal(size=(2, 30, 3, head_dim)).astype(np.float32)
+        angles = [
+            positions[:, axis] * theta ** (-2 * i / size)
+            for axis, size in enumerate(sizes)
+            for i in range(size // 2)
+        ]
+        expected = (x[..., 0::2] + 1j * x[..., 1::2]) * np.exp(1j * np.stack(angles, -1))[:, None]
+        table = rotary_table(positions, (3, 2, 5), head_dim, **options)
+        turned = np.asarray(apply_rotary(jnp.asarray(x), table))
+        np.testing.assert_allclose(turned[..., 0::2], expected.real, rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(turned[..., 1::2], expected.imag, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("place", [(4, 0, 0), (0, 2, 0), (0, 0, 7), (-1, 0, 0), (0, 0, -9)])
