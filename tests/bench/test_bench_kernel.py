@@ -110,8 +110,6 @@ def test_the_benchmark_adds_rivals_to_the_same_json(without_gpu, program, tmp_pa
     assert stored["summary"][0]["times_torch_mean"] == 1.0
 
 
-# ---------------------------------------------------------------- committed results
-
 NAMES = [f"layernorm_modulate_{part}h200" for part in ("", "small_", "layouts_")]
 LAYOUTS = {"segment_layernorm_modulate": "segment", "token_layernorm_modulate": "token"}
 
@@ -153,8 +151,6 @@ def test_auto_knows_what_was_measured():
     ):
         assert measured_as_faster(*call) is known
 
-
-# ---------------------------------------------------------------- sparse attention
 
 SHAPE = bench.Shape(1000, heads=2)
 

@@ -34,8 +34,6 @@ from alload_jax.training.trial_step import (
     without_zeros,
 )
 
-# ---------------------------------------------------------------- what results are written as
-
 
 def test_the_command_is_recorded_without_absolute_folders(monkeypatch):
     for argv, command in (
@@ -66,8 +64,6 @@ def test_what_fails_in_a_process_is_told_in_a_line(tmp_path):
         "settings": {"size": 1},
     }
 
-
-# ---------------------------------------------------------------- steps of one shape
 
 ONE_STEP = ["--model", "tiny", "--layers", "1", "--latents", "1", "4", "4", "--steps", "1"]
 
@@ -139,8 +135,6 @@ def test_pytorchs_steps_are_measured_by_a_script_beside_ours(
     with pytest.raises(InputError, match="--torch-cases 5 is unknown; there are 0 to 4"):
         diffusers_step.parse(["--torch-cases", "5"])
 
-
-# ---------------------------------------------------------------- times of a layer, by policy
 
 FIELDS = {"in_channels": 1, "dim": 16, "ffn_dim": 32, "num_heads": 2, "num_layers": 5}
 AUTO = config_from_fields(FIELDS | {"memory_budget": 40.0, "remat": "auto"})
@@ -215,9 +209,6 @@ def test_only_zero_parameters_are_drawn_and_all_keep_their_sharding():
         assert after.any()
         if before.any():
             np.testing.assert_array_equal(before, after)
-
-
-# ---------------------------------------------------------------- steps with sparse attention
 
 
 def test_the_ends_of_the_model_are_dense_and_switches_are_set_beside_what_else_there_is(program):

@@ -137,8 +137,6 @@ def test_nothing_is_started_without_a_gpu_or_the_program(program, monkeypatch, t
     assert not started
 
 
-# ---------------------------------------------------------------- profiles
-
 MS = 1_000_000_000
 """Picoseconds, in which a profile counts."""
 

@@ -108,8 +108,6 @@ def test_an_update_keeps_what_was_not_measured(programs):
     assert [row["over_balanced"] for row in rows] == [1.0, 2.0]
 
 
-# ---------------------------------------------------------------- rows by cost
-
 ROW_COST = QuadraticCost(c0=1.0, c1=0.1, c2=0.01, c_sequence=0.05)
 
 

@@ -152,8 +152,6 @@ def test_weights_go_out_and_come_back_bit_for_bit(case, tmp_path, monkeypatch):
         jax.tree.map(np.testing.assert_array_equal, back, params)
 
 
-# ---------------------------------------------------------------- HunyuanVideo's condition
-
 BOTH = "hunyuan_video/both"
 
 

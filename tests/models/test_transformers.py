@@ -78,9 +78,6 @@ def test_what_a_model_cannot_predict_is_refused():
             dataclasses.replace(CONFIG, **fields)
 
 
-# ---------------------------------------------------------------- recomputation
-
-
 @functools.cache
 def gradient(remat, scan=True):
     config = dataclasses.replace(CONFIG, remat_layers=remat, scan_layers=scan)
@@ -162,9 +159,6 @@ def test_fused_attention_goes_to_the_host_where_its_keys_are_many(keys):
 
     found = [kept(policy) for policy in ("attention", "offload_attention", "full")]
     assert found == [1, keys >= 8192, 0]
-
-
-# ---------------------------------------------------------------- arithmetic and settings
 
 
 def test_a_fresh_model_predicts_zero():

@@ -156,8 +156,6 @@ def test_a_selection_passes_no_gradient_and_holds_nothing_of_the_size_of_all_pai
     assert memory.temp_size_in_bytes < 2 * 512 * 512 * 4 / 8
 
 
-# ---------------------------------------------------------------- tiles
-
 GRIDS = st.tuples(*(st.integers(1, 12),) * 3)
 
 

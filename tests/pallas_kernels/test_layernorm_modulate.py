@@ -213,9 +213,6 @@ def test_numpy_arrays_are_arrays_and_need_no_jit(interpret):
     np.testing.assert_allclose(slope(operands.x, interpret), expected, atol=2e-5)
 
 
-# ---------------------------------------------------------------- segments
-
-
 @pytest.fixture
 def dim(way):
     """A width that the implementation takes; a ragged one where it takes any."""
@@ -314,9 +311,6 @@ def test_prepared_segments_give_the_same_bits_and_are_not_prepared_again(way, di
         layernorm_modulate(x, table[:, :4], shift, segment_ids=ready)
     with pytest.raises(ValueError, match="take no segment_block"):
         layernorm_modulate(x, table, shift, segment_ids=ready, segment_block=8)
-
-
-# ---------------------------------------------------------------- refusals
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="about machines without a GPU")

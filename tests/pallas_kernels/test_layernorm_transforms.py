@@ -101,9 +101,6 @@ def test_a_result_that_is_not_used_has_no_part_in_gradients(
     compare(interpret, wrap, *operands[:5], returns_x=True, **limits)
 
 
-# ---------------------------------------------------------------- lowering
-
-
 @pytest.mark.parametrize(
     ("saved", "residual", "forwards"),
     [(("out", "h"), False, 1), (("out", "h"), True, 1), ((), True, 2)],
@@ -159,8 +156,6 @@ def test_it_lowers_for_cuda(shape, layout, residual, static):
     )
     assert names == ["forward", "backward"] + ([] if layout == "token" else ["reduce"])
 
-
-# ---------------------------------------------------------------- meshes
 
 SHAPE = (4, 16, 48)
 GATED = {"shape": SHAPE, "y_dtype": F32, "gate": True}

@@ -118,9 +118,6 @@ def test_a_file_contains_everything_that_planning_needs(tmp_path):
     assert 1 < found.power.p < 2
 
 
-# ---------------------------------------------------------------- memory
-
-
 def test_predicted_memory_matches_measurements():
     single = Trained(bytes_each=18, accumulates=False)  # gradients of matrices have 16 bits
     cases = []  # (remat, rows, tokens, bytes, how many times as much is predicted at most)
@@ -196,8 +193,6 @@ def test_a_frozen_parameter_takes_its_own_bytes_and_no_update_or_gradient(dtype,
     assert half.c2 == full.c2
     assert step_cost(WAN, H200, "none", Trained(total)) == full
 
-
-# ---------------------------------------------------------------- counts of families
 
 CLASSES = HunyuanVideoConfig(dim=16, ffn_dim=24, num_heads=2, num_layers=3)
 TEXT_ONLY = dataclasses.replace(CLASSES, text=TextConfig(6, 9), refiner_layers=3, in_channels=4)

@@ -66,9 +66,6 @@ COST_FILES = st.builds(
 )
 
 
-# ---------------------------------------------------------------- what sequences cost
-
-
 @given(WORK, POWERS, QUADRATICS)
 @examples(40)
 def test_rows_cost_by_the_formulas(work, power, quadratic):
@@ -108,9 +105,6 @@ def test_a_sequence_costs_the_sum_over_its_layers(densities, seq_len, terms):
     assert marginal_cost(dense, lengths) == marginal_cost(quadratic, lengths)
 
 
-# ---------------------------------------------------------------- plans by them
-
-
 @pytest.mark.parametrize("model", [WAN, SPARSE])
 @pytest.mark.parametrize(
     ("policy", "context"), [("equal_tokens", 1), ("first_fit", 1), ("balanced", 2)]
@@ -138,9 +132,6 @@ def test_balance_splitting_and_simulation_follow_the_sparse_layers():
         for each in (WAN, SPARSE.at(SparseLayers(1.0, 0.02)))
     ]
     assert parts == [True, False]
-
-
-# ---------------------------------------------------------------- files
 
 
 @given(costs=COST_FILES)
@@ -251,9 +242,6 @@ def test_assumed_attention_is_as_fast_as_measured(seq_len, faster):
         for layers in (SparseLayers(), SparseLayers(1.0, 0.1))
     )
     assert dense / sparse == pytest.approx(faster, rel=0.2)
-
-
-# ---------------------------------------------------------------- memory
 
 
 @given(st.floats(0, 1e11), st.floats(1e3, 1e6), st.floats(1.1, 8), st.floats(0, 0.3))

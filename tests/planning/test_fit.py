@@ -159,9 +159,6 @@ def test_impossible_fits_are_reported_in_one_line():
         refused([words], action)
 
 
-# ---------------------------------------------------------------- step times of a run
-
-
 @functools.cache
 def planned_terms(count):
     """Terms of the cost of steps of two kinds of plans."""

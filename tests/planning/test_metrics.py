@@ -47,9 +47,6 @@ def epoch_of(lengths, ranks, rows=1, mode="independent", micro_batches=1):
     return Plan(of_lengths(*lengths), Fixed(rows), topology, seed=0).epoch(0)
 
 
-# ---------------------------------------------------------------- of steps and of samples
-
-
 @given(COSTS, st.floats(1e-3, 1e3))
 @examples(40)
 def test_step_metrics_are_taken_over_the_last_axis_in_any_unit(array, unit):
@@ -91,9 +88,6 @@ def test_dropped_and_duplicated_samples_are_counted(placements):
     found = plan_metrics(broken, LINEAR, None)
     assert found.dropped == 10 - len(set(placements))
     assert found.duplicated == len(placements) - len(set(placements))
-
-
-# ------------------------------------------------------- recomputed from the file alone
 
 
 def rows_of(plan, epoch, path):
@@ -294,9 +288,6 @@ def test_the_metrics_of_a_packed_plan_can_be_recomputed(tmp_path, policy, contex
     assert metrics.longest_weight == pytest.approx(1)
 
 
-# ---------------------------------------------------------------- simulations
-
-
 def test_ranks_wait_for_the_all_reduce_and_for_noise_that_depends_on_its_seed():
     found = simulate(epoch_of([10] * 4, 2), LINEAR, SimulationSettings(all_reduce=5.0))
     assert (found.seconds, found.idle) == pytest.approx((2 * 15, 5 / 15))
@@ -313,9 +304,6 @@ def test_ranks_wait_for_the_all_reduce_and_for_noise_that_depends_on_its_seed():
     assert noisy.idle == pytest.approx(1 - 1 / (1 + 0.05 * 1.4236), abs=0.005)
     assert noisy == again
     assert noisy.seconds != other.seconds
-
-
-# ---------------------------------------------------------------- the file itself
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -112,9 +112,6 @@ def test_samples_longer_than_memory_and_wrong_rows_are_refused():
             assert enough.rows_per_bucket(LONG.buckets())[-1] == 1
 
 
-# ---------------------------------------------------------------- sorted
-
-
 @given(cases(policies=("sorted",), modes=("independent",)))
 @examples(30)
 def test_sorted_puts_neighbours_in_cost_into_a_step(case):
@@ -131,9 +128,6 @@ def test_sorted_puts_neighbours_in_cost_into_a_step(case):
 def found_by(samples, ranks, costs=CostFile(quadratic=COST), **settings):  # noqa: B008
     plan = make_plan(PlanningConfig(**settings), samples, ranks, 0, costs)
     return plan_metrics(plan.epoch(0), COST, settings.get("m_mem"))
-
-
-# ---------------------------------------------------------------- ladders
 
 
 def padding_of(rungs, lengths):

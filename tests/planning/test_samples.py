@@ -24,9 +24,6 @@ from alload_jax.planning.workloads import make_workload, names
 TRIPLES = st.tuples(*[st.integers(1, 9)] * 3)
 
 
-# ---------------------------------------------------------------- tokens of a size
-
-
 @given(st.lists(SHAPES, min_size=1, max_size=20), TRIPLES, TRIPLES)
 @examples(40)
 def test_tokens_are_the_exact_count_of_patches_of_latents_that_cover_every_pixel(
@@ -60,9 +57,6 @@ def test_a_size_is_divisible_where_nothing_is_rounded_up(shape, vae_stride, patc
     grid = np.multiply(patches, patch_size)
     size = tuple(((grid - [1, 0, 0]) * vae_stride + [1, 0, 0]).tolist())
     assert divisible(size, vae_stride, patch_size)
-
-
-# ---------------------------------------------------------------- samples and buckets
 
 
 @given(manifests())
@@ -106,9 +100,6 @@ def test_most_samples_within_tokens_are_the_shortest(drawn, tokens):
             left -= length
             held += left >= 0
         assert of_epoch.most_within(tokens) == max(1, held)
-
-
-# ---------------------------------------------------------------- files
 
 
 def write(path, content):
@@ -183,8 +174,6 @@ def test_truncated_files_folders_and_bad_geometries_are_refused(tmp_path):
         for value in ((0, 8, 8), (4, 8), (4, 8, 8, 8)):
             refused((name, value, "at least 1"), Geometry, **{name: value})
 
-
-# ---------------------------------------------------------------- workloads
 
 PIXELS = {"192p": 192 * 336, "256p": 256**2, "480p": 480 * 832, "512p": 512**2}
 PIXELS |= {"720p": 720 * 1280, "1080p": 1080 * 1920}

@@ -29,9 +29,6 @@ COSTS = CostFile(quadratic=QuadraticCost(0.044, 2.0e-5, 1.2e-9, 1.1e-3))
 """About seconds of Wan 2.1's 1.3B model on an H200."""
 
 
-# ---------------------------------------------------------------- M_comp
-
-
 def config(**fields):
     given = {"policy": "dual_constraint", "ranks_mode": "independent"} | fields
     return PlanningConfig(**given, m_mem=4000, ranks=4, p=2.0)
@@ -108,9 +105,6 @@ def test_what_cannot_be_searched_is_refused():
         ("auto or longest", lambda: config(m_comp="0x")),
     ):
         refused([words], action, *args)
-
-
-# ---------------------------------------------------------------- rows and context
 
 
 def drawn_case(seed):
@@ -193,9 +187,6 @@ def test_a_small_set_gets_rows_of_its_size():
     study = Study(samples, PlanningConfig(m_mem=60_000), COSTS)
     names = [case.name for case in study.cases(["sorted", "auto", "balanced"], [8])]
     assert names == ["balanced", "sorted (synchronous)"]  # what auto takes is planned once
-
-
-# ---------------------------------------------------------------- bounds and advice
 
 
 def told(study, policy, ranks=8):

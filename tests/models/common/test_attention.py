@@ -28,8 +28,6 @@ def test_whole_rows_equal_the_oracle(queries, keys):
     np.testing.assert_allclose(attention(*parts), masked(*parts), rtol=2e-5, atol=2e-6)
 
 
-# ---------------------------------------------------------------- segments
-
 ROWS, SLOTS, TOKENS = 2, 4, 44
 """Of random rows: SLOTS segments of 9 tokens with gaps of 2 fit just so."""
 
@@ -122,9 +120,6 @@ def test_what_cannot_run_is_refused_with_the_reason():
         attention(*parts, segments=packed, implementation="cudnn")
 
 
-# ---------------------------------------------------------------- devices
-
-
 @needs_devices
 @pytest.mark.parametrize("name", ["whole", *CASES])
 def test_each_device_computes_its_own_rows_and_heads(name):
@@ -190,9 +185,6 @@ def test_split_samples_attend_as_whole_ones(context, region, axes):
 @pytest.mark.parametrize("region", [REGION, 64])
 def test_split_samples_attend_as_whole_ones_on_two_gpus(region):
     check_split(2, region, 64, jnp.bfloat16, 2e-2, {"context": 2})
-
-
-# ---------------------------------------------------------------- blocks of queries
 
 
 def shape(rows, tokens):

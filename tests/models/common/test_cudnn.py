@@ -80,9 +80,6 @@ def test_a_program_with_cudnn_is_lowered_once_for_all_devices():
     assert len(lowered) == 1
 
 
-# ---------------------------------------------------------------- classes of lengths
-
-
 @st.composite
 def bounds(draw, tokens):
     """Lengths as a layout bounds them, of rows of `tokens`."""
@@ -296,9 +293,6 @@ def test_the_kernel_takes_the_lists_of_segments():
     found = graded(lambda *p: triton_packed(*p, packed, interpret=True), parts)
     assert_near(found[:1], expected[:1], 1e-2)
     assert_near(found[1:], expected[1:], 2e-2)
-
-
-# ---------------------------------------------------------------- on a GPU
 
 
 def check(parts, segments=None, allowed=True, implementation="cudnn"):

@@ -29,8 +29,6 @@ from alload_jax.models.common.sparse_attention.layer import Choice, Heads, atten
 from alload_jax.models.common.sparse_attention.selectors import Features
 from alload_jax.sharding.mesh import BATCH_AXES, MeshConfig, make_mesh
 
-# ---------------------------------------------------------------- condition tokens
-
 
 def test_dropped_samples_have_no_tokens_and_others_all():
     segments = laid_out([[(0, 2), (4, 3)], [(0, 4), (4, 0)]], 2, 8)
@@ -71,8 +69,6 @@ def test_side_by_side_keeps_every_token_and_means_are_of_each_sample():
     np.testing.assert_array_equal(joined.values, expected)
     np.testing.assert_array_equal(joined.segments.ids, ids)
 
-
-# ---------------------------------------------------------------- sparse attention
 
 HEADS, CHANNELS, BLOCK, DENSITY = 2, 4, 64, 0.4
 
@@ -182,8 +178,6 @@ def test_latents_attend_to_chosen_tiles_and_conditions_to_all(make, selector):
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=2e-5)
 
-
-# ---------------------------------------------------------------- split samples
 
 SLOTS, BEHIND = 4, 12
 

@@ -75,9 +75,6 @@ def test_the_backward_pass_keeps_no_weights_that_are_in_the_hosts_memory():
     assert not [v for each in loops for v in each.outvars if v.aval.shape in of_all_layers]
 
 
-# ---------------------------------------------------------------- stacked kernels
-
-
 def blocks_of(config):
     graph, shapes = abstract_model(config)[:2]
     rng = np.random.default_rng(0)
@@ -175,8 +172,6 @@ def test_only_kernels_of_layers_that_compute_in_16_bits_have_narrow_gradients(fa
     assert not [name for name in narrow if "modulation" in name or "time" in name]
     assert gradient_dtypes(config_of(family, "float32")) == {}
 
-
-# ---------------------------------------------------------------- the host's memory
 
 WIDTH, ROWS = 4, 3
 KEPT = jax.checkpoint_policies.save_only_these_names("middle", "last")

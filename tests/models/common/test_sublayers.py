@@ -29,8 +29,6 @@ from alload_jax.planning.analytic import keeps_feed_forward
 from alload_jax.sharding.mesh import AXES, BATCH_AXES
 from pallas_kernels import devices
 
-# ---------------------------------------------------------------- patches and positions
-
 
 def test_tokens_are_patches_in_the_order_of_their_positions():
     grid, patch = (2, 3, 2), (1, 2, 3)
@@ -98,8 +96,6 @@ def test_the_gradient_of_shared_input_adds_each_to_the_sum_of_those_behind_it():
     assert second.invars[1] is first.outvars[0]
 
 
-# ---------------------------------------------------------------- norms
-
 FIELDS = {"dim": 24, "ffn_dim": 32, "num_heads": 2, "num_layers": 1, "in_channels": 4}
 FIELDS |= {"text": {"dim": 16, "length": 8}, "image": {"dim": 16}, "dtype": "float32"}
 ROOT = Path(__file__).parents[3]
@@ -149,8 +145,6 @@ def test_no_norm_takes_its_variance_from_a_difference(tmp_path):
     (tmp_path / "a.py").write_text("nnx.LayerNorm(4)\nnnx.GroupNorm(4, use_fast_variance=True)")
     assert len(list(fast_variances(tmp_path / "a.py"))) == 2
 
-
-# ---------------------------------------------------------------- queries and keys
 
 HEADS, DIM = 4, 32
 CASES = {
@@ -228,9 +222,6 @@ def test_kernels_compute_the_same_on_a_mesh(tensor, monkeypatch):
         step = nnx.jit(partial(with_gradient, rotary=rotary, sharding=sharding))
         close(step(placed, linear, norm), expected)
     assert called[0][2:] == (("tensor",) if tensor > 1 else ())
-
-
-# ---------------------------------------------------------------- feed forward
 
 
 def gated(graph, policy):
