@@ -190,11 +190,7 @@ TWICE = ["has the columns", "rename or remove one"]
         ("metadata.csv", b"x,y\n1,2\n", ["x, y", "--path-column"]),
         ("metadata.csv", b"\xff\xfe\n", ["CSV"]),
         ("metadata.csv", b"path,text\na,b\n", ["no column mine", "--caption-column"]),
-        (
-            "metadata.csv",
-            b"path,caption\na,a red, close\n",
-            ["line 2 has more fields than the", "p"],
-        ),
+        ("metadata.csv", b"path,caption\na,a red, close\n", ["line 2 has more fields"]),
         ("metadata.csv", b"path,caption,caption\na.png,one,two\n", TWICE),
         ("metadata.csv", b"path,Caption,caption \na.png,one,two\n", TWICE),
         ("metadata.jsonl", b'{"path": "a", "text": "1"}\n{"path": "a", "Text": "2"}', TWICE),

@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import tempfile
 from collections import Counter
 from pathlib import Path
 
@@ -52,6 +53,13 @@ def numbers(folder):
         (row["path"], row["frames"], at): int(number)
         for at, (row, number) in enumerate(zip(rows, manifest.sample_numbers, strict=True))
     }
+
+
+def assert_as_new(media, out):
+    """Whether a data folder holds what a new one of the same files would."""
+    with tempfile.TemporaryDirectory() as folder:
+        prepare(media, Path(folder) / "new")
+        assert content(out) == content(Path(folder) / "new")
 
 
 def change(media):
@@ -179,8 +187,7 @@ def test_after_a_kill_an_update_keeps_what_it_has_encoded_whatever_changed_since
     encoded.clear()
     prepare(media, out, files_per_shard=1, update=True)
     assert encoded["frames"] == 2  # clips 7 and 8
-    prepare(media, tmp_path / "new", files_per_shard=1)
-    assert content(out) == content(tmp_path / "new")
+    assert_as_new(media, out)
 
 
 def test_updates_are_refused_where_they_would_lose_what_is_there(media, tmp_path):
@@ -216,8 +223,7 @@ def test_updates_are_refused_where_they_would_lose_what_is_there(media, tmp_path
 def test_a_folder_without_contents_or_one_that_is_not_there(media, tmp_path):
     out = tmp_path / "out"
     prepare(media, out, update=True)
-    prepare(media, tmp_path / "new")
-    assert content(out) == content(tmp_path / "new")
+    assert_as_new(media, out)
     with StoreWriter(tmp_path / "old", vae_stride=(1, 1, 1), origin=read_manifest(out).origin) as w:
         w.add(np.zeros((1, 16, 16, 3)), np.zeros((0, 64)), (1, 16, 16), path="image0.png")
     with pytest.raises(InputError, match="does not record the content of its files"):
@@ -243,13 +249,8 @@ def test_an_update_keeps_the_rows_of_a_table_apart_that_name_a_file_again(tmp_pa
     def update(*lines):
         table.write_text("\n".join(("file_name,text", *lines)))
         changes = prepare(folder, out, update=True).changes
-        assert content(out) == content_of_new()
+        assert_as_new(folder, out)
         return changes
-
-    def content_of_new():
-        shutil.rmtree(tmp_path / "new", ignore_errors=True)
-        prepare(folder, tmp_path / "new")
-        return content(tmp_path / "new")
 
     table.write_text("file_name,text\na.mkv,one\na.mkv,two\nb.png,same\nb.png,same\n")
     prepare(folder, out)

@@ -181,11 +181,7 @@ SINGLE = HunyuanVideo13bConfig(dim=16, num_heads=2, num_layers=1, text=TextConfi
         (CONFIG, {"freq_dim": 3}, "model.freq_dim is 3"),
         (CONFIG, {"freq_dim": 0}, "model.freq_dim is 0"),
         (CONFIG, {"image": ImageConfig(4)}, "model.image is set without model.text"),
-        (
-            CONFIG,
-            {"num_layers": 4, "remat_layers": ("full", "full", "none")},
-            "remat_layers has 3 policies",
-        ),
+        (CONFIG, {"num_layers": 4, "remat_layers": ("full",) * 3}, "remat_layers has 3 policies"),
         (CONFIG, {"remat": "full", "remat_layers": ("full",)}, "give one"),
         (CONFIG, {"memory_budget": 0.0}, "model.memory_budget is 0.0 GB"),
         (CONFIG, {"norm": "torch"}, "model.norm is 'torch'"),
@@ -203,8 +199,8 @@ SINGLE = HunyuanVideo13bConfig(dim=16, num_heads=2, num_layers=1, text=TextConfi
         (SINGLE, {"sparse_attention": SparseAttentionConfig()}, "sparse_attention is set, which"),
         (
             SINGLE,
-            {"num_layers": 3, "remat_layers": ("full", "none", "none")},
-            "3 policies, which does not divide model.single_layers 4",
+            {"num_layers": 3, "remat_layers": ("full",) * 3},
+            "3 policies, which.* divide model.si",
         ),
     ],
 )

@@ -298,14 +298,8 @@ MISNAMED = (
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (
-            lambda folder, file: file.rename(folder / "model.pth"),
-            r"model\.pth: is a pickle file.*safetensors\.torch\.save_file",
-        ),
-        (
-            lambda folder, file: file.write_bytes(file.read_bytes()[:1000]),
-            "not a valid safetensors file",
-        ),
+        (lambda d, f: f.rename(d / "model.pth"), r"model\.pth: is a pickle file.*torch\.save_file"),
+        (lambda d, f: f.write_bytes(f.read_bytes()[:1000]), "not a valid safetensors file"),
         (with_index('{"weight_map": {"x": "a-00001-of-00002.safetensors"}}'), "lacks a-00001-of"),
         (with_index("{}"), "is not a valid safetensors index"),
         (with_index('{"weight_map": {"x": 3}}'), "names 3, which is not a file in its folder"),
@@ -314,13 +308,10 @@ MISNAMED = (
             lambda folder, file: shutil.copy(file, folder / "other.safetensors"),
             r"is in both diffusion_pytorch_model\.safetensors and other\.safetensors",
         ),
+        (lambda d, f: (d / "x.safetensors").mkdir(), "cannot be read .Is a directory."),
         (
-            lambda folder, file: (folder / "x.safetensors").mkdir(),
-            "cannot be read .Is a directory.",
-        ),
-        (
-            with_tensors(lambda golden: golden.update({"proj_out.bias": np.ones(16, np.int64)})),
-            r"proj_out\.bias is I64, not float",
+            with_tensors(lambda t: t.update({"proj_out.bias": np.ones(16, int)})),
+            r"bias is I64, not",
         ),
         (with_tensors(misname), MISNAMED),
         (replaced(b'"F32"', b'"F8_E4M3"'), "not a valid safetensors file"),

@@ -309,10 +309,7 @@ def test_families_are_told_from_each_other(tmp_path):
             for n in (None, 0, True)
         ),
         (lambda: from_fields({"family": "mamba"}), "model family 'mamba' is unknown"),
-        (
-            lambda: from_fields({"family": "hunyuan_video", "dim": 16, "num_heads": 2}),
-            "model.ffn_dim is None",
-        ),
+        (lambda: from_fields({"family": "hunyuan_video", "dim": 16}), "model.ffn_dim is N"),
     ],
 )
 def test_refusals_are_one_line(action, words):

@@ -160,47 +160,33 @@ def recomputed(rows, settings, cost, m_mem):
     costs = rank_totals(work, settings, cost)
     squares = rank_totals(work, settings, lambda b, s: b * s**2)
     makespans = [max(ranks) for ranks in costs.values()]
-    lengths = defaultdict(list)
+    lengths, largest = defaultdict(list), Counter()
     for row in rows:
         lengths[row["step"]].append(row["seq_len"])
-    largest = {
-        step: max(cost(1, row["padded_len"]) for row in rows if row["step"] == step)
-        for step in costs
-    }
-    above = [
-        max(costs[step]) / max(statistics.fmean(costs[step]), largest[step]) - 1 for step in costs
-    ]
+        largest[row["step"]] = max(largest[row["step"]], cost(1, row["padded_len"]))
+    above = [max(c) / max(statistics.fmean(c), largest[step]) - 1 for step, c in costs.items()]
     tokens = sum(row["seq_len"] for row in rows)
     placed = Counter(row["sample"] for row in rows)
-    per_step = [
-        len(each) / statistics.fmean(map(len, lengths.values())) for each in lengths.values()
-    ]
-    return costs, {
-        "steps": len(costs),
-        "samples": len(rows),
-        "tokens": tokens,
+    mean = statistics.fmean(map(len, lengths.values()))
+    per_step = [len(each) / mean for each in lengths.values()]
+    imbalances, shares = list(map(of_step, costs.values())), [len(set(v)) for v in lengths.values()]
+    found = {"steps": len(costs), "samples": len(rows), "tokens": tokens, "cost": sum(makespans)}
+    found |= {"step_samples_min": min(per_step), "step_samples_max": max(per_step)}
+    found |= {"imbalance": statistics.fmean(imbalances), "imbalance_max": max(imbalances)}
+    found |= {"excess": statistics.fmean(above), "excess_max": max(above), "longest_weight": 1.0}
+    found |= {"dropped": max(placed) + 1 - len(placed), "duplicated": len(rows) - len(placed)}
+    return costs, found | {
         "buckets": len(set(held)),
-        "step_samples_min": min(per_step),
-        "step_samples_max": max(per_step),
         "segments": max(Counter((r["step"], r["micro_batch"], r["rank"]) for r in rows).values()),
-        "imbalance": statistics.fmean(map(of_step, costs.values())),
-        "imbalance_max": max(map(of_step, costs.values())),
         "idle": 1 - sum(map(statistics.fmean, costs.values())) / sum(makespans),
         "cost_cv": statistics.fmean(map(variation, costs.values())),
         "compute_cv": statistics.fmean(map(variation, squares.values())),
         "step_cv": variation(makespans),
         "padding": 1 - tokens / sum(b * s for b, s, _ in held),
         "utilisation": tokens / (m_mem * len(held)) if m_mem else None,
-        "excess": statistics.fmean(above),
-        "excess_max": max(above),
         "order_correlation": correlation({k: statistics.fmean(v) for k, v in lengths.items()}),
-        "length_share": statistics.fmean(len(set(v)) for v in lengths.values())
-        / len({row["seq_len"] for row in rows}),
-        "longest_weight": 1.0,
-        "cost": sum(makespans),
+        "length_share": statistics.fmean(shares) / len({row["seq_len"] for row in rows}),
         "tokens_per_second": tokens / sum(makespans),
-        "dropped": max(placed) + 1 - len(placed),
-        "duplicated": len(rows) - len(placed),
     }
 
 

@@ -198,12 +198,9 @@ def of_source(name):
         ({"data": of_source("no_such_module:Class")}, "cannot be imported"),
         (
             {"data": of_source("ramps")},
-            "choose one of store, parquet, musubi, safetensors, or give module:Cl",
+            "one of store, parquet, musubi, safetensors, or give module",
         ),
-        (
-            {"data": of_source("store") | {"dataset": {"name": "ramps"}}},
-            r"data.source and data\.dataset",
-        ),
+        ({"data": of_source("store") | {"dataset": {"name": "ramps"}}}, "data.source and data.da"),
     ],
 )
 def test_parts_that_cannot_be_meant_are_refused(sections, words, train):

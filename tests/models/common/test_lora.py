@@ -412,10 +412,9 @@ def test_differences_of_weights_and_biases_are_merged(tmp_path):
 
 
 ZEROS = np.zeros((2, 16), np.float32)
-PAIR = {
-    "transformer.blocks.0.attn1.to_q.lora_A.weight": ZEROS,
-    "transformer.blocks.0.attn1.to_q.lora_B.weight": ZEROS.T.copy(),
-}
+QUERY, OTHERS = "transformer.blocks.0.attn1.to_q", "lora_unet_blocks_0_self_attn_q"
+PAIR = {f"{QUERY}.lora_A.weight": ZEROS, f"{QUERY}.lora_B.weight": ZEROS.T.copy()}
+SIDES = dict(zip(("down", "up"), PAIR.values(), strict=True))
 
 
 def float8_file():
@@ -431,44 +430,28 @@ def test_files_that_do_not_fit_are_refused_in_one_line(tmp_path):
     for content, words in (
         ({}, "holds no tensors"),
         (float8_file(), "is F8_E4M3, not float 16 to 64"),
-        ({"transformer.blocks.0.attn1.to_q.lora_A.weight": ZEROS}, "only one of the two"),
+        ({f"{QUERY}.lora_A.weight": ZEROS}, "only one of the two"),
         ({k.replace("blocks.0", "blocks.9"): v for k, v in PAIR.items()}, "has no weight in the"),
-        (PAIR | {"transformer.blocks.0.attn1.to_q.hada_w1_a": ZEROS}, "of no known kind"),
-        (
-            PAIR | {"transformer.blocks.0.attn1.to_q.dora_scale": ZEROS[:1]},
-            r"magnitudes of shape \(1, 16\), but only those of its 16 outputs",
-        ),
-        ({"transformer.blocks.0.attn1.to_q.dora_scale": ZEROS.T.copy()}, "only one of the two"),
-        ({"lora_unet_blocks_0_self_attn_q.lokr_w1": ZEROS}, "lokr_w2 must be a matrix, or lokr_w2"),
-        (
-            {f"lora_unet_blocks_0_self_attn_q.{part}": ZEROS for part in ("lokr_w1", "dora_scale")},
-            r"has LoKr with magnitudes \(DoRA\), which is not supported",
-        ),
-        (
-            dict(zip(PAIR, (np.zeros((0, 16), "f4"), np.zeros((16, 0), "f4")), strict=True)),
-            "has a rank of 0",
-        ),
-        (PAIR | {"transformer.blocks.0.attn1.to_q.alpha": np.ones(2, "f4")}, "has 2 values of al"),
-        (
-            {f"lora_unet_blocks_0_self_attn_q.lokr_w{n}": ZEROS for n in (1, 2)},
-            r"lokr_w1 ⊗ lokr_w2 has shape \(4, 256\), not \(16, 16\)",
-        ),
+        (PAIR | {f"{QUERY}.hada_w1_a": ZEROS}, "of no known kind"),
+        (PAIR | {f"{QUERY}.dora_scale": ZEROS[:1]}, r"of shape \(1, 16\), but only .* 16 outputs"),
+        ({f"{QUERY}.dora_scale": ZEROS.T.copy()}, "only one of the two"),
+        ({f"{OTHERS}.lokr_w1": ZEROS}, "lokr_w2 must be a matrix, or lokr_w2"),
+        ({f"{OTHERS}.{part}": ZEROS for part in ("lokr_w1", "dora_scale")}, "LoKr with magnitudes"),
+        (dict(zip(PAIR, (ZEROS[:0], ZEROS[:0].T.copy()), strict=True)), "has a rank of 0"),
+        (PAIR | {f"{QUERY}.alpha": np.ones(2, "f4")}, "has 2 values of al"),
+        ({f"{OTHERS}.lokr_w{n}": ZEROS for n in (1, 2)}, r"shape \(4, 256\), not \(16, 16\)"),
         ({k: np.zeros((2, 2), np.float32) for k in PAIR}, r"shape \(2, 2\), not \(2, 16\)"),
-        (PAIR | {"transformer.blocks.0.attn1.to_q.alpha": np.float32([np.nan])}, "not finite"),
+        (PAIR | {f"{QUERY}.alpha": np.float32([np.nan])}, "not finite"),
         ({k: np.full_like(v, np.inf) for k, v in PAIR.items()}, "has values that are not finite"),
         ({k: v.astype(np.int32) for k, v in PAIR.items()}, "is I32, not float 16 to 64"),
         (PAIR | {k.replace("transformer", "diffusion_model"): v for k, v in PAIR.items()}, "twice"),
         (
-            PAIR
-            | {
-                f"lora_unet_blocks_0_self_attn_q.lora_{part}.weight": value
-                for part, value in zip(("down", "up"), PAIR.values(), strict=True)
-            },
-            "names the same layer as another key",
+            PAIR | {f"{OTHERS}.lora_{k}.weight": v for k, v in SIDES.items()},
+            "same layer as another",
         ),
         (
-            {k.replace("transformer.blocks", "text_encoder.layers"): v for k, v in PAIR.items()},
-            "is of a text encoder",
+            {k.replace("transformer.b", "text_encoder.b"): v for k, v in PAIR.items()},
+            "text encoder",
         ),
     ):
         file = tmp_path / "x.safetensors"
