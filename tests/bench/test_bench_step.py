@@ -59,10 +59,7 @@ def test_what_fails_in_a_process_is_told_in_a_line(tmp_path):
     script = tmp_path / "fails.py"
     script.write_text("raise ValueError('too small')\n")
     found = measured(script, {"size": 1})
-    assert found == {
-        "error": "ended with status 1: ValueError: too small",
-        "settings": {"size": 1},
-    }
+    assert found == {"error": "ended with status 1: ValueError: too small", "settings": {"size": 1}}
 
 
 ONE_STEP = ["--model", "tiny", "--layers", "1", "--latents", "1", "4", "4", "--steps", "1"]

@@ -30,19 +30,13 @@ from pallas_kernels.triton_tiles import split_width
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 DEVICE = "NVIDIA A100-SXM4-80GB"
 PASSES = get_args(Pass)
-DIVISIONS = st.builds(
-    Division,
-    st.sampled_from([128, 256, 512, 1024, 2048]),
-    st.sampled_from([1, 2, 4, 8]),
-    st.integers(1, 32),
-    *(st.booleans(),) * 3,
-)
+SIZES = (st.sampled_from([128, 256, 512, 1024, 2048]), st.sampled_from([1, 2, 4, 8]))
+DIVISIONS = st.builds(Division, *SIZES, st.integers(1, 32), *(st.booleans(),) * 3)
 RATIOS = st.floats(0.25, 4.0)
+BY_WIDTH = st.dictionaries(st.integers(1, 9000), DIVISIONS, max_size=3)
 TUNED = st.builds(
     Tuned,
-    st.fixed_dictionaries(
-        {kernel: st.dictionaries(st.integers(1, 9000), DIVISIONS, max_size=3) for kernel in PASSES}
-    ),
+    st.fixed_dictionaries(dict.fromkeys(PASSES, BY_WIDTH)),
     st.dictionaries(st.integers(1, 9000), st.tuples(RATIOS, RATIOS), max_size=3),
 )
 

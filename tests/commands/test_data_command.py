@@ -242,13 +242,9 @@ def sources(tmp_path):
 
 
 def write_config(path, **source):
-    content = {
-        "run": {"folder": "run"},
-        "data": {"folder": "unused", "source": source},
-        "planning": {"m_mem": 24},
-        "model": {"in_channels": 16, "text": {"dim": 6, "length": 8}},
-    }
-    path.write_text(yaml.safe_dump(content))
+    model = "{in_channels: 16, text: {dim: 6, length: 8}}"
+    text = f"run: {{folder: run}}\nplanning: {{m_mem: 24}}\nmodel: {model}\n"
+    path.write_text(text + yaml.safe_dump({"data": {"folder": "unused", "source": source}}))
 
 
 @pytest.mark.parametrize("name", WRITERS)

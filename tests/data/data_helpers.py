@@ -164,14 +164,9 @@ class Case:
         return [self.plan.step(first + n) for n in range(self.plan.steps_per_epoch)]
 
 
-CACHES = {
-    "musubi": (write_musubi, None),
-    "parquet": (write_fastvideo, Parquet(normalize="none")),
-    "safetensors": (
-        write_tensor_files,
-        SafetensorsFolder(normalize="none", mask="prompt_attention_mask"),
-    ),
-}
+FILES = SafetensorsFolder(normalize="none", mask="prompt_attention_mask")
+CACHES = {"musubi": (write_musubi, None), "safetensors": (write_tensor_files, FILES)}
+CACHES["parquet"] = (write_fastvideo, Parquet(normalize="none"))
 """What writes caches of other trainers, and the config that reads them."""
 
 

@@ -148,13 +148,13 @@ def mesh(request):
 
 
 def host_batch(rng, rows):
-    return Batch(
-        latents=rng.normal(size=(rows, 1, 4, 4, 1)).astype(np.float32),
-        condition=rng.integers(0, 10, (rows, 2), np.int32),
-        sample=rng.integers(0, 99, rows, np.int32),
-        epoch=np.zeros(rows, np.int32),
-        weight=rng.integers(0, 2, rows).astype(np.float32),
+    latents = rng.normal(size=(rows, 1, 4, 4, 1)).astype(np.float32)
+    condition, sample = (
+        rng.integers(0, 10, (rows, 2), np.int32),
+        rng.integers(0, 99, rows, np.int32),
     )
+    weight = rng.integers(0, 2, rows).astype(np.float32)
+    return Batch(latents, condition, sample, np.zeros(rows, np.int32), weight)
 
 
 def host_steps(count, ranks):

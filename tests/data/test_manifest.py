@@ -9,14 +9,7 @@ from functools import partial
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from data_helpers import (
-    change_manifest,
-    manifest_of,
-    random_samples,
-    says,
-    set_column,
-    write_store,
-)
+from data_helpers import change_manifest, manifest_of, random_samples, says, set_column, write_store
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -93,17 +86,12 @@ def appended(name, value, table):
     return table.append_column(name, pa.array([value] * len(table)))
 
 
+NAMES = ("shard", "index", "frames", "text_length", "checksum")
 TABLES = [
     (lambda table: table.drop_columns(["frames", "checksum"]), "StoreWriter", "frames, checksum"),
     (lambda table: pa.table({"url": ["a"], "caption": ["b"]}), "StoreWriter", "shard", "frames"),
-    *(
-        (change, name, words)
-        for name in ("shard", "index", "frames", "text_length", "checksum")
-        for change, words in (
-            (without_first(name), "without a value"),
-            (set_column(name, 3 if name == "shard" else "many"), "holds"),
-        )
-    ),
+    *((without_first(name), name, "without a value") for name in NAMES),
+    *((set_column(name, 3 if name == "shard" else "many"), name, "holds") for name in NAMES),
     *(
         (set_column(name, value), f"row 0 has {name} {value}", "prepare the data again")
         for name, value in (

@@ -125,15 +125,10 @@ def test_long_videos_are_cut_and_short_ones_shortened_or_skipped(media, tmp_path
 def test_strides_may_leave_gaps_or_overlap(media, tmp_path):
     levels = list(range(0, 240, 8))
     write_video(media / "a.mkv", grey_frames(levels))
-    for number, (flags, starts) in enumerate(
-        (
-            ({"stride_seconds": 1.0}, [0, 16]),
-            ({"stride_seconds": 0.25}, [0, 4, 8, 12, 16, 20]),
-            ({"stride_seconds": 0.25, "max_clips": 2}, [0, 4]),
-        )
-    ):
-        prepare(media, tmp_path / str(number), **flags)
-        found = [levels_of(clip) for clip in stored(tmp_path / str(number))]
+    for seconds, most, starts in ((1.0, 9, [0, 16]), (0.25, 9, range(0, 24, 4)), (0.25, 2, [0, 4])):
+        out = tmp_path / f"{seconds} {most}"
+        prepare(media, out, stride_seconds=seconds, max_clips=most)
+        found = [levels_of(clip) for clip in stored(out)]
         assert found == [levels[start : start + 9] for start in starts]
 
 

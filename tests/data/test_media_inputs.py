@@ -215,13 +215,9 @@ def test_tables_and_places_that_cannot_be_read_are_refused(media, name, content,
 
 
 def test_numbered_columns_lists_and_quoted_values_of_tables_are_captions(media):
-    several = {
-        "file_name": ["a.png", "b.png"],
-        "caption_2": ["third", None],
-        "caption_1": ["second", "other"],
-        "caption": ["first", None],
-        "captions_seen": ["no", "no"],
-    }
+    several = {"file_name": ["a.png", "b.png"], "captions_seen": ["no", "no"]}
+    several |= {"caption_2": ["third", None], "caption_1": ["second", "other"]}
+    several |= {"caption": ["first", None]}
     for name in "ab":
         picture(media / f"{name}.png")
     expected = {"a.png": ["first", "second", "third"], "b.png": ["other"]}

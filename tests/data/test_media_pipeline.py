@@ -14,15 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import toy_encoders
 from data_helpers import contents
-from media_helpers import (
-    changed,
-    finished_shards,
-    hold,
-    make_media,
-    prepare,
-    skipped,
-    stored,
-)
+from media_helpers import changed, finished_shards, hold, make_media, prepare, skipped, stored
 from patience import PATIENCE
 from PIL import Image
 

@@ -151,18 +151,13 @@ def test_the_files_say_what_reads_them(name, folders):
 def test_identity_is_that_of_the_content(name, folders, tmp_path):
     expected = opened(folders, name).manifest.identity()
     last = SAMPLES[-1]
-    for number, (samples, same) in enumerate(
-        (
-            (SAMPLES, True),
-            ([SAMPLES[1], SAMPLES[0], *SAMPLES[2:]], False),
-            ([*SAMPLES[:-1], last._replace(latents=-last.latents)], False),
-            ([*SAMPLES[:-1], last._replace(text=-last.text)], False),
-        )
-    ):
+    others = (last._replace(latents=-last.latents), last._replace(text=-last.text))
+    cases = [SAMPLES, [SAMPLES[1], SAMPLES[0], *SAMPLES[2:]]]
+    for number, samples in enumerate([*cases, *([*SAMPLES[:-1], each] for each in others)]):
         write, config = KINDS[name]
         write(tmp_path / str(number), samples)
         found = open_source(str(tmp_path / str(number)), config).manifest.identity()
-        assert (found == expected) == same
+        assert (found == expected) == (samples is SAMPLES)
 
 
 def test_identity_says_how_latents_are_normalised_and_is_given_of_grain_sources(folders):

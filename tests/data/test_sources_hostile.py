@@ -74,24 +74,19 @@ def test_pickles_are_refused_and_not_read(tmp_path, suffix):
     refused(tmp_path / f"latents-0-0{suffix}", suffix, "pickle")
 
 
+TENSOR = {"dtype": "F32", "shape": [16], "data_offsets": [0, 64]}
+
+
 def test_a_hostile_header_is_an_error_in_words(tmp_path):
     for content in (
         b"[1, 2]",
         b"[" * 5000,
         {"latents": 3},
         {"latents": {"dtype": "F32", "shape": [2]}},
-        *(
-            {"latents": {"dtype": dtype, "shape": shape, "data_offsets": offsets}}
-            for dtype, shape, offsets in (
-                ("F32", [-2, -8], [0, 64]),
-                ("F32", [16], [-64, 0]),
-                ("F32", [16], [0, 10**18]),
-                ("F32", [True], [0, 4]),
-                ("F32", [10**9] * 4, [0, 64]),
-                ("F8_E4M3", [64], [0, 64]),
-                ("F32", [15], [0, 64]),
-            )
-        ),
+        {"latents": TENSOR | {"dtype": "F8_E4M3", "shape": [64]}},
+        *({"latents": TENSOR | {"shape": each}} for each in ([-2, -8], [10**9] * 4, [15])),
+        *({"latents": TENSOR | {"data_offsets": each}} for each in ([-64, 0], [0, 10**18])),
+        {"latents": TENSOR | {"shape": [True], "data_offsets": [0, 4]}},
     ):
         header = content if isinstance(content, bytes) else json.dumps(content).encode()
         path = tmp_path / "a.safetensors"

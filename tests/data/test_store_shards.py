@@ -34,6 +34,7 @@ from alload_jax.data.store import writer as merging
 from alload_jax.errors import InputError
 
 PIXELS = {"vae_stride": (1, 1, 1)}
+OF_TEXT = (np.zeros((1, 2, 2, 1), "f2"), np.zeros((1, 8), "f2"), (1, 2, 2))
 
 
 def assert_store_holds(folder, samples):
@@ -242,13 +243,7 @@ def test_a_failed_shard_or_one_on_a_full_disk_leaves_nothing_and_an_empty_one_co
         ((0, 2), 4, None, {}, ["shard 1 is not finished (2 of 4"]),
         ((0, 2), 1, None, {}, ["holds shard 2, but 1"]),
         ((0, 1), None, random_samples(1, channels=3)[0], {}, ["channels is 3, but 1"]),
-        (
-            (0, 1),
-            None,
-            (np.zeros((1, 2, 2, 1), "f2"), np.zeros((1, 8), "f2"), (1, 2, 2)),
-            {},
-            ["text of width 8", "shard-00000", "shard-00001"],
-        ),
+        ((0, 1), None, OF_TEXT, {}, ["text of width 8", "shard-00000", "shard-00001"]),
         ((0, 1), None, None, {"origin": {"vae": "wan"}}, ["origin is {'vae': 'wan'}"]),
     ],
 )

@@ -70,10 +70,7 @@ def test_a_model_of_the_data_has_the_velocity_that_leads_to_them():
 
 
 def test_what_a_model_cannot_predict_is_refused():
-    for fields in (
-        {"prediction": "noise"},
-        {"prediction": "data", "out_channels": 1},
-    ):
+    for fields in ({"prediction": "noise"}, {"prediction": "data", "out_channels": 1}):
         with pytest.raises(InputError, match=r"model\.prediction"):
             dataclasses.replace(CONFIG, **fields)
 
@@ -197,11 +194,7 @@ SINGLE = HunyuanVideo13bConfig(dim=16, num_heads=2, num_layers=1, text=TextConfi
         (SINGLE, {"embedded_guidance": -1.0}, "model.embedded_guidance is -1.0; it must be 0"),
         (SINGLE, {"glyphs": TextConfig(5, 2)}, "model.glyphs is set, which hunyuan_video_13b lack"),
         (SINGLE, {"sparse_attention": SparseAttentionConfig()}, "sparse_attention is set, which"),
-        (
-            SINGLE,
-            {"num_layers": 3, "remat_layers": ("full",) * 3},
-            "3 policies, which.* divide model.si",
-        ),
+        (SINGLE, {"num_layers": 3, "remat_layers": ("full",) * 3}, "does not divide model.single"),
     ],
 )
 def test_impossible_settings_are_one_line(config, change, words):

@@ -300,20 +300,15 @@ def test_rows_and_heads_are_split_over_a_mesh_without_communication(kind, any_wa
 # ---------------------------------------------------------------- lists
 
 
+def listed(*given):
+    """Lists of one row."""
+    return BlockLists(*(jnp.asarray([each], jnp.int32) for each in given))
+
+
 def test_numbers_out_of_range_are_the_nearest_that_exist(any_way):
     inputs, _ = case("random", heads=1, queries=130, keys=200)
-    lists = BlockLists(
-        jnp.asarray([[[[0, 9], [3, -4], [1, 2]]]], jnp.int32),
-        jnp.asarray([[[2, 2, 7]]], jnp.int32),
-        jnp.asarray([[64, 900, 64]], jnp.int32),
-        jnp.asarray([[64, -5, 300, 64]], jnp.int32),
-    )
-    meant = BlockLists(
-        jnp.asarray([[[[0, 3], [3, 0], [1, 2]]]], jnp.int32),
-        jnp.asarray([[[2, 2, 2]]], jnp.int32),
-        jnp.asarray([[64, 64, 2]], jnp.int32),
-        jnp.asarray([[64, 0, 64, 8]], jnp.int32),
-    )
+    lists = listed([[[0, 9], [3, -4], [1, 2]]], [[2, 2, 7]], [64, 900, 64], [64, -5, 300, 64])
+    meant = listed([[[0, 3], [3, 0], [1, 2]]], [[2, 2, 2]], [64, 64, 2], [64, 0, 64, 8])
     check(inputs, lists, any_way, meant=meant)
 
 

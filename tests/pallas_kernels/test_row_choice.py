@@ -70,14 +70,11 @@ def test_the_result_has_no_derivative_and_may_have_no_rows(way):
 def test_a_checking_shard_map_gets_xla():
     parts, choice, expected = drawn(2, 16, (8,), F32)
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    split = {"mesh": mesh, "in_specs": P("data"), "out_specs": P("data")}
 
     def within(**way):
-        return jax.shard_map(
-            lambda a, b, choice: choose_rows((a, b), choice, **way),
-            mesh=mesh,
-            in_specs=P("data"),
-            out_specs=P("data"),
-        )(*parts, choice)
+        run = jax.shard_map(lambda a, b, choice: choose_rows((a, b), choice, **way), **split)
+        return run(*parts, choice)
 
     np.testing.assert_array_equal(within(), expected)
     with pytest.raises(NotImplementedError, match="give that check_vma=False"):

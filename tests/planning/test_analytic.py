@@ -75,7 +75,7 @@ def measured_steps():
 def test_predicted_seconds_match_measurements_of_images_and_clips():
     steps = list(measured_steps())
     assert {(step[2], step[3]) for step in steps} >= {
-        *(("full", 1), ("attention", 1), ("matmuls_and_attention", 1)),
+        *(("full", 1), ("attention", 1), ("matmuls_and_attention", 1))
     }
     shapes = {(device, rows, seq_len) for _, device, _, rows, seq_len, _ in steps}
     for device in ("h200", "h100"):

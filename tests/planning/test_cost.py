@@ -225,11 +225,8 @@ def test_layers_have_shares_and_densities():
 def test_assumed_attention_is_as_fast_as_measured(seq_len, faster):
     """At 90 % sparsity, without the order in tiles; a step's ratio is arithmetic of it."""
     speeds = json.loads((RESULTS / "sparse_attention_h200.json").read_text())["speeds"]
-    [speed] = [
-        each
-        for each in speeds
-        if each["shape"]["tokens"] == seq_len and round(each["sparsity"], 2) == 0.9
-    ]
+    speeds = [each for each in speeds if round(each["sparsity"], 2) == 0.9]
+    [speed] = [each for each in speeds if each["shape"]["tokens"] == seq_len]
     terms = assumed_terms(QuadraticCost(0.0, 0.0, 1.0))
     attention = (1 - speed["sparsity"]) * terms.c3
     assert attention == pytest.approx(1 / speed["both"], rel=0.08)

@@ -239,13 +239,10 @@ def test_coefficients_stay_within_bounds(factors, seed):
 
 def test_steps_that_compiled_or_waited_and_damaged_lines_are_left_out():
     rows = rows_of(PLANNED, noise=0.0)
-    wrong = [
-        {"step_seconds": 50 * rows[0]["step_seconds"]},
-        {"input_wait_seconds": rows[1]["step_seconds"] / 2},
-        *({"cost_terms": terms} for terms in (None, [1.0], ["x"] * 4)),
-        {"input_wait_seconds": None},
-        *({"step_seconds": seconds} for seconds in (float("nan"), -1.0)),
-    ]
+    times = (50 * rows[0]["step_seconds"], float("nan"), -1.0)
+    wrong = [{"step_seconds": seconds} for seconds in times]
+    wrong += [{"input_wait_seconds": each} for each in (rows[1]["step_seconds"] / 2, None)]
+    wrong += [{"cost_terms": terms} for terms in (None, [1.0], ["x"] * 4)]
     changed = dict(zip(range(3, 100, 11), wrong, strict=False))
     damaged = [row | changed.get(number, {}) for number, row in enumerate(rows)]
     for planned_by in (None, PLANNED):

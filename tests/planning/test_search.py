@@ -7,12 +7,7 @@ import pytest
 from planning_cases import of_lengths, refused
 
 from alload_jax.planning.cost import CostFile, PowerCost, QuadraticCost
-from alload_jax.planning.factory import (
-    longest_alone,
-    m_comp_curve,
-    make_plan,
-    with_best_context,
-)
+from alload_jax.planning.factory import longest_alone, m_comp_curve, make_plan, with_best_context
 from alload_jax.planning.metrics import plan_metrics
 from alload_jax.planning.plan import Plan
 from alload_jax.planning.policies.balanced import Balanced

@@ -65,11 +65,8 @@ def test_layers_of_an_iteration_are_computed_again_in_turn(policies, barriers):
 def test_the_backward_pass_keeps_no_weights_that_are_in_the_hosts_memory():
     parameters = ParametersConfig(frozen_memory="host").with_lora()
     spec = training_spec(config_of("wan", lora={"rank": 2}), parameters=parameters)
-    loops = [
-        each
-        for each in equations(gradient_of(spec).jaxpr.jaxpr)
-        if each.primitive.name in ("scan", "while")
-    ]
+    found = equations(gradient_of(spec).jaxpr.jaxpr)
+    loops = [each for each in found if each.primitive.name in ("scan", "while")]
     of_all_layers = [(3, 32, 32), (3, 32, 64), (3, 64, 32)]
     assert loops
     assert not [v for each in loops for v in each.outvars if v.aval.shape in of_all_layers]

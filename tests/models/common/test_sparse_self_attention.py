@@ -111,11 +111,7 @@ def test_tiles_hold_each_token_once_and_their_gradient_is_the_inverse(grid):
         lay_out(layout, 1, [TiledSegment(n, 0, grid) for n in range(layout.blocks + 1)])
 
 
-@given(
-    ranks=st.sampled_from([1, 2, 4]),
-    each=st.integers(1, 6),
-    seed=st.integers(0, 1000),
-)
+@given(ranks=st.sampled_from([1, 2, 4]), each=st.integers(1, 6), seed=st.integers(0, 1000))
 @settings(max_examples=10, deadline=None)
 def test_ranks_get_as_many_heads_of_about_the_same_cost(ranks, each, seed):
     cost = np.random.default_rng(seed).uniform(0.02, 0.5, ranks * each).astype(np.float32)
