@@ -78,11 +78,8 @@ def test_a_tiny_model_and_its_sparse_layers_are_calibrated(config, tmp_path, mon
         return run(self, gradient, batch) + (0.5 * tokens if forced[0] < 1 else 0)
 
     monkeypatch.setattr(calibration.Step, "run", slower_by_density)
-    config.write_text(
-        CONFIG.replace(
-            "[1, 1, 1]", "[1, 1, 1], sparse_attention: {selector: pooled, min_tokens: 9}"
-        )
-    )
+    sparse = "[1, 1, 1], sparse_attention: {selector: pooled, min_tokens: 9}"
+    config.write_text(CONFIG.replace("[1, 1, 1]", sparse))
     out, picture = tmp_path / "cost.json", tmp_path / "fit.png"
     flags = ["--config", str(config), "--out", str(out), "--picture", str(picture), *SHORT]
     flags += ["--memory-gb", "0.5", "--set", "model.remat", "full"]

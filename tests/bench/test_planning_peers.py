@@ -101,10 +101,7 @@ def test_an_update_keeps_what_was_not_measured(programs):
     new = [{"planner": "balanced", "tokens_per_second": 3.0, "date": "now"}]
     [case] = programs[0].updated([where | {"rows": new}], earlier)
     rows = programs[0].with_ratios(case)["rows"]
-    assert [(row["planner"], row["date"]) for row in rows] == [
-        ("balanced", "now"),
-        ("theirs", "then"),
-    ]
+    assert {row["planner"]: row["date"] for row in rows} == {"balanced": "now", "theirs": "then"}
     assert [row["over_balanced"] for row in rows] == [1.0, 2.0]
 
 

@@ -207,17 +207,13 @@ def test_weights_of_sources_are_planned_and_shown(alload, figures):
 
 def test_another_device_model_or_sparse_attention_costs_otherwise(alload, figures, folder):
     by_cost = [*SMALL, "--policy", "sorted", "--shards", 8]
-    cost = {
-        (model, device): figures(*by_cost, "--model", model, "--device", device)["metrics"]["cost"]
-        for model, device in (
-            ("wan2.1-1.3b", "h200"),
-            ("wan2.1-1.3b", "a100"),
-            ("wan2.1-14b", "h200"),
-        )
-    }
-    dense = cost["wan2.1-1.3b", "h200"]
-    assert cost["wan2.1-1.3b", "a100"] > 2 * dense
-    assert cost["wan2.1-14b", "h200"] > 5 * dense
+    of_wan = (("1.3b", "h200"), ("1.3b", "a100"), ("14b", "h200"))
+    dense, slower, larger = (
+        figures(*by_cost, "--model", f"wan2.1-{size}", "--device", device)["metrics"]["cost"]
+        for size, device in of_wan
+    )
+    assert slower > 2 * dense
+    assert larger > 5 * dense
     sparse = figures(*by_cost, "--sparse-layers", 0.8, "--density", 0.05)
     assert sparse["metrics"]["cost"] < 0.8 * dense
     model = sparse["plan"]["cost_model"]
@@ -440,10 +436,8 @@ def test_what_cannot_be_planned_is_refused_in_one_line(refused, flags, named):
 def test_an_out_that_cannot_be_written_and_a_pipe_are_refused(alload, folder):
     os.mkfifo(folder / "pipe.parquet")
     before = sorted(folder.rglob("*"))
-    for out, words in (
-        ("m.csv/plan.parquet", "cannot be written"),
-        ("pipe.parquet", "pipe.parquet: is not a plain file"),
-    ):
+    said = {"m.csv/plan.parquet": "cannot be written", "pipe.parquet": "is not a plain file"}
+    for out, words in said.items():
         status, _, err = alload("plan", *LISTED, "--p", 2, "--out", out)
         assert (status, err.count("\n")) == (2, 1)
         assert words in err

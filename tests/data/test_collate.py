@@ -27,11 +27,11 @@ def planned_rows(step, ranks):
     """Per micro-batch, the sample of every row of the ranks; −1 for padding."""
     for index in sorted({part.index for part in step.micro_batches}):
         parts = {p.rank: p for p in step.micro_batches if p.index == index}
-        yield [
-            sample
+        held = (
+            ((*parts[rank].samples, *[-1] * parts[rank].rows), parts[rank].rows)
             for rank in sorted(ranks)
-            for sample in (*parts[rank].samples, *[-1] * parts[rank].rows)[: parts[rank].rows]
-        ]
+        )
+        yield [sample for samples, rows in held for sample in samples[:rows]]
 
 
 def samples_of(batch):

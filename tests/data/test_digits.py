@@ -17,11 +17,8 @@ from alload_jax.data.store import StoreReader
 from alload_jax.errors import InputError
 from alload_jax.planning.samples import Geometry
 
-SMALL = Digits(
-    mix=((1, 8, 8, 40), (1, 8, 16, 100), (1, 16, 8, 100), (5, 8, 8, 6), (9, 16, 16, 6)),
-    seed=3,
-    frames_per_latent=4,
-)
+MIX = ((1, 8, 8, 40), (1, 8, 16, 100), (1, 16, 8, 100), (5, 8, 8, 6), (9, 16, 16, 6))
+SMALL = Digits(mix=MIX, seed=3, frames_per_latent=4)
 SCANS, SCAN_LABELS = sklearn.datasets.load_digits(return_X_y=True)
 SCANS = (SCANS.reshape(-1, 8, 8) / 8 - 1).astype(np.float16)
 TINY = Digits(mix=((1, 8, 8, 4),))

@@ -202,11 +202,8 @@ def test_notes_rows_and_columns_must_be_those_of_the_digest(healthy_store, tmp_p
     table = pyarrow.parquet.read_table(path)
     metadata = table.schema.metadata
     other = metadata | {METADATA_KEY: metadata[METADATA_KEY].replace(b'"16"', b'"17"')}
-    for changed in (
-        table.replace_schema_metadata(other),
-        table.slice(1),
-        table.drop_columns(["captions"]),
-    ):
+    without = table.drop_columns(["captions"])
+    for changed in (table.replace_schema_metadata(other), table.slice(1), without):
         pyarrow.parquet.write_table(changed, path)
         refused(tmp_path / "store", "its notes are damaged: they differ from their SHA-256; rest")
 

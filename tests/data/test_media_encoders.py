@@ -120,12 +120,10 @@ def test_processes_see_one_gpu_each(monkeypatch):
 def test_an_encoding_process_that_fails_or_ends_is_an_error_of_one_line(weights):
     vae, spawn = toy_encoders.WeighedPixels.make(EncoderOptions(weights)), get_context("spawn")
     with unit.encoding_processes(vae, ByteText(), None, spawn) as (remote,):
-        for fault, said in (
-            ("refuses", "the weights are damaged"),
-            ("ends", "the process that encodes ended"),
-        ):
+        said = {"refuses": "the weights are damaged", "ends": "the process that encodes ended"}
+        for fault, words in said.items():
             (weights / "weights").write_text(fault)
-            with pytest.raises(InputError, match=said):
+            with pytest.raises(InputError, match=words):
                 remote.encode("vae", "encode", np.zeros((1, 8, 8, 3), np.uint8))
 
 

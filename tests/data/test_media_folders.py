@@ -97,10 +97,8 @@ def test_weights_and_dropout_reach_plans_and_texts_and_follow_the_set(folders):
     assert with_weights(samples, (), None).weight.tolist() == manifest.weight.tolist()
     paths = np.array(read_rows(out)["path"].to_pylist())
     twice = with_weights(samples, [SourceWeight("*.png", 2)], paths).weight
-    assert twice.tolist() == [
-        w * (2 if path.endswith("png") else 1)
-        for w, path in zip(manifest.weight, paths, strict=True)
-    ]
+    factors = [2 if path.endswith("png") else 1 for path in paths]
+    assert twice.tolist() == (manifest.weight * factors).tolist()
     (share, others) = source_shares(samples, [SourceWeight("*.png", 2)], paths)
     assert (share.epoch_samples, others.epoch_samples) == (8.0, 8.0)
     with pytest.raises(InputError, match="times the weights in the data folder"):
@@ -187,21 +185,16 @@ def test_a_wrong_folder_is_refused_by_its_place(folders):
 
 
 def test_a_set_is_planned_as_what_is_prepared_of_it(folders, tmp_path, capsys):
-    for name, codec, options in (
-        ("b.mp4", "libx264", {"bf": "2"}),
-        ("c.avi", "mpeg4", {}),
-        ("d.ts", "mpeg2video", {}),
-    ):
+    codecs = {"b.mp4": ("libx264", {"bf": "2"}), "c.avi": ("mpeg4", {}), "d.ts": ("mpeg2video", {})}
+    for name, (codec, options) in codecs.items():
         frames = moving_frames(41, 32, 48)
         write_video(tmp_path / "clips" / name, frames, 25, codec, "yuv420p", **options)
     whole = (tmp_path / "clips" / "d.ts").read_bytes()
     (tmp_path / "clips" / "cut.ts").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "clips" / "none.mp4").write_bytes(b"none")
     clips = {"fps": 24, "frames": 9, "stride_seconds": 0.2, "area": ["16x16", "32x32"]}
-    given = (
-        {"path": "portraits", "area": "32x32", "frames": 9, "weight": 3},
-        {"path": "clips"} | clips,
-    )
+    portraits = {"path": "portraits", "area": "32x32", "frames": 9, "weight": 3}
+    given = (portraits, {"path": "clips"} | clips)
     found = []
     for place in (folders(*given), tmp_path / "set.yaml"):
         stride = ["--vae-stride", "1,1,1"] if place.suffix else []

@@ -139,7 +139,7 @@ TABLE = [
     ("a.png", "a cat"),
     ("sub/b.png", "a, dog" + "x" * 200_000),
     *((name, "x") for name in ("none.png", "../secret.png", "/etc/passwd.png", "C:\\a.png")),
-    *((name, "x") for name in ("out.png", "a.doc", "")),
+    *(("out.png", "x"), ("a.doc", "x"), ("", "x")),
 ]
 
 
@@ -233,10 +233,9 @@ def test_numbered_columns_lists_and_quoted_values_of_tables_are_captions(media):
     (media / "metadata.csv").write_text(text)
     found = all_captions(media, caption_column="short")
     assert found == {"a.png": ["red", "green"], "b.png": ["[blue, red"]}
+    two = {"text1": ["x"], "text2": ["y"]}
     for columns, options in (
-        ({"captions": [["x", "y"]]}, {}),
-        ({"text1": ["x"], "text2": ["y"]}, {}),
-        ({"text1": ["x"], "text2": ["y"]}, {"caption_column": "text"}),
+        *(({"captions": [["x", "y"]]}, {}), (two, {}), (two, {"caption_column": "text"})),
     ):
         table = pa.table({"path": ["b.png"], **columns})
         pyarrow.parquet.write_table(table, media / "t.parquet")

@@ -307,15 +307,13 @@ def test_stores_that_differ_or_are_none_are_not_merged(tmp_path):
         ([a, b], "a", "exists already"),
         ([a, tmp_path / "none"], "all", "no such manifest"),
     ]
-    for number, (options, named) in enumerate(
-        (
-            ({"channels": 16}, "channels is 16, but 1"),
-            ({"text": 8}, "condition is text of width 8, but classes"),
-            ({"stride": (4, 8, 8)}, "vae_stride is (4, 8, 8), but (1, 1, 1)"),
-            ({"origin": {"vae": "wan"}}, "origin's vae is wan, but None"),
-        )
+    for options, named in (
+        ({"channels": 16}, "channels is 16, but 1"),
+        ({"text": 8}, "condition is text of width 8, but classes"),
+        ({"stride": (4, 8, 8)}, "vae_stride is (4, 8, 8), but (1, 1, 1)"),
+        ({"origin": {"vae": "wan"}}, "origin's vae is wan, but None"),
     ):
-        cases.append(([a, one_sample(tmp_path / str(number), **options)], "all", named))
+        cases.append(([a, one_sample(tmp_path / named[:7], **options)], "all", named))
     before = contents(tmp_path)
     for sources, out, named in cases:
         with says(named):

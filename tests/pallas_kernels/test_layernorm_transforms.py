@@ -197,10 +197,8 @@ def check_on_mesh(case, kind, spec, *, told, **options):
     with jax.set_mesh(mesh):
         compiled = both.lower(*arguments).compile()
         found = compiled(*arguments)
-    cases.close(
-        jax.tree.map(np.asarray, found),
-        jax.tree.map(np.asarray, cases.gradients_of("xla")(operands, cotangents)),
-    )
+    expected = cases.gradients_of("xla")(operands, cotangents)
+    cases.close(*(jax.tree.map(np.asarray, each) for each in (found, expected)))
     return compiled
 
 
@@ -236,11 +234,13 @@ def test_axes_that_a_kernel_cannot_see_are_named():
     split = jax.device_put(x, NamedSharding(mesh, P("data")))
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"Auto axes \['sequence'\]"):
         layernorm_modulate(split, row, row, interpret=True)
+    split = {
+        "mesh": cases.mesh_of_four("auto", "data", "sequence"),
+        "out_specs": P(None, "sequence"),
+    }
+    split["in_specs"] = (P(None, "sequence"), P())
     mapped = jax.shard_map(  # which checks how values vary
-        lambda x, row: layernorm_modulate(x, row, row, interpret=True),
-        mesh=cases.mesh_of_four("auto", "data", "sequence"),
-        in_specs=(P(None, "sequence"), P()),
-        out_specs=P(None, "sequence"),
+        lambda x, row: layernorm_modulate(x, row, row, interpret=True), **split
     )
     with pytest.raises(NotImplementedError, match="check_vma=False"):
         mapped(x, row)

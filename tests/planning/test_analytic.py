@@ -168,10 +168,8 @@ def test_shards_share_the_state_and_replicas_all_of_it_but_the_weights():
     assert shared.base - WORKSPACE_BYTES == (whole.base - WORKSPACE_BYTES) / 8
     assert shared.per_token == whole.per_token
     lora, total = Trained(1_000_000, "bfloat16"), WAN.parameters()
-    for trained, count, kept in (
-        (ALL_TRAINED, total, 4 * total),
-        (lora, 1_000_000, 4 * 1_000_000 + 2 * (total - 1_000_000)),
-    ):
+    of_lora = 4 * 1_000_000 + 2 * (total - 1_000_000)
+    for trained, count, kept in ((ALL_TRAINED, total, 4 * total), (lora, 1_000_000, of_lora)):
         given = step_memory(WAN, H200, "full", 2, trained, replicas=8)
         expected = (kept + 20 * count / 8) / 2
         assert given.base - WORKSPACE_BYTES == pytest.approx(expected, abs=1)

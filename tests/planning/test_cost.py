@@ -213,12 +213,8 @@ def test_a_cost_file_keeps_sparse_terms_or_gets_those_of_an_h200():
 
 
 def test_layers_have_shares_and_densities():
-    for fields, named in (
-        ({"share": 1.1}, "the share of sparse layers is 1.1"),
-        ({"share": -0.1}, "the share of sparse layers is -0.1"),
-        ({"density": 0.0}, "the density of sparse layers is 0.0"),
-    ):
-        refused([named], SparseLayers, **fields)
+    for name, value in (("share", 1.1), ("share", -0.1), ("density", 0.0)):
+        refused([f"the {name} of sparse layers is {value}"], SparseLayers, **{name: value})
 
 
 @pytest.mark.parametrize(("seq_len", "faster"), [(32_768, 2.0), (131_072, 3.4)])

@@ -498,9 +498,7 @@ class Once(EqualTokens):
 
 
 def test_weights_that_an_epoch_or_a_policy_may_not_hold_are_refused():
-    for samples, policy in (
-        (weighted([4, 5], [0.1, 0.2]), EqualTokens(8)),
-        (weighted([4] * 4, [2.0] * 4), Once(8)),
-    ):
+    rare, twice = weighted([4, 5], [0.1, 0.2]), weighted([4] * 4, [2.0] * 4)
+    for samples, policy in ((rare, EqualTokens(8)), (twice, Once(8))):
         refused(["data.weights"], Plan, samples, policy, RankTopology(1), 0)
     assert Plan(weighted([4] * 10, [0.1] * 10), EqualTokens(8), RankTopology(1), 0).epoch(3).steps

@@ -100,8 +100,10 @@ def test_shards_replicas_adapters_one_gradient_and_few_rows_leave_room_to_keep_m
     for model, size, less, more in (
         (WAN_14B, 110, {"shards": 8}, {"shards": 16}),
         (WAN_1_3B, 52, {"replicas": 1}, {"replicas": 8}),
-        (WAN_1_3B, 52, {}, {"trained": Trained(accumulates=False)}),
-        (WAN_1_3B, 52, {}, {"rows": 1}),
+        *(
+            (WAN_1_3B, 52, {}, more)
+            for more in ({"trained": Trained(accumulates=False)}, {"rows": 1})
+        ),
     ):
         alone, many = (choose(model, tokens, size, host_budget=0, **o) for o in (less, more))
         assert many.seconds < alone.seconds

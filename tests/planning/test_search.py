@@ -86,15 +86,16 @@ def test_what_cannot_be_searched_is_refused():
     long, costs = of_lengths(1000, 1100, 1005), CostFile(quadratic=COST)
     free = CostFile(quadratic=QuadraticCost(0, 0, 0))
     given = PlanningConfig("dual_constraint", m_mem=500, m_comp="auto")
+    few = (of_lengths(5), INDEPENDENT)
     for words, action, *args in (
         (
-            "equal_tokens has no M_comp; choose dual_constraint or balanced",
-            *(m_comp_curve, config(policy="equal_tokens"), of_lengths(5), INDEPENDENT, costs),
+            "no M_comp; choose dual_constraint or balanced",
+            m_comp_curve,
+            config(policy="equal_tokens"),
+            *few,
+            costs,
         ),
-        (
-            "predicts a cost of 0 for samples",
-            *(m_comp_curve, config(policy="balanced"), of_lengths(5), INDEPENDENT, free),
-        ),
+        ("predicts a cost of 0 for samples", m_comp_curve, config(policy="balanced"), *few, free),
         ("m_mem must be at least 1100", make_plan, given, long, 2, 0),
         ("auto or longest", lambda: config(m_comp="")),
         ("auto or longest", lambda: config(m_comp="0x")),
@@ -150,10 +151,8 @@ def test_context_and_row_are_chosen_together(giants):
     lengths[:giants] = rng.integers(60_000, 200_000, giants)
     samples = of_lengths(*lengths.tolist())
     auto = PlanningConfig("balanced", m_mem=220_000, context="auto")
-    best = max(
-        rate(make_plan(replace(auto, context=context), samples, 8, 0, COSTS))
-        for context in (1, 2, 4, 8)
-    )
+    fixed = [replace(auto, context=context) for context in (1, 2, 4, 8)]
+    best = max(rate(make_plan(each, samples, 8, 0, COSTS)) for each in fixed)
     assert rate(make_plan(auto, samples, 8, 0, COSTS)) >= 0.98 * best
 
 

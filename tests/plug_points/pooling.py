@@ -173,11 +173,8 @@ class PoolingArchitecture(Architecture):
         return self.num_layers * (5 * self.width**2 + 4 * self.width)
 
     def flops(self):
-        return ForwardFlops(
-            matmul_per_token=8.0 * self.num_layers * self.width**2,
-            matmul_per_sequence=2.0 * self.num_layers * self.width**2,
-            attention_per_pair=0.0,
-        )
+        products = self.num_layers * self.width**2
+        return ForwardFlops(8.0 * products, 2.0 * products, attention_per_pair=0.0)
 
     def activations(self):
         return ActivationCounts(8.0, 16.0, 4.0 * self.width, 0.0)

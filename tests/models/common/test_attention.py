@@ -106,10 +106,8 @@ def test_nothing_passes_between_segments_nor_from_tokens_of_none(name):
 
 
 def test_what_cannot_run_is_refused_with_the_reason():
-    parts, packed = (
-        [part.astype(jnp.bfloat16) for part in parts_of(2, 40, 20)],
-        packed_of(*CASES["many"]),
-    )
+    parts = [part.astype(jnp.bfloat16) for part in parts_of(2, 40, 20)]
+    packed = packed_of(*CASES["many"])
     with pytest.raises(ValueError, match="'flash9'"):
         attention(*parts, implementation="flash9")
     if jax.default_backend() == "gpu":

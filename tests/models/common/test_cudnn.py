@@ -46,11 +46,8 @@ def test_cudnn_is_called_as_jax_calls_it(masked, monkeypatch):
     lengths = (jnp.array([3, 64]), jnp.array([5, 32])) if masked else None
     found = cudnn_calls(lambda *p: cudnn_rows(*p, lengths), *parts)
     module = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
-    for name, value in (
-        ("check_cudnn_version", 91300),
-        ("check_compute_capability", True),
-        ("is_cuda_compute_capability_equal", False),
-    ):
+    checks = {"check_cudnn_version": 91300, "check_compute_capability": True}
+    for name, value in (checks | {"is_cuda_compute_capability_equal": False}).items():
         monkeypatch.setattr(module, name, lambda *_, value=value: value)
     names = ("query_seq_lengths", "key_value_seq_lengths")
     given = dict(zip(names, lengths, strict=True)) if masked else {}

@@ -61,10 +61,8 @@ def test_side_by_side_keeps_every_token_and_means_are_of_each_sample():
             expected[row, at:end], ids[row, at:end] = np.concatenate(own), slot
             mean = own[0].mean(axis=0) if len(own[0]) else np.zeros(3)
             np.testing.assert_allclose(means[row, slot], mean, rtol=1e-5, atol=1e-6)
-            assert (joined.segments.offset[row, slot], joined.segments.length[row, slot]) == (
-                at,
-                end - at,
-            )
+            place = joined.segments.offset[row, slot], joined.segments.length[row, slot]
+            assert place == (at, end - at)
             at = end
     np.testing.assert_array_equal(joined.values, expected)
     np.testing.assert_array_equal(joined.segments.ids, ids)
