@@ -234,11 +234,8 @@ def test_axes_that_a_kernel_cannot_see_are_named():
     split = jax.device_put(x, NamedSharding(mesh, P("data")))
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"Auto axes \['sequence'\]"):
         layernorm_modulate(split, row, row, interpret=True)
-    split = {
-        "mesh": cases.mesh_of_four("auto", "data", "sequence"),
-        "out_specs": P(None, "sequence"),
-    }
-    split["in_specs"] = (P(None, "sequence"), P())
+    mesh, part = cases.mesh_of_four("auto", "data", "sequence"), P(None, "sequence")
+    split = {"mesh": mesh, "in_specs": (part, P()), "out_specs": part}
     mapped = jax.shard_map(  # which checks how values vary
         lambda x, row: layernorm_modulate(x, row, row, interpret=True), **split
     )
