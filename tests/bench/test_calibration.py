@@ -309,12 +309,10 @@ def test_the_memory_check_runs_steps_at_m_mem_and_beyond(monkeypatch):
 
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
     monkeypatch.setattr(calibration, "measured", measured)
-    costs = CostFile(
-        memory=MemoryModel(1e8, 4e3, 1e5),
-        m_mem=100_000,
-        model={"dim": 16, "patch_size": [1, 2, 2], "condition_tokens": 3},
-        details={"margin": 0.05, "memory": {"shortest": 4096}},
-    )
+    model = {"dim": 16, "patch_size": [1, 2, 2], "condition_tokens": 3}
+    details = {"margin": 0.05, "memory": {"shortest": 4096}}
+    memory = MemoryModel(1e8, 4e3, 1e5)
+    costs = CostFile(memory=memory, m_mem=100_000, model=model, details=details)
     found = check_memory(costs)
     within, beyond = found["within"], found["beyond"]
     assert (within["ran"], beyond["ran"]) == (True, False)

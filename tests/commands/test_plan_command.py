@@ -124,12 +124,6 @@ def test_policies_are_compared_over_ranks_and_a_page_is_written(alload, figures,
         assert part in page
 
 
-def test_the_policy_that_auto_takes_is_compared_once(figures):
-    for compared in (("auto", "balanced", "sorted"), ("sorted", "balanced", "auto")):
-        cases = figures(*SMALL, *MEASURED, "--compare", *compared)["cases"]
-        assert [case["name"] for case in cases] == ["balanced", "sorted (synchronous)"]
-
-
 def test_a_simulation_adds_noise_and_the_all_reduce(figures):
     flags = [*SMALL, *MEASURED, "--policy", "sorted", "--simulate"]
     quiet, noisy, slow = (figures(*flags, *more) for more in ([], ["--noise", 0.05],

@@ -131,10 +131,8 @@ def stored(out):
     """The pixels of each sample from 0 to 255: [frames, height, width, 3] float32."""
     manifest = read_manifest(out)
     reader = StoreReader(manifest)
-    return [
-        (reader.read(number)["latents"].astype(np.float32) + 1) * 127.5
-        for number in range(len(manifest))
-    ]
+    latents = (reader.read(number)["latents"] for number in range(len(manifest)))
+    return [(each.astype(np.float32) + 1) * 127.5 for each in latents]
 
 
 def levels_of(clip):

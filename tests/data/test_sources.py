@@ -161,10 +161,9 @@ def test_identity_is_that_of_the_content(name, folders, tmp_path):
 
 
 def test_identity_says_how_latents_are_normalised_and_is_given_of_grain_sources(folders):
-    none, wan = (
-        open_source(str(folders / "parquet"), Parquet(normalize=normalize)).manifest.identity()
-        for normalize in ("none", "wan2.1")
-    )
+    place = str(folders / "parquet")
+    sources = (open_source(place, Parquet(normalize=each)) for each in ("none", "wan2.1"))
+    none, wan = (source.manifest.identity() for source in sources)
     assert none != wan
     one, same, other = (grain_samples(identity=each).manifest.identity() for each in "aab")
     assert one == same != other

@@ -33,10 +33,8 @@ PIXELS = {"vae_stride": (1, 1, 1)}
 
 def latent_grid(size, stride):
     frames, *sides = size
-    return (
-        1 + math.ceil((frames - 1) / stride[0]),
-        *(math.ceil(side / step) for side, step in zip(sides, stride[1:], strict=True)),
-    )
+    sides = (math.ceil(side / step) for side, step in zip(sides, stride[1:], strict=True))
+    return (1 + math.ceil((frames - 1) / stride[0]), *sides)
 
 
 @st.composite

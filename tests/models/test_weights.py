@@ -305,14 +305,11 @@ MISNAMED = (
         (with_index('{"weight_map": {"x": 3}}'), "names 3, which is not a file in its folder"),
         (with_index('{"weight_map": {"x": "/etc/passwd"}}'), "names '/etc/passwd'"),
         (
-            lambda folder, file: shutil.copy(file, folder / "other.safetensors"),
-            r"is in both diffusion_pytorch_model\.safetensors and other\.safetensors",
+            lambda d, f: shutil.copy(f, d / "other.safetensors"),
+            r"both diffusion_pyt.* and other\.saf",
         ),
         (lambda d, f: (d / "x.safetensors").mkdir(), "cannot be read .Is a directory."),
-        (
-            with_tensors(lambda t: t.update({"proj_out.bias": np.ones(16, int)})),
-            r"bias is I64, not",
-        ),
+        (with_tensors(lambda t: t.update({"proj_out.bias": np.ones(16, int)})), "bias is I64"),
         (with_tensors(misname), MISNAMED),
         (replaced(b'"F32"', b'"F8_E4M3"'), "not a valid safetensors file"),
         (lambda folder, file: file.unlink(), "holds no safetensors"),
@@ -328,10 +325,8 @@ def test_damaged_checkpoints_are_one_line(spoil, words, tmp_path):
     assert "\n" not in str(raised.value)
 
 
-FIELDS, HUNYUAN_FIELDS = (
-    json.loads((transformer(f"{family}/t2v") / "config.json").read_text())
-    for family in ("wan", "hunyuan_video")
-)
+CONFIGS = (transformer(f"{family}/t2v") / "config.json" for family in ("wan", "hunyuan_video"))
+FIELDS, HUNYUAN_FIELDS = (json.loads(path.read_text()) for path in CONFIGS)
 WRONG = {"num_attention_heads": "2", "num_layers": {}, "ffn_dim": None, "freq_dim": True}
 WRONG |= {"text_dim": 2.0, "out_channels": "4", "eps": "a", "patch_size": [2, 2]}
 WRONG |= {"cross_attn_norm": "yes"}

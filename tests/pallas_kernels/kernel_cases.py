@@ -200,10 +200,9 @@ class Oracle:
             own = number // (self.tokens // (self.rows // of_table)) * of_table
             self.row = np.where(ids < 0, -1, ids + own)
         self.padding = (self.row < 0)[:, None]
-        self.scale, self.shift, self.gate = (
-            None if v is None else self.flat(v)[np.maximum(self.row, 0)]
-            for v in (operands.scale, operands.shift, operands.gate)
-        )
+        tables = (operands.scale, operands.shift, operands.gate)
+        own = np.maximum(self.row, 0)
+        self.scale, self.shift, self.gate = (v if v is None else self.flat(v)[own] for v in tables)
         self.x = self.clear(self.flat(operands.x))
         self.y = None if operands.y is None else self.clear(self.flat(operands.y))
         self.h = self.x if h is None else self.clear(self.flat(h))

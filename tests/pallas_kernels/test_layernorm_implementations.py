@@ -1,7 +1,4 @@
-"""Implementations of LayerNorm-Modulate: one from here alone; Mosaic's, which a Hopper GPU runs.
-
-And how kernels divide rows into blocks, walks, tiles and columns.
-"""
+"""Implementations of LayerNorm-Modulate, and how kernels divide rows into blocks and tiles."""
 
 import json
 import subprocess

@@ -1,7 +1,4 @@
-"""LayerNorm-Modulate against float64: values and gradients of both functions, and their errors.
-
-Of packed rows too, with a row of scale, shift and gate for each segment.
-"""
+"""LayerNorm-Modulate, of packed rows too, against float64; its errors."""
 
 import dataclasses
 import itertools
@@ -177,10 +174,8 @@ def test_tiny_bfloat16_scales_survive_the_addition_of_one(way):
     tiny = tiny._replace(y=jnp.zeros((1, 5, 64), F32), shift=tiny.shift * 0)
     run = jax.jit(cases.implementation(way))
     scale = jnp.full((1, 64), 2.0**-10, BF16)
-    more, less, plain = (
-        np.asarray(run(tiny._replace(scale=each))[1], np.float64)
-        for each in (scale, -scale, scale * 0)
-    )
+    found = (run(tiny._replace(scale=each))[1] for each in (scale, -scale, scale * 0))
+    more, less, plain = (np.asarray(each, np.float64) for each in found)
     np.testing.assert_allclose(more / plain, 1 + 2.0**-10, rtol=1e-6)
     np.testing.assert_allclose(less / plain, 1 - 2.0**-10, rtol=1e-6)
 

@@ -27,10 +27,8 @@ def stacked(count, **options):
 
 def compare(interpret, wrap, *arguments, atol=2e-5, rtol=2e-5, **options):
     """What a function of the implementation gives with the kernels, and with XLA."""
-    ours, xla = (
-        jax.jit(wrap(cases.implementation(kind, **options)))(*arguments)
-        for kind in (interpret, "xla")
-    )
+    kinds = (cases.implementation(kind, **options) for kind in (interpret, "xla"))
+    ours, xla = (jax.jit(wrap(run))(*arguments) for run in kinds)
     cases.close(ours, xla, atol, rtol)
 
 

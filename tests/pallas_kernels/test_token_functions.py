@@ -1,8 +1,4 @@
-"""Functions of tokens and vectors, as references and as kernels, against float64.
-
-They are a bias with GELU, alone and before the linear layer whose backward computes it again, and
-RMS norm with rotary embedding.
-"""
+"""Bias with GELU, and RMS norm with rotary embedding: references and kernels against float64."""
 
 from functools import partial
 

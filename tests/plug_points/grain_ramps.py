@@ -32,10 +32,8 @@ def ramp_size(index):
 
 
 def ramp_arrays(record):
-    return {
-        "latents": np.moveaxis(record["clip"], 0, -1),
-        "labels": np.array([record["direction"]]),
-    }
+    labels = np.array([record["direction"]])
+    return {"latents": np.moveaxis(record["clip"], 0, -1), "labels": labels}
 
 
 @dataclass(frozen=True)

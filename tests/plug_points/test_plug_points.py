@@ -145,10 +145,8 @@ def test_an_objective_and_a_second_optimizer_reach_what_they_are_for_alone(train
     light = heavy | {"objective": {"name": "half_velocity", "predictor_weight": 0.5}}
     optimizer = {"clip_norm": 1e9}
     runs = (("base", light, {}), ("still", light, {"groups": GROUPS}), ("weighed", heavy, {}))
-    base, still, weighed = (
-        restored(train(folder=name, optimizer=optimizer | more, **changes))["params"]
-        for name, changes, more in runs
-    )
+    folders = (train(folder=n, optimizer=optimizer | more, **changes) for n, changes, more in runs)
+    base, still, weighed = (restored(folder)["params"] for folder in folders)
     for name in base:
         own = "predictor" in name
         assert own or np.array_equal(base[name], weighed[name]), name

@@ -213,10 +213,8 @@ def test_attention_by_classes_is_that_of_one(keys):
 def test_a_class_without_segments_changes_nothing():
     rows = one_behind_another([[8] * 31, [1] * 255])
     packed = packed_of(rows, rows, 256, 256, 300)
-    wide, tight = (
-        dataclasses.replace(packed, lengths=lengths)
-        for lengths in (((0, 300), (8, 3), (256, 0)), ((0, 300), (8, 0)))
-    )
+    wide = dataclasses.replace(packed, lengths=((0, 300), (8, 3), (256, 0)))
+    tight = dataclasses.replace(packed, lengths=((0, 300), (8, 0)))
     assert len(length_classes((2, 256), (2, 256), wide.lengths, None)) > 1
     parts = parts_of(2, 256, 256, HEADS, HEAD_DIM, jnp.float32)
     within = jax.jit(cudnn_packed)

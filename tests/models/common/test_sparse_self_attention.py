@@ -151,21 +151,17 @@ def test_all_blocks_are_dense_attention(dense, remat):
 @pytest.mark.slow
 @pytest.mark.parametrize("selector", ["predictor", "random"])
 def test_recomputed_layers_choose_the_same_blocks(dense, selector):
-    runs = [
-        run(with_sparse(remat, selector=selector, forced=(0.3, 0.3, 1.0)))
-        for remat in ("none", "full")
-    ]
+    fields = {"selector": selector, "forced": (0.3, 0.3, 1.0)}
+    runs = [run(with_sparse(remat, **fields)) for remat in ("none", "full")]
     assert np.abs(np.asarray(runs[0][0] - dense[0])).max() > 1e-3
     for one, other in zip(*map(jax.tree.leaves, runs), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5 * jnp.abs(other).max())
 
 
 def test_chosen_blocks_are_kept_by_name_and_in_one_array_whatever_lists_there_are():
-    chosen = [
-        jaxpr_of(with_sparse(remat, selector="pooled", forced=(0.3,) * 3)).count("top_k[")
-        for remat in ("full", "attention")
-    ]
-    assert chosen == [1, 1]
+    for remat in ("full", "attention"):
+        text = jaxpr_of(with_sparse(remat, selector="pooled", forced=(0.3,) * 3))
+        assert text.count("top_k[") == 1
 
     def kept(capacities):
         text = jaxpr_of(with_sparse("full", selector="pooled", capacities=capacities))
