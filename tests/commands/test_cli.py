@@ -58,23 +58,21 @@ def test_a_config_that_is_no_yaml_is_reported_with_its_line(refused, tmp_path):
         refused(words, *PLAN, "--config", "run.yaml")
 
 
-@pytest.mark.parametrize(
-    ("error", "status", "line"),
-    [
+def test_run_command_reports_errors_of_users_in_one_line(capsys):
+    for error, status, line in (
         (InputError("x is wrong; give another"), 2, "error: x is wrong; give another"),
         (KeyboardInterrupt(), 130, "interrupted"),
         (OSError(28, "No space left on device"), 2, "error: No space left on device"),
         (OSError("two\nlines"), 2, "error: two lines"),
         (OSError(), 2, "error: OSError"),
         (OSError(28, "No space", "x"), 2, "error: x: No space; name another path"),
-    ],
-)
-def test_run_command_reports_errors_of_users_in_one_line(capsys, error, status, line):
-    def fail(argv):
-        raise error
+    ):
 
-    assert run_command(fail, []) == status
-    assert capsys.readouterr() == ("", f"{line}\n")
+        def fail(argv, error=error):
+            raise error
+
+        assert run_command(fail, []) == status
+        assert capsys.readouterr() == ("", f"{line}\n")
     assert run_command(len, ["a", "b", "c"]) == 3
     with pytest.raises(ZeroDivisionError):  # a bug is no error of the user
         run_command(lambda argv: 1 // 0, [])

@@ -216,26 +216,23 @@ def test_a_sample_that_cannot_be_stored_is_refused_and_spoils_no_others(
             assert arrays["labels"].tolist() == [2**31 - 1]
 
 
-@pytest.mark.parametrize(
-    ("channels", "axis", "order", "after"),
-    [
+def test_channels_that_do_not_stand_last_are_recognised(tmp_path):
+    for channels, axis, order, after in (
         (3, 0, "[channels, frames", 0),
         (16, 1, "[frames, channels", 1),
         (48, 0, "[channels", 0),
         (49, 0, "[channels", 1),
         (49, 0, None, 0),
-    ],
-)
-def test_channels_that_do_not_stand_last_are_recognised(tmp_path, channels, axis, order, after):
-    latents = zeros(5, 8, 9, channels)
-    labels, size = np.zeros(1, np.int32), (5, 8, 9)
-    with StoreWriter(tmp_path / "store", **PIXELS) as writer:
-        for _ in range(after):
-            writer.add(latents, labels, size)
-        hint = [order, f"np.moveaxis(latents, {axis}, -1)"] if order else []
-        with says("latents have shape", *hint, kind=ValueError) as error:
-            writer.add(np.moveaxis(latents, -1, axis), labels, size)
-    assert ("channels last" in str(error.value)) == bool(order)
+    ):
+        latents = zeros(5, 8, 9, channels)
+        labels, size = np.zeros(1, np.int32), (5, 8, 9)
+        with StoreWriter(tmp_path / f"{channels} {after}", **PIXELS) as writer:
+            for _ in range(after):
+                writer.add(latents, labels, size)
+            hint = [order, f"np.moveaxis(latents, {axis}, -1)"] if order else []
+            with says("latents have shape", *hint, kind=ValueError) as error:
+                writer.add(np.moveaxis(latents, -1, axis), labels, size)
+        assert ("channels last" in str(error.value)) == bool(order)
 
 
 def place_of(manifest, sample):

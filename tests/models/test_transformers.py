@@ -233,9 +233,8 @@ class FakeGpu:
         self.compute_capability = capability
 
 
-@pytest.mark.parametrize(
-    ("changes", "capability", "reason"),
-    [
+def test_what_keeps_a_model_from_packed_rows_is_named(monkeypatch):
+    for changes, capability, reason in (
         ({}, "9.0", ""),
         ({}, "8.0", "compute capability 9.0, and this GPU has 8.0"),
         ({}, "gfx942", "needs an NVIDIA GPU"),
@@ -249,14 +248,13 @@ class FakeGpu:
         ({"dim": 512}, "9.0", ""),
         ({"dim": 528}, "9.0", "head_dim is 264, not a multiple of 8 up to 256"),
         ({"dim": 272}, "8.0", "head_dim is 136, not a multiple of 8 up to 128"),
-    ],
-)
-def test_what_keeps_a_model_from_packed_rows_is_named(changes, capability, reason, monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(jax, "devices", lambda *_: [FakeGpu(capability)])
-    config = dataclasses.replace(CONFIG, **{"dim": 32, "dtype": "bfloat16"} | changes)
-    found = family_of(config).packing_unsupported_reason(config)
-    assert reason in found if reason else found == ""
+    ):
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        gpus = [FakeGpu(capability)]
+        monkeypatch.setattr(jax, "devices", lambda *_, gpus=gpus: gpus)
+        config = dataclasses.replace(CONFIG, **{"dim": 32, "dtype": "bfloat16"} | changes)
+        found = family_of(config).packing_unsupported_reason(config)
+        assert reason in found if reason else found == ""
 
 
 def test_frozen_bfloat16_parameters_compute_in_float32():

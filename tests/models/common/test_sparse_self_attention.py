@@ -332,26 +332,23 @@ def test_a_layer_switches_when_it_may_anneals_and_comes_back():
     assert history[-1] == (False, 0.5, 0.5)
 
 
-@pytest.mark.parametrize(
-    ("sparse_now", "sparsity", "recall", "after"),
-    [
+def test_a_layer_near_its_threshold_stays_as_it_is():
+    for sparse_now, sparsity, recall, after in (
         (False, 0.77, 0.95, False),  # near its threshold a layer stays as it is
         (True, 0.77, 0.95, True),
         (False, 0.81, 0.95, True),
         (False, 0.81, 0.88, False),
         (True, 0.81, 0.88, True),
         (True, 0.7, 0.95, False),
-    ],
-)
-def test_a_layer_near_its_threshold_stays_as_it_is(sparse_now, sparsity, recall, after):
-    state = state_of(step=[10], measured=[100], sparse=[sparse_now])
-    state |= {"sparsity": jnp.full((1, 2), sparsity), "recall": jnp.full((1, 2), recall)}
-    found = update_switches(RULES, state, measured([sparsity] * 2, [recall] * 2))
-    assert bool(found["sparse"][0]) == after
-    forced = dataclasses.replace(RULES, forced=(0.3,))  # never switches
-    found = update_switches(forced, state, measured([sparsity] * 2, [recall] * 2))
-    assert bool(found["sparse"][0]) == sparse_now
-    np.testing.assert_allclose(found["recall"], [[recall] * 2], rtol=1e-6)
+    ):
+        state = state_of(step=[10], measured=[100], sparse=[sparse_now])
+        state |= {"sparsity": jnp.full((1, 2), sparsity), "recall": jnp.full((1, 2), recall)}
+        found = update_switches(RULES, state, measured([sparsity] * 2, [recall] * 2))
+        assert bool(found["sparse"][0]) == after
+        forced = dataclasses.replace(RULES, forced=(0.3,))  # never switches
+        found = update_switches(forced, state, measured([sparsity] * 2, [recall] * 2))
+        assert bool(found["sparse"][0]) == sparse_now
+        np.testing.assert_allclose(found["recall"], [[recall] * 2], rtol=1e-6)
 
 
 def test_averages_and_the_log_hold_measured_samples_alone():
