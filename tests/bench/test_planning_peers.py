@@ -108,20 +108,18 @@ def test_an_update_keeps_what_was_not_measured(programs):
 ROW_COST = QuadraticCost(c0=1.0, c1=0.1, c2=0.01, c_sequence=0.05)
 
 
-def planner_of(peers, kind, **fields):
-    kinds = {
-        "lpt": lambda: peers.LongestFirst(ROW_COST, window=3, **fields),
-        "lpt per step": lambda: peers.LongestFirst(ROW_COST, window=1, **fields),
-        "ffd": lambda: peers.FirstFitGrouped(ROW_COST, window=3, **fields),
-        "kk": lambda: peers.KarmarkarKarp(ROW_COST, **fields),
-        "kk, many": lambda: peers.KarmarkarKarp(ROW_COST, micro_batches=4, **fields),
-    }
-    return kinds[kind]()
+KINDS = {
+    "lpt": ("LongestFirst", {"window": 3}),
+    "lpt per step": ("LongestFirst", {"window": 1}),
+    "ffd": ("FirstFitGrouped", {"window": 3}),
+    "kk": ("KarmarkarKarp", {}),
+    "kk, many": ("KarmarkarKarp", {"micro_batches": 4}),
+}
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    kind=st.sampled_from(("lpt", "lpt per step", "ffd", "kk", "kk, many")),
+    kind=st.sampled_from(sorted(KINDS)),
     lengths=st.lists(st.integers(1, M_MEM), min_size=1, max_size=120),
     ranks=st.integers(1, 5),
     fill=st.sampled_from((0.5, 0.9, 1.0)),
@@ -134,7 +132,8 @@ def test_plans_are_valid(peers, kind, lengths, ranks, **fields):
     with pytest.MonkeyPatch.context() as patch:
         samples = Samples(np.zeros((len(seq_len), 3), np.int64), seq_len)
         patch.setattr(peers, "_samples", lambda workload, size: samples)
-        planner = planner_of(peers, kind, **fields)
+        name, options = KINDS[kind]
+        planner = getattr(peers, name)(ROW_COST, **options, **fields)
         epoch = planner.epoch(peers.Case("tiny", len(seq_len), ranks))
     assert sorted(epoch.sample.tolist()) == list(range(len(seq_len)))
     row = np.repeat(np.arange(len(epoch.rows)), np.diff(epoch.offsets))
