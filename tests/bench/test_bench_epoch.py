@@ -24,8 +24,8 @@ checkpoint: {every: 1}
 sampling: {prompts: [{prompt: x, frames: 1, height: 64, width: 64}]}
 """
 CASES = """
-sorted: {planning: {policy: sorted, ranks_mode: independent}}
 equal-tokens: {planning: {policy: equal_tokens, ranks_mode: synchronous}}
+sorted: {planning: {policy: sorted, ranks_mode: independent}}
 """
 
 
