@@ -217,7 +217,7 @@ def _reading(hint: object, default: object) -> dict[str, object]:
         return {"action": "store_true"}
     if int not in parts and float not in parts:
         return {"choices": words} if words else {}
-    kind, what = (int, "a whole number") if int in parts else (float, "a number")
+    kind, what = (int, "a whole number") if int in parts else (float, "a finite number")
     if type(None) in parts and default is not None:
         words.append("none")
     return {"type": number(kind, " or ".join([what, *words]), words=words)}

@@ -380,7 +380,7 @@ BALANCED = [*SMALL, "--policy", "balanced"]
         ([*SMALL, "--device", "h300"], ["h300", "h200"]),
         ([*SMALL, "--m-comp", "much"], ["much", "auto"]),
         ([*SMALL, "--context", "few"], ["'few' is not a whole number or auto"]),
-        ([*SMALL, "--sample-spread", "wide"], ["'wide' is not a number or none"]),
+        ([*SMALL, "--sample-spread", "wide"], ["'wide' is not a finite number or none"]),
         ([*SMALL, "--compare", "balance"], ["'balance'", "balanced"]),
         ([*SMALL, "--compare", "equal_tokens:alone"], ["equal_tokens:independent"]),
         ([*SMALL, "--compare", "balanced:independent"], ["give balanced"]),

@@ -237,7 +237,7 @@ REFUSED = {
     "--vae wan --image-to-video first": "--vae-folder",
     "--ray-address x": "--ray-address does not apply",
     "--scenes --scene-threshold 0.5": "at least 1",
-    "--scenes --scene-threshold inf": "at least 1 and finite",
+    "--scenes --scene-threshold inf": "'inf' is not a finite number",
     **{
         flags: flags.split()[0]
         for flags in (
