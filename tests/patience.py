@@ -1,5 +1,8 @@
 """Waits that only a hang ends: a busy machine may take any time."""
 
+import contextlib
+import random
+import socket
 import time
 
 PATIENCE = 3600
@@ -17,3 +20,11 @@ def wait_until(condition, process=None, ended=False):
         assert time.monotonic() < end, "nothing happened"
         time.sleep(0.002)
     return found
+
+
+def free_port():
+    """A port that is free, and that the system gives to no connection meanwhile."""
+    for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            return port
+    raise OSError("no port is free")

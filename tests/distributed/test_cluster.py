@@ -10,7 +10,7 @@ from threading import Event
 from types import SimpleNamespace
 
 import pytest
-from patience import PATIENCE
+from patience import PATIENCE, free_port
 
 from alload_jax.distributed import coordination
 from alload_jax.distributed import initialize as initialize_module
@@ -200,8 +200,7 @@ initialize.initialize(config, ".")
 
 @pytest.mark.slow
 def test_the_end_of_process_0_ends_those_that_wait_for_more(default_signals):
-    with socket.create_server(("", 0)) as free:
-        coordinator = f"localhost:{free.getsockname()[1]}"
+    coordinator = f"localhost:{free_port()}"
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     first, second = (
         subprocess.Popen([sys.executable, "-c", JOINS, coordinator, n], **pipes) for n in "01"

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from patience import free_port
 
 from alload_jax.distributed.coordination import ProcessInfo, connect
 from alload_jax.errors import InputError
@@ -141,8 +142,7 @@ def assert_goes_on(processes):
 
 @pytest.fixture
 def coordinator():
-    with socket.create_server(("localhost", 0)) as free:
-        return f"localhost:{free.getsockname()[1]}"
+    return f"localhost:{free_port()}"
 
 
 @pytest.fixture(scope="session")

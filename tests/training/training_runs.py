@@ -3,7 +3,6 @@ import io
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ import jax
 import pyarrow as pa
 import pyarrow.parquet
 import yaml
-from patience import PATIENCE, wait_until
+from patience import PATIENCE, free_port, wait_until
 
 from alload_jax.errors import run_command
 from alload_jax.run import main, training
@@ -111,8 +110,7 @@ class Runs:
         Unless flags say otherwise, none counts as lost because the machine is busy.
         """
         patient = ("--cluster.lost_after", "300")
-        with socket.create_server(("localhost", 0)) as free:
-            address = f"localhost:{free.getsockname()[1]}"
+        address = f"localhost:{free_port()}"
         together = ("--cluster.coordinator", address, "--cluster.processes", str(processes))
         return [
             self.start(*patient, *flags, *together, "--cluster.process", str(number))
