@@ -234,7 +234,7 @@ def hosts():
 
 STRANGER = """
 import sys
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = [sys.argv[1], f"{sys.argv[1]}/.."]
 from test_strangers import join, read
 try:
     print(read(sys.argv[2]) + join(sys.argv[2]))
