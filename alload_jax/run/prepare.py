@@ -144,14 +144,14 @@ def _with_policy(
         samples_of,
         ranks_of(mesh),
         costs,
-        packs=_packs(model, costs),
+        packs=packs_rows(model, costs),
         independent=can_group(mesh),
         ranks_per_group=ranks_per_group(mesh),
         length=RunLength(run.epochs, run.steps or 0),
     )
 
 
-def _packs(model: ModelConfig, costs: CostFile) -> bool:
+def packs_rows(model: ModelConfig, costs: CostFile) -> bool:
     """Whether packed rows are worth it here: always by cuDNN, by Triton where it was measured."""
     if family_of(model).packing_unsupported_reason(model):
         return False

@@ -26,7 +26,9 @@ from alload_jax.data.store import StoreWriter
 from alload_jax.distributed.cluster import Cluster
 from alload_jax.errors import InputError
 from alload_jax.models.wan.transformer import WanConfig
+from alload_jax.planning.cost import CostFile
 from alload_jax.planning.metrics import StepMetrics
+from alload_jax.run import prepare
 from alload_jax.run.prepare import make_collator, plan_run, read_data
 from alload_jax.sharding.mesh import make_mesh
 from alload_jax.training import progress
@@ -80,6 +82,22 @@ def test_a_run_that_is_continued_keeps_the_policy_that_auto_took(unbroken, tmp_p
     plan, reason = plan_run(config.planning, config.model, data, config.run, mesh, cluster)
     assert plan.planning.policy == "sorted"
     assert reason == ""
+
+
+@pytest.mark.parametrize(
+    ("unable", "older", "ratio", "packs"),
+    [
+        ("", "", None, True),
+        ("", "sm_80", None, False),
+        ("", "sm_80", 1.1, True),
+        ("attention is xla", "", 1.1, False),
+    ],
+)
+def test_before_hopper_packed_rows_need_a_measurement(unable, older, ratio, packs, monkeypatch):
+    family = SimpleNamespace(packing_unsupported_reason=lambda _: unable)
+    monkeypatch.setattr(prepare, "family_of", lambda _: family)
+    monkeypatch.setattr(prepare, "packed_unsupported_reason", lambda: older)
+    assert prepare.packs_rows(WanConfig(), CostFile(packed_ratio=ratio)) == packs
 
 
 def test_weights_and_dropout_of_the_data_folder_reach_the_run_s_plan_and_collator(

@@ -172,6 +172,31 @@ def test_split_samples_attend_as_whole_ones(context, region, axes):
     check_split(context, region, 6, jnp.float32, 1e-5, axes)
 
 
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=5), st.integers(0, 9), st.integers(2, 5))
+@settings(max_examples=40, deadline=None)
+def test_each_rank_asks_with_its_own_tokens_of_every_segment(lengths, gap, ranks):
+    region = -(-(sum(lengths) + gap) // ranks)
+    offsets = gap + np.cumsum([0, *lengths[:-1]])
+    packed = packed_of(
+        *[[[*zip(offsets.tolist(), lengths, strict=True)]]] * 2, *[ranks * region] * 2, 6
+    )
+    none = laid_out([[]], 6, 1)
+    rows = SplitRows(none, packed.query, region, (((0, 0), (1, 0)), packed.lengths))
+    seen = []
+    for rank in range(ranks):
+        found = rows.from_rank(jnp.int32(rank))
+        offset, length, ids = (np.asarray(each)[0] for each in found.query)
+        seen += ids.tolist()
+        for slot in range(6):
+            places = np.flatnonzero(ids == slot)
+            assert length[slot] == len(places)
+            assert not len(places) or offset[slot] == places[0]
+        assert all((length > above).sum() <= most for above, most in found.lengths)
+        assert found.lengths[-1] == (min(max(lengths), region), 0)
+        assert found.longest_key == max(lengths)
+    assert seen == np.asarray(packed.query.ids)[0].tolist()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(len(jax.devices()) < 2, reason="needs 2 devices")
 @pytest.mark.parametrize("region", [REGION, 64])
