@@ -117,3 +117,41 @@ def test_rows_by_speed_are_all_rows_and_fit_the_fastest_rank(turns, speed, seed)
     spread = cost[chosen] / speed
     if np.ptp(speed) < 0.1:
         assert (spread.max(axis=1) <= 1.2 * spread.min(axis=1)).all()
+
+
+def test_later_revisions_leave_earlier_windows_as_they_are():
+    windows = [plan().window(0)]
+    for _ in range(2):
+        windows.append(plan().window(windows[-1].stop))
+    speeds = [(*[1.0] * 7, speed) for speed in (0.9, 0.7, 0.8)]
+    revisions = [Revision(each.start, WAN, s) for each, s in zip(windows, speeds, strict=True)]
+    after, asked = plan(), plan()
+    for revision in revisions:
+        asked = asked.revised(revision)
+        for each in windows:  # also those that a later revision changes
+            asked.of_step(each.start)
+        after = after.revised(revision)
+    assert [after.revision(each.start) for each in windows] == revisions
+    for each in windows:
+        assert asked.step(each.start + 3) == after.step(each.start + 3)
+
+
+def test_windows_keep_how_often_samples_stand_in_an_epoch():
+    drawn = make_workload("mixed-resolution", 2_000)
+    samples = replace(drawn, weight=np.where(np.arange(2_000) % 3 == 0, 2.5, 1.0))
+    config = PlanningConfig("balanced", m_mem=160_000)
+    whole = make_plan(config, samples, 8, 0, CostFile(quadratic=WAN))
+    after = whole.revised(Revision(0, WAN, (*[1.0] * 7, 0.8)))
+    index, moved = 0, 0
+    while index < whole.end_of_epoch(0):
+        steps = whole.window(index)
+        before = whole.epoch(0).only(index, steps.stop)
+        window, _ = after.of_step(index)
+        ours, theirs = (
+            sorted(zip(each.sample, each.repetition, strict=True)) for each in (window, before)
+        )
+        assert ours == theirs
+        assert (window.counts == before.counts).all()
+        moved += (window.sample != before.sample).any()
+        index = steps.stop
+    assert moved
