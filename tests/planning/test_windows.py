@@ -136,10 +136,11 @@ def test_later_revisions_leave_earlier_windows_as_they_are():
         assert asked.step(each.start + 3) == after.step(each.start + 3)
 
 
-def test_windows_keep_how_often_samples_stand_in_an_epoch():
+def test_windows_keep_how_often_samples_stand_in_an_epoch(monkeypatch):
+    monkeypatch.setattr("alload_jax.planning.plan._ROWS", 0)
     drawn = make_workload("mixed-resolution", 2_000)
     samples = replace(drawn, weight=np.where(np.arange(2_000) % 3 == 0, 2.5, 1.0))
-    config = PlanningConfig("balanced", m_mem=160_000)
+    config = PlanningConfig("balanced", m_mem=81_920)
     whole = make_plan(config, samples, 8, 0, CostFile(quadratic=WAN))
     after = whole.revised(Revision(0, WAN, (*[1.0] * 7, 0.8)))
     index, moved = 0, 0
@@ -154,4 +155,4 @@ def test_windows_keep_how_often_samples_stand_in_an_epoch():
         assert (window.counts == before.counts).all()
         moved += (window.sample != before.sample).any()
         index = steps.stop
-    assert moved
+    assert moved > 1
