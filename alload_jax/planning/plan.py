@@ -7,7 +7,6 @@ import threading
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from copy import copy
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -173,8 +172,8 @@ class Plan:
 
         Its windows hold the samples that they hold in this plan, in as many steps.
         """
-        found = copy(self)
-        found.revisions = (*self.revisions[-2:], revision)
+        found = object.__new__(Plan)  # `copy` would call `__reduce__`, and plan the epoch again
+        vars(found).update(vars(self), revisions=(*self.revisions[-2:], revision))
         kept = ((first, plan) for first, plan in self._windows.items() if first < revision.step)
         found._windows = OrderedDict(kept)
         return found

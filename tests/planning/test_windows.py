@@ -65,6 +65,15 @@ def test_equal_speeds_change_no_step():
     assert after.identity() == before.identity()
 
 
+def test_a_revision_plans_no_epoch_again(monkeypatch):
+    before = plan()
+    whole = before.epoch(0)
+    monkeypatch.setattr(type(before.policy), "plan_epoch", None)
+    after = before.revised(Revision(0, WAN, (1.0,) * 7 + (0.5,)))
+    assert after.epoch(0) is whole
+    assert after.step(0) != before.step(0)
+
+
 @given(st.lists(st.floats(0.7, 1.3), min_size=8, max_size=8), st.integers(0, 40))
 @examples(5)
 def test_a_revision_changes_the_windows_from_its_own_on_alone(speed, first):
