@@ -24,6 +24,7 @@ from alload_jax.data.condition import Conditions, conditions_for, form_for
 from alload_jax.data.loader import PlacedStep, place_ahead
 from alload_jax.data.manifest import Manifest
 from alload_jax.data.record import GIVEN, IMAGE, LABELS, LATENTS, TEXT
+from alload_jax.errors import InputError
 from alload_jax.files import Json
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.families import config_from_fields
@@ -59,7 +60,11 @@ def draw_samples(
         ratios = {(16, 9): 1.0} if one_aspect else ASPECT_RATIOS
         return make_workload(workload, count, aspect_ratios=ratios)
     same = np.tile(np.asarray(shape, np.int64), (count, 1))
-    return Samples(same, Geometry().seq_len(*same.T))
+    geometry = Geometry()
+    if (geometry.latent_grid(*same[:1].T) % geometry.patch_size).any():
+        given = " ".join(map(str, same[0]))
+        raise InputError(f"--same {given}: is no whole tokens; give multiples of 16 pixels")
+    return Samples(same, geometry.seq_len(*same.T))
 
 
 class RandomReader:
@@ -243,6 +248,9 @@ def measure(
     drawn = draw_samples(workload, shape, samples, one_aspect)
     if longest:
         kept = drawn.seq_len <= longest
+        if not kept.any():
+            shortest = int(drawn.seq_len.min())
+            raise InputError(f"--longest {longest}: the shortest sample has {shortest:,} tokens")
         drawn = Samples(drawn.shape[kept], drawn.seq_len[kept])
     trained = config_from_fields(model)
     if trained.joint_attention:  # the lengths that samples have in the model's rows

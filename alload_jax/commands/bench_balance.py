@@ -101,7 +101,8 @@ def run(options: argparse.Namespace) -> int:
     workload = (
         f"all samples {'x'.join(map(str, options.same))}" if options.same else options.workload
     )
-    record = Record(options.out, model=model, workload=workload, m_mem=options.m_mem)
+    drawn = {name: getattr(options, name) for name in ("samples", "one_aspect", "longest")}
+    record = Record(options.out, model=model, workload=workload, m_mem=options.m_mem, drawn=drawn)
     content = record.content
     content["cases"] = kept = _kept(record, options.cases)
 
@@ -137,6 +138,9 @@ def _kept(record: Record, measured_anew: list[str]) -> list[Json]:
         return []
     same = ("model", "workload", "m_mem")
     if not isinstance(before, dict) or any(before.get(n) != record.content[n] for n in same):
+        return []
+    drawn = record.content["drawn"]  # figures of all cases follow from the same samples
+    if before.get("drawn", drawn) != drawn:  # which files of old versions do not say
         return []
     kept = [case for case in before["cases"] if case["case"] not in measured_anew]
     if kept:

@@ -122,6 +122,19 @@ def test_user_errors_of_the_process_end_the_command_in_one_line(tmp_path):
     flags = ["--model", "tiny", "--cost-model", str(COSTS), "--out", str(tmp_path / "x.json")]
     with pytest.raises(InputError, match=r"^policy equal_tokens: m_mem is 100 tokens"):
         main(["bench", "balance", *flags, "--m-mem", "100"])
+    same = ["--same", "1", "32", "24"]
+    for bad, said in ((["--longest", "1"], "the shortest"), (same, "is no whole tokens")):
+        with pytest.raises(InputError, match=f"^{' '.join(bad)}: {said}"):
+            main(["bench", "balance", *flags, *bad, "--cases", "balanced"])
+
+
+@pytest.mark.parametrize("others", [["--samples", "7"], ["--longest", "9000"], ["--one-aspect"]])
+def test_cases_of_other_samples_are_not_kept(balance, others):
+    assert balance("--cases", "sorted-independent")[1]["cases"]
+    kept = [case["case"] for case in balance("--cases", "balanced")[1]["cases"]]
+    assert kept == ["sorted-independent", "balanced"]
+    kept = [case["case"] for case in balance("--cases", "balanced", *others)[1]["cases"]]
+    assert kept == ["balanced"]
 
 
 def test_policies_place_the_same_samples(in_process, tmp_path, capsys, monkeypatch):
