@@ -86,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--out",
         default="balance.json",
-        help="JSON of the results, written after each case; other cases in it are kept",
+        help="JSON of the results, written after each case; its other cases stay",
     )
     add("--picture", help="PNG of busy and idle times in the first and the fastest balanced case")
 
@@ -132,16 +132,18 @@ def run(options: argparse.Namespace) -> int:
 def _kept(record: Record, measured_anew: list[str]) -> list[Json]:
     """The cases of an existing file of the same measurement that are not measured anew.
 
-    Each keeps the command that measured it.
+    Each keeps the command that measured it. Figures of all follow from the same samples.
+
+    Raises:
+      InputError: the file is of something else.
     """
-    if (before := read_json(record.path, "name a new file for --out")) is None:
+    remedy = "name a new file for --out"
+    if (before := read_json(record.path, remedy)) is None:
         return []
-    same = ("model", "workload", "m_mem")
-    if not isinstance(before, dict) or any(before.get(n) != record.content[n] for n in same):
-        return []
-    drawn = record.content["drawn"]  # figures of all cases follow from the same samples
-    if before.get("drawn", drawn) != drawn:  # which files of old versions do not say
-        return []
+    same = ("model", "workload", "m_mem", "drawn")
+    held = before if isinstance(before, dict) and "cases" in before else {}
+    if other := [name for name in same if held.get(name) != record.content[name]]:
+        raise InputError(f"{record.path}: its {', '.join(other)} is another; {remedy}")
     kept = [case for case in before["cases"] if case["case"] not in measured_anew]
     if kept:
         print(f"{record.path}: keeps {', '.join(case['case'] for case in kept)}")

@@ -86,17 +86,18 @@ def test_cases_of_an_existing_file_are_kept_unless_they_are_measured_anew(balanc
     assert names("--cases", "first_fit", "balanced") == ["first_fit", "balanced"]
     both = names("--cases", "balanced", "sorted-independent")
     assert both == ["first_fit", "balanced", "sorted-independent"]
-    assert names("--cases", "balanced", "--m-mem", "90000") == ["balanced"]
+    with pytest.raises(InputError, match=r"x\.json: its m_mem is another; name a new file"):
+        names("--cases", "balanced", "--m-mem", "90000")
     (tmp_path / "x.json").write_text("not JSON")
     with pytest.raises(InputError, match=r"x\.json: is not valid JSON .*; name a new file"):
         names("--cases", "balanced")
 
 
-def test_a_case_may_have_its_own_m_mem_and_unlike_cost_models_are_told(balance, capsys):
+def test_a_case_may_have_its_own_m_mem_and_unlike_cost_models_are_told(balance, capsys, tmp_path):
     asked, _ = balance("--cases", "balanced", "balanced:90000", "--layers", "2")
     assert [each["planning"]["m_mem"] for each in asked] == [81_920, 90_000]
     assert "was made for" not in capsys.readouterr().out
-    balance("--model", "tiny", "--cases", "balanced")
+    balance("--model", "tiny", "--cases", "balanced", out=tmp_path / "other.json")
     printed = capsys.readouterr().out
     assert "was made for dim 1536 (here 32), " in printed
     assert "num_layers" not in printed
@@ -129,12 +130,13 @@ def test_user_errors_of_the_process_end_the_command_in_one_line(tmp_path):
 
 
 @pytest.mark.parametrize("others", [["--samples", "7"], ["--longest", "9000"], ["--one-aspect"]])
-def test_cases_of_other_samples_are_not_kept(balance, others):
+def test_a_file_of_other_samples_is_refused(balance, others, tmp_path):
     assert balance("--cases", "sorted-independent")[1]["cases"]
     kept = [case["case"] for case in balance("--cases", "balanced")[1]["cases"]]
     assert kept == ["sorted-independent", "balanced"]
-    kept = [case["case"] for case in balance("--cases", "balanced", *others)[1]["cases"]]
-    assert kept == ["balanced"]
+    with pytest.raises(InputError, match=r"x\.json: its drawn is another; name a new file"):
+        balance("--cases", "balanced", *others)
+    assert len(json.loads((tmp_path / "x.json").read_text())["cases"]) == 2
 
 
 def test_policies_place_the_same_samples(in_process, tmp_path, capsys, monkeypatch):
