@@ -41,7 +41,8 @@ def triple(text: str, example: str = "4,8,8", least: int = 0) -> tuple[int, int,
       argparse.ArgumentTypeError: the text is something else.
     """
     parts = text.split(",")
-    if len(parts) != 3 or not all(part.isdecimal() and int(part) >= least for part in parts):
+    most = 10**9  # as sizes of samples are bounded
+    if len(parts) != 3 or not all(p.isdecimal() and least <= int(p) <= most for p in parts):
         raise argparse.ArgumentTypeError(f"{text!r} is not three whole numbers such as {example}")
     return (int(parts[0]), int(parts[1]), int(parts[2]))
 

@@ -22,6 +22,7 @@ from alload_jax.commands.flags import (
     SHARE,
     WHOLE,
     add_settings,
+    number,
     triple,
     up_to,
 )
@@ -145,7 +146,7 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     add("--simulate", action="store_true", help="simulate the plan: throughput, idle time")
     add(
         "--noise",
-        type=FROM_0,
+        type=number(float, "a number from 0 to 10", lambda value: 0 <= value <= 10),
         default=0.0,
         help="relative standard deviation of a rank's time, such as 0.02",
     )

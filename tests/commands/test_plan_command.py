@@ -359,7 +359,8 @@ BALANCED = [*SMALL, "--policy", "balanced"]
         ([*LISTED, "--vae-stride", "0,8,8"], ["vae_stride", "(0, 8, 8)"]),
         # Numbers out of range.
         *(([*LISTED, f"--{x}", -1], [f"--{x}: '-1'", "from 0"]) for x in ("seed", "epoch")),
-        *(([*SMALL, "--noise", x], [f"--noise: '{x}'"]) for x in (-1.0, "nan", "inf")),
+        *(([*SMALL, "--noise", x], [f"--noise: '{x}'"]) for x in (-1.0, "nan", "inf", "1e308")),
+        ([*SMALL, "--vae-stride", f"{10**20},8,8"], ["three whole numbers such as 4,8,8"]),
         *(([*LISTED, "--ranks", x], [f"--ranks: '{x}'", "from 1"]) for x in (-1, 2**63 - 2)),
         *(([*SMALL, "--margin", x], [f"--margin: '{x}'", "below 1"]) for x in (1.0, -0.1)),
         *(([*SMALL, "--epochs", x], [f"--epochs: '{x}'", "from 1"]) for x in (0, 10**9)),
