@@ -29,7 +29,7 @@ from alload_jax.models.families import family_of
 from alload_jax.planning.cost import CostFile, MemoryModel, bucketed_cost
 from alload_jax.planning.factory import make_plan
 from alload_jax.planning.fit import Point, fit_memory, fit_quadratic
-from alload_jax.planning.samples import Samples
+from alload_jax.planning.samples import Geometry, Samples
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.training.device_memory import out_of_memory
 from alload_jax.training.trial_step import Step, with_density
@@ -293,8 +293,8 @@ class Calibration:
     def packed_ratio(self, outcomes: Sequence[Outcome]) -> float | None:
         """Seconds of packed rows over those of batches of the same samples.
 
-        None where this device packs rows anyway or cannot, or no case has several rows. The case is
-        the measured one with most tokens, which is timed anew in both layouts.
+        None where this device packs rows anyway or cannot, no case has several rows, or they do not
+        fit. The case is the measured one with most tokens, which is timed anew in both layouts.
         """
         step, model = self.step, self.step.model
         several = [each.case for each in outcomes if each.seconds and each.case.rows > 1]
@@ -303,18 +303,26 @@ class Calibration:
             return None
         case = max(several, key=lambda each: each.tokens)
         _, frames, height, width = latents = case.latents(model.patch_size)
-        pixels = np.tile([4 * frames - 3, 8 * height, 8 * width], (case.rows, 1))
+        stride = Geometry().vae_stride  # that of random samples
+        size = (frames - 1) * stride[0] + 1, height * stride[1], width * stride[2]
+        pixels = np.tile(size, (case.rows, 1))
         samples = Samples(pixels, np.full(len(pixels), case.seq_len))
         planning = PlanningConfig(policy="first_fit", ranks_mode="synchronous", m_mem=case.tokens)
         plan = make_plan(planning, samples, 1, 0)
         collate, _ = random_collator(plan, model)
         (packed,) = collate(plan.step(0)).batches
         found = []
-        for batch in (step.batch(latents), packed):
-            placed = jax.block_until_ready(jax.tree.map(jnp.asarray, batch))
-            program = step.compile_for(placed)
-            seconds = [step.run(program, placed) for _ in range(4)]
-            found.append(statistics.median(seconds[1:]))
+        try:
+            for batch in (step.batch(latents), packed):
+                placed = jax.block_until_ready(jax.tree.map(jnp.asarray, batch))
+                program = step.compile_for(placed)
+                seconds = [step.run(program, placed) for _ in range(4)]
+                found.append(statistics.median(seconds[1:]))
+        except jax.errors.JaxRuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            step.renew()
+            return None
         return found[1] / found[0]
 
     def _longest(self, m_mem: int) -> int:

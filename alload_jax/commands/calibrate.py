@@ -235,7 +235,11 @@ def run(options: argparse.Namespace) -> int:
     )
     outcomes = _until_interrupted(calibration.measure(finding.m_mem), LEAST_POINTS)
     peak = peak_memory()
-    ratio = calibration.packed_ratio(outcomes)
+    ratio = None
+    try:
+        ratio = calibration.packed_ratio(outcomes)
+    except KeyboardInterrupt:
+        print("interrupted: packed rows are not timed")
     if ratio is not None:
         print(f"packed rows take {ratio:.3f} times the seconds of batches of the same samples")
     sparse = _until_interrupted(calibration.measure_sparse(finding.m_mem), 0)

@@ -135,15 +135,22 @@ def _check_lists(blocks: BlockLists, rows: int, heads: int, queries: int, keys: 
             raise ValueError(f"{NAME}: blocks.{name} is {array.dtype}; it must be int32")
 
 
+def unsupported_query(q: jax.Array | jax.ShapeDtypeStruct) -> Exception | None:
+    """Why the kernels cannot take such queries on any device, as the error to raise; else None."""
+    if q.dtype not in _LOW:
+        return ValueError(f"q is {q.dtype}; give bfloat16 or float16, or use 'xla'")
+    if q.shape[-1] not in _WIDTHS:
+        return ValueError(f"D is {q.shape[-1]}; give 64 or 128, or use 'xla'")
+    return None
+
+
 def unsupported_by_kernels(
     operands: AttentionOperands, call: Call[AttentionOptions]
 ) -> Exception | None:
     """Why the kernels cannot take a call that the reference can; None if they can."""
     q, k, _, blocks = operands
-    if q.dtype not in _LOW:
-        return ValueError(f"q is {q.dtype}; give bfloat16 or float16, or use 'xla'")
-    if q.shape[-1] not in _WIDTHS:
-        return ValueError(f"D is {q.shape[-1]}; give 64 or 128, or use 'xla'")
+    if reason := unsupported_query(q):
+        return reason
     whole = {n: (f"{what} split", "; split rows or heads") for n, what in _WHOLE.items()}
     axes = "row axes, None, head axes, None"
     if reason := devices.unsupported_sharding(q, call.sharding, name="q", axes=axes, whole=whole):

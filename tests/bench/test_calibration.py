@@ -7,7 +7,9 @@ import math
 import sys
 import time
 from types import SimpleNamespace
+from unittest.mock import Mock
 
+import jax
 import numpy as np
 import pytest
 from patience import PATIENCE
@@ -217,6 +219,11 @@ def test_packed_rows_are_timed_beside_batches_where_that_decides(monkeypatch):
     monkeypatch.setattr(calibration.Step, "run", run)
     assert measured.packed_ratio(outcomes) == pytest.approx(1.5)
     assert measured.packed_ratio(outcomes[:1]) is None
+    # Rows that do not fit lose nothing that was measured.
+    full = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
+    with monkeypatch.context() as patch:
+        patch.setattr(calibration.Step, "run", Mock(side_effect=full))
+        assert measured.packed_ratio(outcomes) is None
     packed = [each for each in batches if isinstance(each, PackedBatch)]
     assert [int((each.seq_len == 6).sum()) for each in packed] == [4] * 4
 
@@ -251,6 +258,8 @@ def test_measurements_before_an_interrupt_are_fitted(config, tmp_path, monkeypat
         raise KeyboardInterrupt
 
     monkeypatch.setattr(calibration.Calibration, "measure", interrupted)
+    again = Mock(side_effect=KeyboardInterrupt)
+    monkeypatch.setattr(calibration.Calibration, "packed_ratio", again)
     line = MemoryModel(1e6, 1e3)
     finding = calibration.MemoryFinding(1e8, [(Case(1, 4), 10)], line, 0.05, 4)
     monkeypatch.setattr(calibration.Calibration, "memory", lambda self: finding)

@@ -37,6 +37,7 @@ from alload_jax.models.common.segments import (
 from alload_jax.sharding.mesh import CONTEXT, TENSOR, row_shards
 from pallas_kernels import devices
 from pallas_kernels.block_sparse_attention import BlockLists, block_sparse_attention
+from pallas_kernels.block_sparse_attention.operands import unsupported_query
 
 _KEY_BLOCK = 128
 """Keys of a block in cuDNN's backward."""
@@ -254,9 +255,9 @@ def _packed_kernel(
             return cudnn_packed, ""
         reasons.append(f"cuDNN: {reason}")
     if implementation != "cudnn":
-        if not (reason := _blocks_unsupported_reason(query)):
+        if not (error := unsupported_query(query) or devices.unsupported_triton_device()):
             return triton_packed, ""
-        reasons.append(f"Triton: {reason}")
+        reasons.append(f"Triton: {error}")
     return None, "; ".join(reasons)
 
 
@@ -316,15 +317,6 @@ def xla_packed(
 
 _BLOCKS = 128, 64
 """Tokens of a block of queries and of keys of packed rows."""
-
-
-def _blocks_unsupported_reason(query: jax.Array | jax.ShapeDtypeStruct) -> str:
-    """Returns why `triton_packed` cannot run on such a query on this device; empty if it can."""
-    if query.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"its dtype is {query.dtype}, not bfloat16 or float16"
-    if query.shape[-1] not in (64, 128):
-        return f"head_dim is {query.shape[-1]}, not 64 or 128"
-    return str(devices.unsupported_triton_device() or "")
 
 
 def triton_packed(
