@@ -36,6 +36,8 @@ from alload_jax.sharding.mesh import MeshConfig, make_mesh
 from pallas_kernels import op
 from pallas_kernels.bias_gelu import api as gelu_operands
 from pallas_kernels.bias_gelu import triton as gelu_calls
+from pallas_kernels.block_sparse_attention import PooledScores, selection
+from pallas_kernels.block_sparse_attention import selection_triton as selection_calls
 from pallas_kernels.block_sparse_attention import triton as attention_calls
 from pallas_kernels.block_sparse_attention.operands import Pass
 from pallas_kernels.layernorm_modulate import mosaic as mosaic_calls
@@ -170,6 +172,19 @@ def packed_attention_cases() -> Iterator[Case]:
             yield Case(*which, tiles.num_warps, 1, call, shapes, capability)
 
 
+def selection_cases() -> Iterator[Case]:
+    """The choice of blocks, whose scores are kept (32,768, 75,600, 131,072 tokens) or not."""
+    for blocks in (512, 1182, 2048, 4096):
+        scores = PooledScores(*(wide(1, blocks, 12, _HEAD),) * 2)
+        of_blocks = array(1, blocks, dtype=jnp.int32)
+        lists = array(1, 12, blocks, dtype=jnp.int32)
+        options = selection.SelectionOptions((64, 64), blocks // 10, True, False)
+        call = partial(selection_calls.choose, options=options)
+        shapes = (selection.SelectionOperands(scores, lists, of_blocks, of_blocks),)
+        which = (selection.NAME, _HEAD, f"of {blocks} blocks of keys")
+        yield Case(*which, selection_calls.WARPS, 1, call, shapes)
+
+
 def compiled_case(case: Case) -> Json:
     """Registers of a thread, and bytes that it spills."""
     (device,) = gpu_target.devices_of_host(1, case.capability)
@@ -220,7 +235,7 @@ def ptxas(path: str, capability: str) -> str:
 def rows(devices: list[Any]) -> Iterator[Json]:
     """What the JSON says of each case."""
     cases = (gelu_cases, rotary_cases, norm_cases, mosaic_cases, packed_attention_cases)
-    for case in itertools.chain(*(each() for each in cases)):
+    for case in itertools.chain(*(each() for each in (*cases, selection_cases))):
         yield compiled_case(case)
 
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from alload_jax.bench.device import DeviceTime, call_time, pass_times
+from pallas_kernels import devices
 from pallas_kernels.block_sparse_attention import (
     BlockLists,
     BlockSegments,
@@ -26,6 +27,8 @@ Part = Literal["forward", "backward", "selection"]
 
 KERNELS = ("mosaic", "triton")
 """Our implementations, the one that "auto" prefers first."""
+SELECTIONS = ("triton", "xla")
+"""Ways to choose blocks, the one that "auto" prefers first."""
 _PRODUCTS = {"forward": 2, "backward": 5}
 """Matrix products over the pairs of queries and keys that a pass needs at least."""
 _ZIPF = 1.0
@@ -53,8 +56,8 @@ class Entry(NamedTuple):
 
     Attributes:
       shape: of q, k and v, bfloat16.
-      implementation: one of `KERNELS`, cudnn (dense), xla (selection), or the name that a rival
-        gives itself.
+      implementation: one of `KERNELS`, cudnn (dense), one of `SELECTIONS`, or the name that a
+        rival gives itself.
       popularity: random lists, or lists in which some keys are popular (Zipf's law).
       sparsity: share of pairs of blocks that no list names; 0 for dense attention.
       part: forward, backward, or selection: pooling, scores, the best of each, inverting.
@@ -117,9 +120,10 @@ def measure(
                 for rival in rivals:
                     for name, part, time in rival(shape, sets, lists):
                         yield Entry(shape, name, popularity, exact, part, *time)
-        for exact in exact_sparsities:
-            time = _selection(shape, sets, exact)
-            yield Entry(shape, "xla", "random", exact, "selection", *time)
+        unsupported = devices.unsupported_triton(sets[0].q, interpret=False)
+        for exact, name in itertools.product(exact_sparsities, SELECTIONS[bool(unsupported) :]):
+            time = _selection(shape, sets, exact, name)
+            yield Entry(shape, name, "random", exact, "selection", *time)
 
 
 def make_arguments(shape: Shape) -> list[Arguments]:
@@ -187,7 +191,9 @@ def _passes(
     return pass_times(attend, [(*each[:3], *lists) for each in sets], [each.dout for each in sets])
 
 
-def _selection(shape: Shape, sets: Sequence[Arguments], sparsity: float) -> DeviceTime:
+def _selection(
+    shape: Shape, sets: Sequence[Arguments], sparsity: float, implementation: str
+) -> DeviceTime:
     """Time to pool queries and keys, to choose blocks for each, and to invert the lists."""
     blocks, most = _blocks(shape), _listed(shape, sparsity)
     lists = make_lists(shape, 1 - 1 / blocks, "random")
@@ -204,6 +210,7 @@ def _selection(shape: Shape, sets: Sequence[Arguments], sparsity: float) -> Devi
             k_max=most,
             query_block=shape.block,
             key_block=shape.block,
+            implementation=implementation,
         )
         return chosen, invert(chosen)
 
@@ -253,7 +260,8 @@ def speeds(entries: Sequence[Entry]) -> list[Speed]:
             continue
         dense = [us[e.shape, "cudnn", "random", 0.0, part] for part in ("forward", "backward")]
         own = [e.us, us[*case, "backward"]]
-        chosen = us.get((e.shape, "xla", "random", e.sparsity, "selection"), math.nan)
+        ways = [(e.shape, name, "random", e.sparsity, "selection") for name in SELECTIONS]
+        chosen = next((us[way] for way in ways if way in us), math.nan)
         forward, backward = (d / o for d, o in zip(dense, own, strict=True))
         found.append(Speed(*case, forward, backward, sum(dense) / sum(own), chosen / sum(own)))
     return found

@@ -3,15 +3,22 @@
 Nothing here is differentiated: gradients stop at the choice.
 """
 
+from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from typing_extensions import override
 
+from pallas_kernels import devices
 from pallas_kernels.block_sparse_attention.block_lists import BlockLists, existing_tokens
+from pallas_kernels.op import Call, Implementation, Registry
 
+NAME = "choose_blocks"
+"""Of the kernel, as profilers and lowered modules show it."""
 _LEAST_CHUNK = 16
 """Blocks of queries for which scores are computed at a time, at least."""
 
@@ -70,7 +77,10 @@ def pool_blocks(x: jax.Array, tokens: jax.Array, *, block: int) -> jax.Array:
     return total / jnp.maximum(tokens, 1)[..., None, None]
 
 
-@partial(jax.jit, static_argnames=("k_max", "query_block", "key_block", "own"))
+_STATIC = ("k_max", "query_block", "key_block", "own", "implementation", "interpret")
+
+
+@partial(jax.jit, static_argnames=_STATIC)
 def top_k_blocks(
     scores: PooledScores | jax.Array,
     k: jax.Array | int,
@@ -82,11 +92,14 @@ def top_k_blocks(
     query_block: int = 64,
     key_block: int = 64,
     own: bool = True,
+    implementation: str = "auto",
+    interpret: bool = False,
 ) -> BlockLists:
     """The lists of the k best blocks of keys in the segment of each block of queries.
 
-    Memory is O(nQ·k_max) besides what is given: pooled scores are computed for some blocks of
-    queries at a time.
+    Memory is O(nQ·k_max) besides what is given: the kernel keeps pooled scores in registers, XLA
+    computes them for some blocks of queries at a time. Products of float32 have the precision that
+    the device takes by default, TF32 on NVIDIA GPUs.
 
     Args:
       scores: pooled, or [R, H, nQ, nK].
@@ -99,7 +112,10 @@ def top_k_blocks(
       query_block: tokens of a block of queries.
       key_block: tokens of a block of keys.
       own: whether a list begins with the block of keys that holds the first of its own tokens, as
-        in self-attention.
+        in self-attention, if that is in its segment.
+      implementation: "triton" (a kernel that sorts nothing, for pooled scores), "xla" (sorts), or
+        "auto": the kernel where it can run.
+      interpret: run the kernel in Pallas's interpreter, which is slow and needs no GPU.
 
     Returns:
       The blocks of highest score, the lower number among equals; NaN is the lowest score. Lists are
@@ -107,7 +123,8 @@ def top_k_blocks(
       keys. No gradient passes.
 
     Raises:
-      ValueError: a shape or dtype does not fit.
+      ValueError: a shape or dtype does not fit, or scores are not pooled for the kernel.
+      NotImplementedError: this device cannot run the kernel, or its width does not fit.
     """
     scores, k = jax.lax.stop_gradient((scores, jnp.asarray(k)))
     rows, n_query, n_key, heads = _checked_sizes(scores, k, segments, query_tokens, key_tokens)
@@ -116,31 +133,127 @@ def top_k_blocks(
     if not rows * heads * n_query * most:
         none = jnp.zeros((rows, heads, n_query, k_max), jnp.int32)
         return BlockLists(none, none.sum(axis=-1), query_tokens, key_tokens, *sizes)
-    k = jnp.clip(k, 0, most)
-    k = jnp.broadcast_to(k if k.ndim == 3 else k[..., None], (rows, heads, n_query))
-    usable = jnp.where(key_tokens > 0, segments.keys, -1)
-    asking = jnp.where(query_tokens > 0, segments.queries, -1)
-
-    def of_chunk(chunk: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Lists [R, H, C, k_max] and counts [R, H, C] of the blocks of queries [C]."""
-        place = jnp.minimum(chunk, n_query - 1)
-        segment = asking[:, place]
-        same = (segment[..., None] == usable[:, None, :]) & (segment >= 0)[..., None]
-        ranked = _between_infinities(scores_of(scores, place))
-        if own:
-            is_own = jnp.arange(n_key) == (place * query_block // key_block)[:, None]
-            ranked = jnp.where(is_own, jnp.inf, ranked)
-        _, index = jax.lax.top_k(jnp.where(same[:, None], ranked, -jnp.inf), most)
-        count = jnp.minimum(same.sum(axis=-1, dtype=jnp.int32)[:, None], k[:, :, place])
-        return _ascending(index.astype(jnp.int32), count, first=int(own)), count
-
-    size = min(n_query, max(_LEAST_CHUNK, n_query * most // n_key))
-    chunks = jnp.arange(-(-n_query // size) * size).reshape(-1, size)
-    index, count = jax.lax.map(of_chunk, chunks)
-    index = jnp.moveaxis(index, 0, 2).reshape(rows, heads, chunks.size, most)[:, :, :n_query]
-    count = jnp.moveaxis(count, 0, 2).reshape(rows, heads, chunks.size)[:, :, :n_query]
+    k = jnp.clip(k, 0, most).astype(jnp.int32)
+    operands = SelectionOperands(
+        scores,
+        jnp.broadcast_to(k if k.ndim == 3 else k[..., None], (rows, heads, n_query)),
+        jnp.where(query_tokens > 0, segments.queries, -1),
+        jnp.where((key_tokens > 0) & (segments.keys >= 0), segments.keys, -2),
+    )
+    call = Call(SelectionOptions(sizes, most, own, interpret), None)
+    chosen = REGISTRY.choose("top_k_blocks", implementation, operands, call, interpret=interpret)
+    index, count = chosen.run(operands, call)
     index = jnp.pad(index, ((0, 0), (0, 0), (0, 0), (0, k_max - most)))
     return BlockLists(index, count, query_tokens, key_tokens, *sizes)
+
+
+class SelectionOperands(NamedTuple):
+    """What is chosen from.
+
+    Attributes:
+      scores: pooled, or [R, H, nQ, nK].
+      k: [R, H, nQ] int32, most blocks of each list.
+      asking: [R, nQ] int32, the segment of each block of queries, negative where it has none.
+      usable: [R, nK] int32, that of each block of keys, −2 where it has none.
+    """
+
+    scores: PooledScores | jax.Array
+    k: jax.Array
+    asking: jax.Array
+    usable: jax.Array
+
+
+@dataclass(frozen=True)
+class SelectionOptions:
+    """What is static.
+
+    Attributes:
+      sizes: tokens of a block of queries, and of one of keys.
+      most: length that lists may have, at most the blocks of keys.
+      own: whether a list begins with the block's own.
+      interpret: run the kernel in an interpreter.
+    """
+
+    sizes: tuple[int, int]
+    most: int
+    own: bool
+    interpret: bool
+
+
+Selection = Implementation[SelectionOperands, SelectionOptions]
+"""Gives lists [R, H, nQ, most] int32, zeros behind their ends, and their lengths [R, H, nQ]."""
+
+
+class SortedSelection(Selection):
+    """By XLA's sort, for some blocks of queries at a time."""
+
+    name = "xla"
+
+    @override
+    def run(
+        self, operands: SelectionOperands, call: Call[SelectionOptions]
+    ) -> tuple[jax.Array, jax.Array]:
+        scores, k, asking, usable = operands
+        (rows, heads, n_query), n_key, options = k.shape, usable.shape[1], call.options
+        query_block, key_block = options.sizes
+
+        def of_chunk(chunk: jax.Array) -> tuple[jax.Array, jax.Array]:
+            """Lists [R, H, C, most] and counts [R, H, C] of the blocks of queries [C]."""
+            place = jnp.minimum(chunk, n_query - 1)
+            same = asking[:, place][..., None] == usable[:, None]
+            ranked = _between_infinities(scores_of(scores, place))
+            number = (place * query_block // key_block)[:, None] if options.own else -1
+            is_own = jnp.arange(n_key) == number
+            ranked = jnp.where(same[:, None], jnp.where(is_own, jnp.inf, ranked), -jnp.inf)
+            _, index = jax.lax.top_k(ranked, options.most)
+            count = jnp.minimum(same.sum(axis=-1, dtype=jnp.int32)[:, None], k[:, :, place])
+            return _ascending(index.astype(jnp.int32), count, number), count
+
+        size = min(n_query, max(_LEAST_CHUNK, n_query * options.most // n_key))
+        chunks = jnp.arange(-(-n_query // size) * size).reshape(-1, size)
+        index, count = jax.lax.map(of_chunk, chunks)
+        index = jnp.moveaxis(index, 0, 2).reshape(rows, heads, chunks.size, options.most)
+        count = jnp.moveaxis(count, 0, 2).reshape(rows, heads, chunks.size)
+        return index[:, :, :n_query], count[:, :, :n_query]
+
+
+class CountedSelection(Selection):
+    """By the Triton kernel, which counts how many scores are as high; for pooled scores."""
+
+    name = "triton"
+    interpretable = True
+
+    @override
+    def unsupported_reason(
+        self, operands: SelectionOperands, call: Call[SelectionOptions]
+    ) -> Exception | None:
+        scores = operands.scores
+        if not isinstance(scores, PooledScores):
+            return ValueError("scores are an array; give PooledScores, or use 'xla'")
+        width = scores.queries.shape[-1]
+        if width < 16 or width & (width - 1):
+            return NotImplementedError(f"the width {width} is no power of two from 16; use 'xla'")
+        return devices.unsupported_sharding(
+            scores.queries, None, name="scores.queries"
+        ) or devices.unsupported_triton(scores.queries, interpret=call.options.interpret)
+
+    @override
+    def faster_than_reference(
+        self, operands: SelectionOperands, call: Call[SelectionOptions]
+    ) -> bool:
+        return True
+
+    @override
+    def run(
+        self, operands: SelectionOperands, call: Call[SelectionOptions]
+    ) -> tuple[jax.Array, jax.Array]:
+        # Imported where it runs: a JAX without Pallas's Triton lowering must run the other one.
+        kernel = import_module("pallas_kernels.block_sparse_attention.selection_triton")
+        return kernel.choose(operands, call.options)
+
+
+REGISTRY: Registry[Selection] = Registry(reference=SortedSelection())
+REGISTRY.register(CountedSelection())
 
 
 def _checked_sizes(
@@ -201,12 +314,12 @@ def _between_infinities(scores: jax.Array) -> jax.Array:
     return jnp.where(scores == 0, 0.0, scores)  # −0 and 0 are equal, but sort apart
 
 
-def _ascending(index: jax.Array, count: jax.Array, first: int) -> jax.Array:
-    """Lists [..., k] of lengths [...], ascending behind the first entries, then zeros."""
+def _ascending(index: jax.Array, count: jax.Array, own: jax.Array | int) -> jax.Array:
+    """Lists [..., C, k] of lengths [..., C], ascending behind their own [C, 1], then zeros."""
     valid = jnp.arange(index.shape[-1]) < count[..., None]
-    rest = jnp.where(valid, index, jnp.iinfo(jnp.int32).max)[..., first:]
-    ordered = jnp.concatenate([index[..., :first], jnp.sort(rest, axis=-1)], axis=-1)
-    return jnp.where(valid, ordered, 0)
+    last = jnp.iinfo(jnp.int32).max
+    ordered = jnp.sort(jnp.where(valid, jnp.where(index == own, -1, index), last), axis=-1)
+    return jnp.where(valid, jnp.where(ordered == -1, own, ordered), 0)
 
 
 Grid = tuple[int, int, int]

@@ -182,7 +182,9 @@ def test_lists_name_each_block_once_and_popular_ones_more_often(popularity, spar
 
 def test_speeds_are_ratios_to_dense_attention_which_is_as_fast_at_some_sparsity():
     entries = [*DENSE, entry("forward", 2.0), entry("backward", 6.0)]
-    entries.append(entry("selection", 0.4, implementation="xla"))
+    entries.append(entry("selection", 0.8, implementation="xla"))
+    assert bench.speeds(entries)[0].selection == pytest.approx(0.1)
+    entries.append(entry("selection", 0.4, implementation="triton"))
     (found,) = bench.speeds(entries)
     assert (found.forward, found.backward, found.both) == (5, 5, 5)
     assert found.selection == pytest.approx(0.05)
@@ -235,7 +237,7 @@ def test_the_command_prints_a_table_and_writes_json_and_a_picture(
 def test_selection_runs(monkeypatch):
     ran = []
     monkeypatch.setattr(bench, "call_time", lambda function, sets: ran.append(function(*sets[0])))
-    bench._selection(SHAPE, bench.make_arguments(SHAPE), 0.5)
+    bench._selection(SHAPE, bench.make_arguments(SHAPE), 0.5, "xla")
     lists, inverted = ran[0]
     assert lists.indices.shape == (1, 2, 16, 8)
     assert inverted.queries.shape == (1, 2, 128)

@@ -14,6 +14,7 @@ from pallas_kernels.block_sparse_attention import (
     tile_order,
     top_k_blocks,
 )
+from pallas_kernels.block_sparse_attention.selection_triton import rank_of
 
 IDS, TOKENS = jnp.zeros((1, 4), jnp.int32), jnp.full((1, 4), 64, jnp.int32)
 SEGMENTS = BlockSegments(IDS, IDS)
@@ -109,6 +110,107 @@ def test_scores_rank_by_value_whatever_their_form():
     np.testing.assert_array_equal(other.indices, np.sort(jax.lax.top_k(scores, 3)[1]))
 
 
+def selected(scores, sizes, implementation, seed=0, own=True, blocks=(64, 64)):
+    """Lists for segments, valid tokens and k that differ by block; of sizes (nQ, nK, k_max)."""
+    rng = np.random.default_rng(seed)
+    n_query, n_key, k_max = sizes
+    rows, _, heads, _ = scores.queries.shape
+
+    def of_blocks(count):
+        ids = np.sort(rng.integers(-1, 3, (rows, count)), axis=1)[:, ::-1]
+        tokens = rng.integers(0, 5, (rows, count)) * 16
+        return jnp.asarray(ids, jnp.int32), jnp.asarray(tokens, jnp.int32)
+
+    (query_ids, query_tokens), (key_ids, key_tokens) = of_blocks(n_query), of_blocks(n_key)
+    if n_query == n_key:
+        query_ids, query_tokens = key_ids, key_tokens
+    k = jnp.asarray(rng.integers(0, k_max + 1, (rows, heads, n_query)))
+    segments, (query_block, key_block) = BlockSegments(query_ids, key_ids), blocks
+    found = top_k_blocks(
+        scores,
+        k,
+        segments,
+        query_tokens,
+        key_tokens,
+        k_max=k_max,
+        query_block=query_block,
+        key_block=key_block,
+        own=own,
+        implementation=implementation,
+        interpret=implementation == "triton" and jax.default_backend() == "cpu",
+    )
+    return np.asarray(found.indices), np.asarray(found.counts)
+
+
+KERNEL_CASES = [
+    # rows, heads, (nQ, nK, k_max), width, own, tokens of blocks
+    (1, 2, (20, 20, 5), 16, True, (64, 64)),
+    (2, 2, (40, 300, 33), 16, False, (64, 64)),
+    (1, 1, (20, 40, 9), 32, True, (128, 64)),
+    (1, 2, (7, 7, 9), 64, True, (128, 128)),
+    (1, 1, (70, 2100, 200), 16, True, (64, 64)),  # scores are computed for each bit
+]
+
+
+def equal_scores(case):
+    """Few different integers, which every way of adding up gives exactly."""
+    rows, heads, (n_query, n_key, _), width, *_ = case
+    rng = np.random.default_rng(1)
+    return PooledScores(
+        *(
+            jnp.asarray(rng.integers(-2, 3, (rows, count, heads, width)), jnp.float32)
+            for count in (n_query, n_key)
+        )
+    )
+
+
+@pytest.mark.parametrize("case", KERNEL_CASES)
+def test_the_kernel_chooses_what_a_sort_chooses(case):
+    *_, own, blocks = case
+    sorted_, counted = (
+        selected(equal_scores(case), case[2], name, own=own, blocks=blocks)
+        for name in ("xla", "triton")
+    )
+    np.testing.assert_array_equal(counted[1], sorted_[1])
+    np.testing.assert_array_equal(counted[0], sorted_[0])
+    assert sorted_[1].max() > 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*KERNEL_CASES, (1, 12, (1182, 1182, 118), 128, True, (64, 64))])
+def test_the_compiled_kernel_chooses_what_a_sort_chooses(case):
+    test_the_kernel_chooses_what_a_sort_chooses(case)
+
+
+@pytest.mark.gpu
+def test_the_compiled_kernel_chooses_the_best_of_any_scores():
+    """Against float64: what is chosen is as good, but for the rounding of TF32."""
+    rng = np.random.default_rng(2)
+    size = (600, 600, 60)
+    q, k = (rng.normal(size=(1, 600, 4, 128)).astype(np.float32) for _ in range(2))
+    scores = PooledScores(jnp.asarray(q), jnp.asarray(k))
+    exact = np.einsum("rqhd,rkhd->rhqk", q.astype(np.float64), k)
+    totals = []
+    for name in ("xla", "triton"):
+        index, count = selected(scores, size, name, own=False)
+        named = np.arange(size[2]) < count[..., None]
+        totals.append(np.where(named, np.take_along_axis(exact, index, -1), 0).sum(-1))
+    np.testing.assert_allclose(totals[1], totals[0], rtol=1e-3, atol=0.1)
+
+
+@given(st.lists(st.floats(width=32), min_size=2, max_size=2))
+@settings(max_examples=50, deadline=None)
+def test_ranks_are_in_the_order_of_scores(pair):
+    low, high = np.nan_to_num(np.asarray(pair, np.float32), nan=-np.inf)
+    first, second = (int(each) for each in rank_of(jnp.asarray(pair, jnp.float32)))
+    limit = np.finfo(np.float32).max
+    low, high = (np.clip(each, -limit, limit) for each in (low, high))
+    tiny = np.finfo(np.float32).tiny  # which XLA takes as 0 on CPUs
+    if max(abs(low), abs(high)) >= tiny or low == high == 0:
+        assert (first < second, first == second) == (low < high, low == high)
+    assert min(first, second) > np.iinfo(np.int32).min
+
+
 @pytest.mark.parametrize(("rows", "blocks", "k_max"), [(0, 4, 2), (1, 0, 2), (1, 4, 0)])
 def test_empty_selections_are_empty_lists(rows, blocks, k_max):
     ids = jnp.zeros((rows, blocks), jnp.int32)
@@ -130,6 +232,7 @@ def test_selections_that_do_not_fit_are_refused():
         ({"k": jnp.zeros(3, jnp.int32)}, r"k is int32 \(3,\)"),
         ({"segments": BlockSegments(IDS[:, :2], IDS)}, "segments.queries is"),
         ({"scores": POOLED}, "scores.keys is"),
+        ({"implementation": "triton", "interpret": True}, "'triton' cannot run, scores are an arr"),
     ):
         given = {"scores": jnp.zeros((1, 2, 4, 4)), "k": 2, "segments": SEGMENTS}
         with pytest.raises(ValueError, match=message):
