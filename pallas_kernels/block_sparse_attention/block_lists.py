@@ -146,26 +146,39 @@ def full_lists(
     )
 
 
-def invert(blocks: BlockLists) -> InvertedLists:
-    """Sorts the pairs of the lists by key block, so that a key block's gradients can be summed.
+_GROUP = 32
+"""Blocks of queries whose bits are in one number."""
 
-    Its memory is that of the lists, whatever they hold.
+
+def invert(blocks: BlockLists) -> InvertedLists:
+    """The lists by key block, so that a key block's gradients can be summed.
+
+    Nothing is sorted. Each pair of lists sets one bit, of 32 blocks of queries in a number for each
+    block of keys; sums of bits say where a pair goes. Its memory is that of the lists, and an
+    eighth of a byte for each pair of blocks.
     """
     rows, heads, n_query, most = blocks.indices.shape
-    n_key = blocks.key_tokens.shape[1]
-    named = jnp.arange(most) < blocks.counts[..., None]
-    key = jnp.where(named, blocks.indices, n_key).reshape(rows, heads, n_query * most)
-    query = jnp.arange(n_query * most, dtype=jnp.int32) // most
-    if (n_key + 1) * n_query <= jnp.iinfo(jnp.int32).max:
-        # One number for a pair: numbers alone sort faster, and all pairs differ.
-        pairs = jnp.sort(key * n_query + query, axis=-1)
-        key, queries = pairs // n_query, pairs % n_query
-    else:
-        order = jnp.argsort(key, axis=-1, stable=True)
-        key, queries = jnp.take_along_axis(key, order, -1), query[order]
-    first = jax.vmap(jax.vmap(partial(jnp.searchsorted, side="left"), (0, None)), (0, None))
-    offsets = first(key, jnp.arange(n_key + 1, dtype=jnp.int32))
-    return InvertedLists(queries.astype(jnp.int32), offsets.astype(jnp.int32))
+    n_key, groups = blocks.key_tokens.shape[1], -(-n_query // _GROUP)
+    query = jnp.arange(n_query, dtype=jnp.int32)[:, None]
+    bit = jnp.left_shift(jnp.int32(1), query % _GROUP)
+    named = jnp.arange(most) < blocks.counts.reshape(-1, n_query)[..., None]
+    head = jnp.arange(rows * heads, dtype=jnp.int32)[:, None, None]
+    number = (head * groups + query // _GROUP) * n_key + blocks.indices.reshape(named.shape)
+    size = rows * heads * groups * n_key
+    number = jnp.where(named, number, size)
+
+    asking = jnp.zeros(size, jnp.int32).at[number].add(bit, mode="drop")
+    count = jax.lax.population_count(asking).reshape(rows * heads, groups, n_key)
+    ends = jnp.cumsum(count.sum(axis=1), axis=-1)
+    offsets = jnp.pad(ends, ((0, 0), (1, 0)))
+    first = (offsets[:, None, :-1] + jnp.cumsum(count, axis=1) - count).reshape(size)
+    before = jax.lax.population_count(asking.at[number].get(mode="clip") & (bit - 1))
+    place = head * (n_query * most) + first.at[number].get(mode="clip") + before
+    place = jnp.where(named, place, rows * heads * n_query * most)
+    queries = jnp.zeros(rows * heads * n_query * most, jnp.int32)
+    queries = queries.at[place].set(jnp.broadcast_to(query, place.shape), mode="drop")
+    shape = (rows, heads, n_query * most)
+    return InvertedLists(queries.reshape(shape), offsets.reshape(rows, heads, n_key + 1))
 
 
 def longest_first(counts: jax.Array) -> jax.Array:
