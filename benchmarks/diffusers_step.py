@@ -26,6 +26,7 @@ TORCH_CASES: tuple[Json, ...] = (
     {"precision": "bf16_copy", "attention": "flash", "compile": "blocks", "remat": "full"},
     {"precision": "autocast", "attention": "cudnn", "compile": "blocks", "remat": "full"},
     {"precision": "bf16_copy", "attention": "cudnn", "compile": "blocks", "remat": "none"},
+    {"precision": "bf16_copy", "attention": "cudnn", "compile": "blocks", "remat": "attention"},
 )
 """PyTorch at its best is not known beforehand: all of these are measured."""
 
