@@ -66,8 +66,8 @@ class ClusterConfig:
       coordinator: host:port on which process 0 listens and which all others can reach.
       processes: number of processes.
       process: number of this process, from 0.
-      detect: whether to ask torchrun, Slurm, Open MPI or Kubernetes if the three flags are not
-        given.
+      detect: whether to ask torchrun, Slurm, Open MPI or Kubernetes (also Kubeflow Trainer) if the
+        three flags are not given.
       lost_after: seconds of silence after which a process counts as lost and the others end.
       certificates: folder with cert.pem, key.pem and ca.pem, without which nobody can join or read
         the run; needs JAX 0.11.2. See docs/many-gpus.md.
@@ -206,6 +206,8 @@ def _process_info(config: ClusterConfig) -> ProcessInfo | None:
         assert config.processes is not None
         assert config.process is not None
         return ProcessInfo(config.coordinator, config.processes, config.process)
+    if config.detect and _task_count("JAX_NUM_PROCESSES") > 1:
+        return _process_of_variables()
     # What torchrun starts in a step of Slurm is more than the step's tasks. Scripts that set only
     # ranks leave it to Slurm which GPUs a task has.
     count = _task_count("WORLD_SIZE") if config.detect else 1
@@ -235,6 +237,18 @@ def _process_info(config: ClusterConfig) -> ProcessInfo | None:
     if process is None:
         raise InputError(f"{launcher}: JAX cannot detect the processes of the run; {_REMEDY}")
     return process
+
+
+def _process_of_variables() -> ProcessInfo:
+    """The process by the variables that Kubeflow Trainer sets for JAX: one for each host."""
+    names = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+    address, count, process = (os.environ.get(name, "") for name in names)
+    try:
+        ClusterConfig(address, int(count), int(process))
+    except (InputError, ValueError) as error:
+        said = ", ".join(f"{name} is {os.environ.get(name)!r}" for name in names)
+        raise InputError(f"{said}, which is no process of a run; {_REMEDY}") from error
+    return ProcessInfo(address, int(count), int(process))
 
 
 def _process_of_torchrun() -> ProcessInfo:

@@ -125,6 +125,23 @@ def test_torchruns_environment_identifies_the_process(more, process, monkeypatch
     assert found == [process]
 
 
+def test_kubeflows_variables_identify_the_process(monkeypatch):
+    given = {"COORDINATOR_ADDRESS": "alload-node-0-0.alload:29500", "NUM_PROCESSES": "2"}
+    for name, value in (given | {"PROCESS_ID": "1"}).items():
+        monkeypatch.setenv(f"JAX_{name}", value)
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "1")  # which JAX would ask Kubernetes about
+    found = initialize_module._process_info(ClusterConfig())
+    assert found == ("alload-node-0-0.alload:29500", 2, 1, None)
+    monkeypatch.setenv("JAX_PROCESS_ID", "2")
+    with pytest.raises(InputError, match="JAX_NUM_PROCESSES is '2', JAX_PROCESS_ID is '2', which"):
+        initialize_module._process_info(ClusterConfig())
+    monkeypatch.delenv("JAX_PROCESS_ID")
+    with pytest.raises(InputError, match=r"JAX_PROCESS_ID is None, which .*--cluster.coordinator"):
+        initialize_module._process_info(ClusterConfig())
+    assert initialize_module._process_info(ClusterConfig(detect=False)) is None
+
+
 def test_a_port_that_is_taken_is_named():
     with socket.create_server(("", 0)) as taken:
         coordinator = f"localhost:{taken.getsockname()[1]}"

@@ -375,3 +375,20 @@ def test_the_jobset_counts_hosts_and_permits_queries_as_jax_needs_them():
     rules = objects["Role"]["rules"]
     allowed = {(kind, verb) for r in rules for kind in r["resources"] for verb in r["verbs"]}
     assert {("pods", "list"), ("jobs", "get")} <= allowed
+
+
+def test_the_trainjob_takes_what_kubeflow_sets_and_shares_a_folder():
+    """Its fields were checked against the CRD of Kubeflow Trainer (2026-08-21)."""
+    found = yaml.safe_load((DOCS / "clusters" / "trainjob.yaml").read_text())
+    spec = found["spec"]
+    assert (found["kind"], spec["runtimeRef"]["name"]) == ("TrainJob", "jax-distributed")
+    assert spec["trainer"]["command"][-1] == 'exec python train.py --config "$CONFIG"'
+    (patch,) = spec["runtimePatches"]
+    (jobs,) = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    pod = jobs["template"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert jobs["name"] == container["name"] == "node"  # as the runtime calls them
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert mounts.keys() == {volume["name"] for volume in pod["volumes"]}
+    (config,) = spec["trainer"]["env"]
+    assert config["value"].startswith(mounts["shared"])
