@@ -166,10 +166,10 @@ def test_heads_limit_the_context_of_sparse_attention():
     dense = replace(costs, model={"num_heads": 12}, bytes_per_split_token=1e6)
     split = replace(auto, context=8, link_bandwidth=1e9)
     assert make_plan(split, samples, 64, 0, dense).policy.context == 8
-    # Keys and values go to each of the others, in place of an eighth of all arrays.
+    # Four ranks exchange heads, and each gets the keys and values of four others.
     by_heads = replace(dense, model={"num_heads": 16})
     found = [split.seconds_per_split_token(each) for each in (dense, by_heads)]
-    assert found == pytest.approx([3.5e-3, 0.875e-3])
+    assert found == pytest.approx([1.25e-3, 0.875e-3])
 
 
 def test_a_small_set_gets_rows_of_its_size():

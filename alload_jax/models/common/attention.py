@@ -1,9 +1,9 @@
 """Computes all attention of the models, with one of the implementations that JAX offers.
 
 All-to-alls exchange a rank's split tokens of all heads for all split tokens of some heads and back,
-as in DeepSpeed-Ulysses (arXiv 2309.14509). Where the ranks do not divide the heads, each rank's
-queries attend to the keys and values of all ranks instead. This applies to the first A tokens of
-each rank's row; the other tokens attend on their own rank.
+as in DeepSpeed-Ulysses (arXiv 2309.14509). Where the ranks of a group do not divide the heads, only
+some neighbours exchange them; each then gets the keys and values of its heads from the others. This
+applies to the first A tokens of each rank's row; the other tokens attend on their own rank.
 """
 
 import math
@@ -13,6 +13,7 @@ from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import PyTree
@@ -104,28 +105,52 @@ def split_packed(
     Returns:
       [1, T, num_heads, head_dim] in the query's dtype.
     """
-    count = split.split_tokens
-    q, k, v = (x[:, :count] for x in (query, key, value))
-    if query.shape[2] % jax.lax.axis_size(CONTEXT) == 0:
-        q, k, v = (tokens_together(x) for x in (q, k, v))
-        outputs = [heads_together(within(q, k, v, split.within_split()))]
-    else:
-        k, v = (jax.lax.all_gather(x, CONTEXT, axis=1, tiled=True) for x in (k, v))
-        outputs = [within(q, k, v, split.from_rank(jax.lax.axis_index(CONTEXT)))]
+    count, ranks = split.split_tokens, jax.lax.axis_size(CONTEXT)
+    together = math.gcd(ranks, query.shape[2])
+    q, k, v = (tokens_together(x[:, :count], together) for x in (query, key, value))
+    segments = split.within_split()
+    if together < ranks:
+        k, v = (parts_together(x, together) for x in (k, v))
+        segments = split.from_part(jax.lax.axis_index(CONTEXT) // together, together)
+    outputs = [heads_together(within(q, k, v, segments), together)]
     if count < query.shape[1]:
         q, k, v = (x[:, count:] for x in (query, key, value))
         outputs.append(within(q, k, v, split.within_whole()))
     return jnp.concatenate(outputs, axis=1)
 
 
-def tokens_together(x: jax.Array) -> jax.Array:
-    """[1, A, num_heads, head_dim] on each rank → [1, c·A, num_heads / c, head_dim]."""
-    return jax.lax.all_to_all(x, CONTEXT, split_axis=2, concat_axis=1, tiled=True)
+def tokens_together(x: jax.Array, together: int) -> jax.Array:
+    """[1, A, num_heads, D] on each rank → [1, n·A, num_heads / n, D] of n = `together` ranks."""
+    return _all_to_all(x, together, split_axis=2, concat_axis=1)
 
 
-def heads_together(x: jax.Array) -> jax.Array:
+def heads_together(x: jax.Array, together: int) -> jax.Array:
     """Inverts `tokens_together`."""
-    return jax.lax.all_to_all(x, CONTEXT, split_axis=1, concat_axis=2, tiled=True)
+    return _all_to_all(x, together, split_axis=1, concat_axis=2)
+
+
+def _all_to_all(x: jax.Array, together: int, split_axis: int, concat_axis: int) -> jax.Array:
+    if together == 1:
+        return x
+    return jax.lax.all_to_all(
+        x,
+        CONTEXT,
+        split_axis=split_axis,
+        concat_axis=concat_axis,
+        axis_index_groups=_neighbours(together).tolist(),
+        tiled=True,
+    )
+
+
+def parts_together(x: jax.Array, together: int) -> jax.Array:
+    """[1, n·A, num_heads / n, D] after `tokens_together` → [1, c·A, num_heads / n, D]."""
+    groups = _neighbours(together).T.tolist()
+    return jax.lax.all_gather(x, CONTEXT, axis=1, axis_index_groups=groups, tiled=True)
+
+
+def _neighbours(together: int) -> np.ndarray:
+    """[c / n, n], the ranks of a context group by n neighbours; columns have the same heads."""
+    return np.arange(jax.lax.axis_size(CONTEXT)).reshape(-1, together)
 
 
 AttentionImplementation = Literal["auto", "xla", "cudnn", "triton"]

@@ -308,12 +308,17 @@ class SplitRows:
         """The group's split tokens attend within their segment."""
         return _self_attention(self.split, self.lengths[1])
 
-    def from_rank(self, rank: jax.Array) -> AttentionSegments:
-        """The split tokens of one rank of the group attend to all tokens of their segments."""
+    def from_part(self, part: jax.Array, ranks: int) -> AttentionSegments:
+        """The split tokens of some ranks of the group attend to all tokens of their segments.
+
+        Args:
+          part: its number among parts of as many neighbouring ranks.
+          ranks: in a part.
+        """
         offset, length, ids = self.split
-        count, bounds = self.split_tokens, self.lengths[1]
-        begin, end = (jnp.clip(x - rank * count, 0, count) for x in (offset, offset + length))
-        ids = jax.lax.dynamic_slice_in_dim(ids, rank * count, count, axis=1)
+        count, bounds = ranks * self.split_tokens, self.lengths[1]
+        begin, end = (jnp.clip(x - part * count, 0, count) for x in (offset, offset + length))
+        ids = jax.lax.dynamic_slice_in_dim(ids, part * count, count, axis=1)
         longest_key, longest = bounds[-1][0], min(bounds[-1][0], count)
         lengths = (*(each for each in bounds[:-1] if each[0] < longest), (longest, 0))
         return AttentionSegments(

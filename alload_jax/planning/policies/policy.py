@@ -230,15 +230,17 @@ class PlanSettings:
     def seconds_per_split_token(self, costs: CostFile | None = None) -> float:
         """Predicted seconds of communication per split token of a rank; 0 if unknown.
 
-        In an all-to-all a rank keeps 1/c of its bytes and sends the rest. Where c does not divide
-        the heads, it sends half of the arrays, keys and values, to each of the c − 1 others.
-        `costs` as in `exponent`.
+        In an all-to-all of n ranks a rank keeps 1/n of its bytes and sends the rest. Where the c
+        ranks of a group do not divide the heads, n is the most that divides both, and each rank
+        also gets keys and values, half of the arrays, from c/n − 1 others. `costs` as in
+        `exponent`.
         """
         costs, context = costs or self.costs(), self.context_value
         if not costs.bytes_per_split_token or not costs.quadratic:
             return 0.0
-        copies = context / 2 if costs.heads_left_by(context) else 1.0
-        return copies * costs.bytes_per_split_token * (1 - 1 / context) / self.link_bandwidth
+        together = math.gcd(context, int((costs.model or {}).get("num_heads", 0)))
+        sent = 1 - 1 / together + (context / together - 1) / 2
+        return sent * costs.bytes_per_split_token / self.link_bandwidth
 
     def refuse_foreign_costs(self, model: Mapping[str, object], device: str | None) -> None:
         """Raises InputError if the cost model was made for another model or device.

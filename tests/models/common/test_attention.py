@@ -163,7 +163,8 @@ def check_split(context, region, head_dim, dtype, tolerance, axes):
         (4, REGION, {"context": 4}),
         (2, 64, {"context": 2}),
         (2, REGION, {"context": 2, "tensor": 2}),
-        (8, REGION, {"context": 8}),  # more ranks than heads
+        (8, REGION, {"context": 8}),  # more ranks than heads: four exchange them
+        (6, REGION, {"context": 6}),  # two exchange heads
         (4, 64, {"context": 4, "tensor": 2}),
         (3, REGION, {"context": 3}),
     ],
@@ -172,9 +173,15 @@ def test_split_samples_attend_as_whole_ones(context, region, axes):
     check_split(context, region, 6, jnp.float32, 1e-5, axes)
 
 
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=5), st.integers(0, 9), st.integers(2, 5))
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=5),
+    st.integers(0, 9),
+    st.integers(2, 5),
+    st.integers(1, 2),
+)
 @settings(max_examples=40, deadline=None)
-def test_each_rank_asks_with_its_own_tokens_of_every_segment(lengths, gap, ranks):
+def test_each_part_asks_with_its_own_tokens_of_every_segment(lengths, gap, parts, together):
+    ranks = parts * together
     region = -(-(sum(lengths) + gap) // ranks)
     offsets = gap + np.cumsum([0, *lengths[:-1]])
     packed = packed_of(
@@ -183,8 +190,8 @@ def test_each_rank_asks_with_its_own_tokens_of_every_segment(lengths, gap, ranks
     none = laid_out([[]], 6, 1)
     rows = SplitRows(none, packed.query, region, (((0, 0), (1, 0)), packed.lengths))
     seen = []
-    for rank in range(ranks):
-        found = rows.from_rank(jnp.int32(rank))
+    for part in range(parts):
+        found = rows.from_part(jnp.int32(part), together)
         offset, length, ids = (np.asarray(each)[0] for each in found.query)
         seen += ids.tolist()
         for slot in range(6):
@@ -192,7 +199,7 @@ def test_each_rank_asks_with_its_own_tokens_of_every_segment(lengths, gap, ranks
             assert length[slot] == len(places)
             assert not len(places) or offset[slot] == places[0]
         assert all((length > above).sum() <= most for above, most in found.lengths)
-        assert found.lengths[-1] == (min(max(lengths), region), 0)
+        assert found.lengths[-1] == (min(max(lengths), together * region), 0)
         assert found.longest_key == max(lengths)
     assert seen == np.asarray(packed.query.ids)[0].tolist()
 

@@ -437,14 +437,18 @@ def attend_split(heads: Heads, packed: PackedMetadata, choice: Choice) -> jax.Ar
     """`attend` for the row of one rank, [1, T, H, head_dim]. It must run inside `shard_map`."""
     split = packed.split
     assert split is not None
-    count = split.split_tokens
+    count, ranks = split.split_tokens, jax.lax.axis_size(CONTEXT)
     order = jnp.arange(len(heads.number), dtype=jnp.int32)
     if choice.config.balance_heads:
-        order = balanced_order(heads.density, jax.lax.axis_size(CONTEXT))
+        order = balanced_order(heads.density, ranks)
     back = jnp.argsort(order)
-    front = _of_tokens(heads, slice(None, count), lambda x: tokens_together(_taken(x, order, back)))
+
+    def together(x: jax.Array) -> jax.Array:
+        return tokens_together(_taken(x, order, back), ranks)
+
+    front = _of_tokens(heads, slice(None, count), together)
     output = attend(_of_rank(front, order), *_group_rows(split), choice)
-    outputs = [_taken(heads_together(output), back, order)]
+    outputs = [_taken(heads_together(output, ranks), back, order)]
     if count < heads.query.shape[1]:
         behind = _of_tokens(heads, slice(count, None), lambda x: x)
         outputs.append(attend(behind, *_own_rows(split), choice))
@@ -460,7 +464,8 @@ def measure_split(heads: Heads, packed: PackedMetadata, choice: Choice) -> Profi
     assert split is not None
     count = split.split_tokens
     order = jnp.arange(len(heads.number), dtype=jnp.int32)
-    front = _of_tokens(heads, slice(None, count), tokens_together)
+    together = partial(tokens_together, together=jax.lax.axis_size(CONTEXT))
+    front = _of_tokens(heads, slice(None, count), together)
     group = measure(_of_rank(front, order), *_group_rows(split), choice)
     # [1, M, H / c] of each rank → [1, M, H].
     gather = partial(jax.lax.all_gather, axis_name=CONTEXT, axis=2, tiled=True)
