@@ -46,6 +46,7 @@ class PackedBatch(NamedTuple, Generic[T]):
 
     Attributes:
       tokens: [R, T, patch_dim] float32, patches of the samples, one after another; 0 in padding.
+        Those of a split sample are in the order of its tiles, if it has any.
       position: [R, T, 3] int32, the (t, h, w) of each token in its sample; 0 in padding.
       metadata: positions of the segments in T and of their conditions in C.
       condition: [R, C] int32 classes or [R, C, width] text embeddings; or `ConditionTokens` by
@@ -54,9 +55,9 @@ class PackedBatch(NamedTuple, Generic[T]):
       epoch: [R, M] int32, the epoch to which each sample belongs, as `noise_epoch` numbers it.
       weight: [R, M] float32: 1 for a sample, its fraction of the tokens for a part, 0 in unused
         slots.
-      first: [R, M] int32, index of the segment's first token in its sample.
       seq_len: [R, M] int32, number of tokens of the segment's sample.
       frame_tokens: [R, M] int32, number of tokens of one latent frame of the segment's sample.
+      line_tokens: [R, M] int32, likewise of one line of a frame.
       given: [R, T, patch volume · G] float32, patches of the input channels behind the noisy
         latents; None if the model takes none.
       image: [R, M, N, width], embeddings of the given images; None if the model takes none.
@@ -69,9 +70,9 @@ class PackedBatch(NamedTuple, Generic[T]):
     sample: Int[T, "R M"]
     epoch: Int[T, "R M"]
     weight: Float[T, "R M"]
-    first: Int[T, "R M"]
     seq_len: Int[T, "R M"]
     frame_tokens: Int[T, "R M"]
+    line_tokens: Int[T, "R M"]
     given: Float[T, "R T G"] | None = None
     image: Float[T, "R M N width"] | None = None
 

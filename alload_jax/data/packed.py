@@ -21,6 +21,7 @@ from alload_jax.models.common.segments import (
     SplitTiles,
     TiledSegment,
     TileLayout,
+    cached_tile_order,
     empty_layout,
     lay_out,
     segments_of,
@@ -139,6 +140,8 @@ class Tiling:
 
     A row has no room of its own for tiles: tokens stay one after another, and only attention sees
     them in blocks. Only a sample's last block has empty places, which bounds the blocks of a row.
+    The tokens of split samples stand in the order of their tiles, so that a rank holds whole blocks
+    but for two.
 
     Attributes:
       grids: [N, 3], the (t, h, w) of each sample in tokens.
@@ -192,8 +195,19 @@ class Tiling:
             condition_blocks=-(-condition_tokens // sparse.block),
         )
 
+    def order(self, sample: int) -> np.ndarray:
+        """The tokens of a sample, in the order of its tiles if it has any."""
+        grid, tokens = self.grids[sample].tolist(), int(self.grids[sample].prod())
+        if tokens < self.min_tokens:
+            return np.arange(tokens)
+        return cached_tile_order(tuple(grid), block=self.block).source[:tokens]
+
     def layout(
-        self, rows: Sequence[Sequence[tuple[int, int]]], tokens: int, slots: int
+        self,
+        rows: Sequence[Sequence[tuple[int, int]]],
+        tokens: int,
+        slots: int,
+        ordered: bool = False,
     ) -> TileLayout:
         """The layout of rows of whole samples.
 
@@ -202,6 +216,7 @@ class Tiling:
             manifest and its first token.
           tokens: of a row.
           slots: most samples of a row.
+          ordered: whether tokens are in the order of their tiles.
         """
         # A little more than the bound, which is a fraction computed in floating point.
         by_sample = int(tokens * self.blocks_per_token + 1e-6)
@@ -211,8 +226,9 @@ class Tiling:
             segments = []
             for slot, (sample, offset) in enumerate(samples):
                 frames, height, width = self.grids[sample].tolist()
-                if frames * height * width >= self.min_tokens:
-                    segments.append(TiledSegment(slot, offset, (frames, height, width)))
+                if (count := frames * height * width) >= self.min_tokens:
+                    grid = (1, 1, count) if ordered else (frames, height, width)
+                    segments.append(TiledSegment(slot, offset, grid))
             lay_out(layout, row, segments)
         return replace(
             layout,
@@ -232,6 +248,7 @@ class Place(NamedTuple):
       offset: first token in the row.
       first: index of that token in the sample.
       tokens: number of tokens of the part.
+      is_split: whether it is a part of a split sample.
     """
 
     row: int
@@ -239,6 +256,7 @@ class Place(NamedTuple):
     offset: int = 0
     first: int = 0
     tokens: int = 0
+    is_split: bool = False
 
 
 @dataclass(frozen=True)
@@ -406,9 +424,9 @@ class PackedCollation:
             sample=np.full((len(rows), sizes.slots), -1, np.int32),
             epoch=epochs,
             weight=np.zeros((len(rows), sizes.slots), np.float32),
-            first=np.zeros((len(rows), sizes.slots), np.int32),
             seq_len=table[1].copy(),
             frame_tokens=np.ones(table.shape[1:], np.int32),
+            line_tokens=np.ones(table.shape[1:], np.int32),
             given=None if given is None else given.reshape(*here, -1),
             image=self.conditions.image(*table.shape[1:]),
         )
@@ -458,7 +476,7 @@ class PackedCollation:
                 ]
                 for row in rows
             ]
-            in_group = self.tiling.layout(of_group, together, sizes.split)
+            in_group = self.tiling.layout(of_group, together, sizes.split, ordered=True)
             tiles = SplitTiles(self._row_tiles(sizes, rows, samples), in_group)
         return SplitRows(
             whole=segments_of(whole, sizes.tokens - sizes.split_tokens),
@@ -474,9 +492,9 @@ class PackedCollation:
         for row, part in enumerate(parts):
             plan = part.row_plan
             assert plan is not None
-            columns = zip(part.samples, plan.offsets, plan.first, plan.tokens, strict=True)
-            for slot, (sample, offset, first, tokens) in enumerate(columns):
-                yield sample, Place(row, slot, offset, first, tokens)
+            places = zip(plan.offsets, plan.first, plan.tokens, plan.is_split, strict=True)
+            for slot, (sample, place) in enumerate(zip(part.samples, places, strict=True)):
+                yield sample, Place(row, slot, *place)
 
     def put(
         self,
@@ -492,7 +510,9 @@ class PackedCollation:
         row, slot = place.row, place.slot
         tokens = self._latent_tokens(sample, place.first, place.tokens)
         here = slice(place.offset, place.offset + tokens)
-        in_sample = slice(place.first, place.first + tokens)
+        in_sample: slice | np.ndarray = slice(place.first, place.first + tokens)
+        if self.tiling is not None and place.is_split:
+            in_sample = self.tiling.order(sample)[in_sample]
         patches = patchify(latents[None], self.model.patch_size)[0]
         grid = [n // p for n, p in zip(latents.shape[:3], self.model.patch_size, strict=True)]
         batch.tokens[row, here] = patches[in_sample]
@@ -506,9 +526,9 @@ class PackedCollation:
         put_condition(batch.condition, row, slot, begin, condition)
         batch.sample[row, slot] = self.manifest.number(sample)
         batch.weight[row, slot] = tokens / len(patches)
-        batch.first[row, slot] = place.first
         batch.seq_len[row, slot] = len(patches)
         batch.frame_tokens[row, slot] = grid[1] * grid[2]
+        batch.line_tokens[row, slot] = grid[2]
 
 
 def _empty_row(split_tokens: int) -> RowPlan:

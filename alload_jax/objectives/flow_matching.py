@@ -130,13 +130,13 @@ def noised_rows(
     batch: PackedBatch, key: jax.Array, config: "FlowMatching", model: ModelConfig
 ) -> Noised:
     """Adds noise to a packed micro-batch; a sample gets the same noise as in `noised`."""
-    segments = batch.metadata.tokens
-    ids = segments.ids
+    ids = batch.metadata.tokens.ids
     draw = jax.vmap(
         jax.vmap(lambda epoch, sample, seq_len: _draw(key, epoch, sample, config, seq_len))
     )
     draws = draw(batch.epoch, batch.sample, jnp.maximum(batch.seq_len, 1))
-    place = jnp.arange(ids.shape[1]) - to_tokens(segments.offset - batch.first, ids)
+    frame, line = (to_tokens(each, ids) for each in (batch.frame_tokens, batch.line_tokens))
+    place = batch.position[..., 0] * frame + batch.position[..., 1] * line + batch.position[..., 2]
     token_noise = jax.vmap(jax.vmap(_token_noise, in_axes=(0, 0, None)), in_axes=(0, 0, None))
     noise = token_noise(to_tokens(draws.noise, ids), place, batch.tokens.shape[-1])
     tokens = interpolate(batch.tokens, noise, to_tokens(draws.sigma, ids))

@@ -103,11 +103,13 @@ def tokens_as_they_are_stored(batch, reader, length):
     """(sample, its tokens, weight) of each slot, whose patches, positions and text are right."""
     manifest = reader.manifest
     for sample, row, slot, here in samples_in(batch):
-        first = batch.first[row, slot]
+        grid = np.asarray(manifest.shape[sample]) // PATCH
+        assert batch.frame_tokens[row, slot] == grid[1] * grid[2]
+        assert batch.line_tokens[row, slot] == grid[2]
+        first = int(np.ravel_multi_index(batch.position[row, here.start], grid))
         part = slice(first, first + here.stop - here.start)
         patches = patchify(reader.latents(sample)[None], PATCH)[0]
         assert (batch.tokens[row, here] == patches[part]).all()
-        grid = np.asarray(manifest.shape[sample]) // PATCH
         of_sample = np.indices(grid).reshape(3, -1).T
         assert (batch.position[row, here] == of_sample[part]).all()
         assert (batch.position[row, here] < batch.metadata.grid).all()

@@ -180,12 +180,11 @@ def velocities(model, batch, context=1):
     parts = {}
     for row, slot in zip(*np.nonzero(length), strict=True):
         here = slice(offset[row, slot], offset[row, slot] + length[row, slot])
-        first = int(batch.first[row, slot]) if context > 1 else 0
-        parts.setdefault(int(batch.sample[row, slot]), []).append((first, found[row, here]))
-    return {
-        sample: np.concatenate([part for _, part in sorted(each, key=lambda part: part[0])])
-        for sample, each in parts.items()
-    }
+        sides = (batch.frame_tokens[row, slot], batch.line_tokens[row, slot], 1)
+        part = (batch.position[row, here] @ sides, found[row, here])
+        parts.setdefault(int(batch.sample[row, slot]), []).append(part)
+    joined = {n: map(np.concatenate, zip(*each, strict=True)) for n, each in parts.items()}
+    return {sample: values[np.argsort(place)] for sample, (place, values) in joined.items()}
 
 
 def assert_reaches_no_other(model, batch, context=1):

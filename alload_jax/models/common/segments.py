@@ -19,7 +19,7 @@ Grid = tuple[int, int, int]
 _STATIC = {"static": True}
 """Metadata of fields that programs depend on, by which `register_dataclass` knows them."""
 
-_order = lru_cache(maxsize=64)(tile_order)
+cached_tile_order = lru_cache(maxsize=64)(tile_order)
 
 
 @jax.tree_util.register_dataclass
@@ -111,7 +111,7 @@ class ClipTiles(NamedTuple):
 
 def clip_tiles(grid: Grid, block: int) -> ClipTiles:
     """The tiles of samples of (t, h, w) tokens."""
-    found = _order(grid, block=block)
+    found = cached_tile_order(grid, block=block)
     tokens = jnp.asarray(found.tokens)[None]
     layout = TileLayout(None, None, tokens, jnp.zeros_like(tokens), block, tokens.shape[1])
     return ClipTiles(layout, found.source[: len(found.place)], found.place)
@@ -125,7 +125,7 @@ def joint_clip_layout(grid: Grid, block: int, condition_tokens: int) -> TileLayo
       block: tokens of a block.
       condition_tokens: room for those of the condition.
     """
-    found, rooms = _order(grid, block=block), max(1, -(-condition_tokens // block))
+    found, rooms = cached_tile_order(grid, block=block), max(1, -(-condition_tokens // block))
     blocks = len(found.tokens)
     layout = empty_layout(1, len(found.place) + condition_tokens, blocks, block)
     lay_out(layout, 0, [TiledSegment(0, 0, grid)])
@@ -155,7 +155,7 @@ def lay_out(layout: TileLayout, row: int, segments: Sequence[TiledSegment]) -> N
     """
     at, block = 0, layout.block
     for segment in segments:
-        order = _order(segment.grid, block=block)
+        order = cached_tile_order(segment.grid, block=block)
         here = slice(at, at + len(order.tokens))
         if here.stop > layout.blocks:
             raise ValueError(f"row {row}: its samples have more than {layout.blocks} tiles")
