@@ -147,7 +147,7 @@ class Config:
             )
         if self.run.steps is not None:
             learning_rate_schedule(self.optimizer, self.run.steps)  # checks that it fits
-        self.model.require_divisible(self.mesh.tensor, self.mesh.context)
+        self.model.require_divisible(self.mesh.tensor)
         if self.planning.context == "auto":
             raise InputError(
                 "planning.context is auto, which only `alload plan` accepts; set mesh.context to "

@@ -261,11 +261,6 @@ class CostFile:
         """Tokens that take as much memory as the condition of a sequence; 0 where unknown."""
         return self.memory.per_sequence / self.memory.per_token if self.memory else 0.0
 
-    def heads_left_by(self, context: int) -> int:
-        """The model's number of heads, if it is known and `context` does not divide it; else 0."""
-        heads = int((self.model or {}).get("num_heads", 0))
-        return heads if heads % context else 0
-
     def unlike(self, model: Mapping[str, object], device: str | None = None) -> str:
         """The differences between the cost model's model and device and these; "" if none.
 

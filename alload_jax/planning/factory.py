@@ -79,16 +79,6 @@ def make_plan(
     )
     typical = samples.typical()
     costs = costs or config.costs()
-    sparse = (costs.model or {}).get("sparse_attention")
-    if (
-        sparse
-        and isinstance(config.context, int)
-        and (heads := costs.heads_left_by(config.context))
-    ):
-        raise InputError(
-            f"planning.context is {config.context}, which does not divide the model's {heads} "
-            "heads, and training splits sparse attention by heads; choose a divisor"
-        )
     if config.context == "auto":
         config = with_best_context(config, samples, topology, costs)
     if config.m_comp == "longest":
@@ -131,10 +121,8 @@ def with_best_context(
       config: the settings, of a policy that splits samples; their `context` is not read.
       samples: of the data set.
       topology: the ranks, whose number the size divides.
-      costs: the cost model's file; if it names the heads of sparse attention, their number is
-        divided too.
+      costs: the cost model's file.
     """
-    sparse = (costs.model or {}).get("sparse_attention")
     typical, rough = samples.typical(), {}
 
     def best_tokens(context: int, below: float, trials: int) -> tuple[int, float]:
@@ -147,7 +135,7 @@ def with_best_context(
         return RowTrials(policy, typical, topology).best_tokens(below, trials)
 
     for context in range(1, min(_MOST_CONTEXT, topology.ranks) + 1):
-        if topology.ranks % context == 0 and not (sparse and costs.heads_left_by(context)):
+        if topology.ranks % context == 0:
             rough[context] = best_tokens(context, math.inf, _ROUGH)[1]
     best, tokens, least = 1, config.row_tokens, math.inf
     for context in sorted(sorted(rough, key=lambda context: rough[context])[:2]):

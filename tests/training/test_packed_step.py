@@ -27,7 +27,6 @@ from layouts import (
 from alload_jax.config import Config, DataConfig, RunConfig
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import TextConfig
-from alload_jax.models.common.sparse_attention.config import SparseAttentionConfig
 from alload_jax.objectives.flow_matching import noised
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.sharding.mesh import MeshConfig, local_plan_ranks, ranks_of
@@ -133,12 +132,6 @@ def config_with(planning=None, model=SPLIT, **axes):
 def test_unsupported_splits_are_refused_in_one_line(axes, planning, words):
     with pytest.raises(InputError, match=words):
         config_with(planning, **axes)
-
-
-def test_sparse_attention_is_split_by_heads():
-    sparse = dataclasses.replace(SPLIT, sparse_attention=SparseAttentionConfig())
-    with pytest.raises(InputError, match=r"mesh\.context·mesh\.tensor is 3, which does not divide"):
-        config_with(model=sparse, context=3)
 
 
 @needs_devices

@@ -148,6 +148,17 @@ def parts_together(x: jax.Array, together: int) -> jax.Array:
     return jax.lax.all_gather(x, CONTEXT, axis=1, axis_index_groups=groups, tiled=True)
 
 
+def sum_of_parts(x: jax.Array, together: int) -> jax.Array:
+    """The sum of x over the ranks that have the same heads after `tokens_together`."""
+    return jax.lax.psum(x, CONTEXT, axis_index_groups=_neighbours(together).T.tolist())
+
+
+def gathered_heads(x: jax.Array, together: int, axis: int) -> jax.Array:
+    """An array of some heads on each rank after `tokens_together` → of all heads, on each."""
+    groups = _neighbours(together).tolist()
+    return jax.lax.all_gather(x, CONTEXT, axis=axis, axis_index_groups=groups, tiled=True)
+
+
 def _neighbours(together: int) -> np.ndarray:
     """[c / n, n], the ranks of a context group by n neighbours; columns have the same heads."""
     return np.arange(jax.lax.axis_size(CONTEXT)).reshape(-1, together)

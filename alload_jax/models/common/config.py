@@ -153,8 +153,8 @@ class ModelConfig:
     def _require_positive(self, *names: str) -> None:
         require_positive("model.", self, *names, most=_LARGEST)
 
-    def require_divisible(self, tensor: int, context: int) -> None:
-        """Checks that tensor·context devices (of `mesh`) can share the work of one rank.
+    def require_divisible(self, tensor: int) -> None:
+        """Checks that so many devices (of `mesh.tensor`) can share the work of one rank.
 
         Families that split heads or width over devices override this method.
 
@@ -297,15 +297,12 @@ class TransformerConfig(ModelConfig):
             )
 
     @override
-    def require_divisible(self, tensor: int, context: int) -> None:
-        """These families split their heads; dense attention to split samples needs not."""
-        name, shards = "mesh.tensor", tensor
-        if self.sparse_attention is not None:
-            name, shards = "with sparse attention mesh.context·mesh.tensor", context * tensor
-        if self.num_heads % shards:
+    def require_divisible(self, tensor: int) -> None:
+        """These families split their heads."""
+        if self.num_heads % tensor:
             raise InputError(
-                f"{name} is {shards}, which does not divide model.num_heads {self.num_heads}; "
-                "choose a divisor"
+                f"mesh.tensor is {tensor}, which does not divide model.num_heads "
+                f"{self.num_heads}; choose a divisor"
             )
 
     @property

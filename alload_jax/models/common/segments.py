@@ -63,6 +63,45 @@ class TileLayout:
         """N."""
         return self.tokens.shape[1]
 
+    def from_part(self, part: jax.Array, tokens: int, slots: int) -> tuple["TileLayout", jax.Array]:
+        """The blocks that hold the tokens of one of equal parts of a row, for queries.
+
+        Args:
+          part: number of the part.
+          tokens: of a part, in the order of their tiles.
+          slots: most segments of a part.
+
+        Returns:
+          Their layout, in which places of tokens of other parts are empty; the number of its first
+          block in the row.
+        """
+        # Not full are the last block of each segment and one that the part begins with.
+        blocks, block = min(self.blocks, tokens // self.block + slots + 1), self.block
+        place = jax.lax.dynamic_slice_in_dim(self.place, part * tokens, tokens, axis=1)
+        first = jnp.where(place < 0, self.blocks, place // block).min()
+        first = jnp.minimum(first, self.blocks - blocks)
+
+        def cut(x: jax.Array, size: int) -> jax.Array:
+            return jax.lax.dynamic_slice_in_dim(x, first * size, blocks * size, axis=1)
+
+        def own(source: jax.Array) -> jax.Array:
+            source = source - part * tokens
+            return jnp.where((source >= 0) & (source < tokens), source, -1)
+
+        condition = self.condition
+        if condition is not None:
+            beside = jax.lax.dynamic_slice_in_dim(condition.place, part * tokens, tokens, axis=1)
+            condition = replace(condition, source=own(condition.source), place=beside)
+        layout = replace(
+            self,
+            source=own(cut(self.source, block)),
+            place=jnp.where(place < 0, -1, place - first * block),
+            tokens=cut(self.tokens, 1),
+            segments=cut(self.segments, 1),
+            condition=condition,
+        )
+        return layout, first
+
     def of_slots(self, slots: int) -> jax.Array:
         """[R, M, N] bool, which blocks with tokens are of each of M segments."""
         of_slot = self.segments[:, None] == jnp.arange(slots)[:, None]
@@ -260,19 +299,23 @@ class AttentionSegments:
     longest_key: int | None = field(metadata=_STATIC)
 
     def only(self, kept: jax.Array, longest: int) -> "AttentionSegments":
-        """Self-attention within some of the segments.
+        """Attention within some of the segments.
 
         Args:
           kept: [R, M] bool, which.
           longest: most tokens that one of them has.
         """
-        offset, length, ids = self.query
-        is_kept = jnp.take_along_axis(kept, jnp.maximum(ids, 0), axis=1)
-        ids = jnp.where(is_kept, ids, PADDING)
-        segments = Segments(offset, jnp.where(kept, length, 0), ids)
-        longest = min(self.lengths[-1][0], longest)
-        bounds = tuple(each for each in self.lengths[:-1] if each[0] < longest)
-        return _self_attention(segments, (*bounds, (longest, 0)))
+
+        def of(segments: Segments) -> Segments:
+            offset, length, ids = segments
+            is_kept = jnp.take_along_axis(kept, jnp.maximum(ids, 0), axis=1)
+            return Segments(offset, jnp.where(kept, length, 0), jnp.where(is_kept, ids, PADDING))
+
+        query, most = of(self.query), min(self.lengths[-1][0], longest)
+        bounds = (*(each for each in self.lengths[:-1] if each[0] < most), (most, 0))
+        if self.longest_key is None:
+            return _self_attention(query, bounds)
+        return AttentionSegments(query, of(self.key), bounds, min(self.longest_key, longest))
 
 
 @jax.tree_util.register_dataclass
@@ -449,17 +492,18 @@ def with_conditions(
     return replace(layout, condition=condition)
 
 
-def with_condition_blocks(lists: BlockLists, layout: TileLayout) -> BlockLists:
+def with_condition_blocks(lists: BlockLists, layout: TileLayout, queries: TileLayout) -> BlockLists:
     """The lists, followed by all blocks of the condition of each block's sample.
 
     Args:
       lists: chosen blocks of the tiles.
       layout: the tiles, of which the conditions' blocks are numbered behind the others.
+      queries: the tiles that have lists.
     """
     tiles = layout.condition
     assert tiles is not None
-    same = layout.segments[:, :, None] == tiles.segments[:, None]
-    same &= (layout.tokens[:, :, None] > 0) & (tiles.tokens[:, None] > 0)
+    same = queries.segments[:, :, None] == tiles.segments[:, None]
+    same &= (queries.tokens[:, :, None] > 0) & (tiles.tokens[:, None] > 0)
     count = same.sum(axis=-1, dtype=jnp.int32)[:, None]
     first = layout.blocks + jnp.argmax(same, axis=-1).astype(jnp.int32)[:, None]
     indices = jnp.pad(lists.indices, ((0, 0),) * 3 + ((0, tiles.longest),))
@@ -489,7 +533,8 @@ def to_samples(layout: TileLayout, joint: AttentionSegments) -> AttentionSegment
     queries = Segments(offset, length, ids)
     most = min(slots, max(1, layout.blocks))
     lengths = ((0, most), (max(1, layout.longest) * layout.block, 0))
-    return AttentionSegments(queries, joint.key, lengths, joint.lengths[-1][0])
+    longest_key = joint.longest_key or joint.lengths[-1][0]
+    return AttentionSegments(queries, joint.key, lengths, longest_key)
 
 
 def _of(values: jax.Array, slot: jax.Array) -> jax.Array:

@@ -3,31 +3,52 @@
 import dataclasses
 import itertools
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_oracle import assert_near, graded, laid_out
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alload_jax.errors import InputError
+from alload_jax.models.common.attention import xla_packed
 from alload_jax.models.common.segments import (
+    PackedMetadata,
+    SplitRows,
+    SplitTiles,
     TiledSegment,
     TileLayout,
     empty_layout,
     from_tiles,
     lay_out,
     to_tiles,
+    with_conditions,
 )
 from alload_jax.models.common.sparse_attention import config as switching
 from alload_jax.models.common.sparse_attention.config import SparseAttentionConfig, update_switches
-from alload_jax.models.common.sparse_attention.layer import balanced_order
-from alload_jax.models.common.sparse_attention.selectors import Sample, profile, sample_attention
+from alload_jax.models.common.sparse_attention.layer import (
+    Choice,
+    Heads,
+    attend,
+    attend_split,
+    balanced_order,
+    measure,
+    measure_split,
+)
+from alload_jax.models.common.sparse_attention.selectors import (
+    Features,
+    Sample,
+    profile,
+    sample_attention,
+)
 from alload_jax.models.families import abstract_model, family_of, initial_variables
 from alload_jax.models.wan.transformer import WanConfig
+from alload_jax.sharding.mesh import MeshConfig, make_mesh
 from pallas_kernels.block_sparse_attention import PooledScores
 
 SMALL = WanConfig(dim=32, ffn_dim=64, num_heads=2, num_layers=3, dtype="float32")
@@ -286,6 +307,150 @@ def test_scores_that_are_the_attention_have_full_recall_and_no_loss():
     whole = profile(sample, jnp.einsum("rqhd,rkhd->rhqk", queries, keys), segments, sparse())
     for one, other in zip(pooled, whole, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+# ---------------------------------------------------------------- samples over a context group
+
+LENGTHS, CONDITION, TOO_SHORT = (330, 30, 500, 130), 10, 64
+"""Tokens of split samples, of which one is in no tile, and of their conditions if they stand in
+the row."""
+
+
+def group_of(ranks, joint, behind):
+    """The rows of a group with so many tokens behind the split ones, which are one sample."""
+    room = CONDITION * joint
+    offsets = (5 + np.cumsum([0, *(length + room for length in LENGTHS[:-1])])).tolist()
+    count = -(-(offsets[-1] + LENGTHS[-1] + room) // ranks) + 1
+    samples = list(zip(offsets, LENGTHS, strict=True))
+    layout = empty_layout(ranks, ranks * count, 20, 64)
+    whole = empty_layout(ranks, behind, behind // 64 + 1, 64)
+    ordered = [TiledSegment(n, at, (1, 1, length)) for n, (at, length) in enumerate(samples)]
+    for row in range(ranks):
+        lay_out(layout, row, [each for each in ordered if each.grid[2] >= TOO_SHORT])
+        lay_out(whole, row, [TiledSegment(0, 0, (1, 1, behind))] * bool(behind))
+    rooms = {"condition_blocks": 4, "longest_condition": 1} if joint else {}
+    layout = dataclasses.replace(layout, longest=8, **rooms)
+    both = [(at, length + room) for at, length in samples]
+    latents, both = (laid_out([each] * ranks, 5, ranks * count) for each in (samples, both))
+    if joint:
+        layout = with_conditions(*jax.tree.map(jnp.asarray, (layout, latents, both)))
+    split = SplitRows(
+        laid_out([[(0, behind)]] * ranks, 1, behind),
+        both,
+        count,
+        (((0, 1), (max(1, behind), 0)), ((0, 5), (max(LENGTHS) + room, 0))),
+        SplitTiles(whole if behind else None, layout),
+    )
+    parts = [
+        [
+            (max(at - first, 0), min(at + length - first, count) - max(at - first, 0))
+            for at, length in samples
+            if at < first + count and first < at + length
+        ]
+        for first in range(0, ranks * count, count)
+    ]
+    own = [(count, behind)] * bool(behind)
+    tokens = laid_out([each + own for each in parts], 6, count + behind)
+    packed = PackedMetadata(tokens, tokens, split, (1, 1, 600), ((0, 6), (600, 0)), 1)
+    return jax.tree.map(jnp.asarray, packed)
+
+
+def of_one_rank(function, heads, packed, choice):
+    """What a function gives of the split tokens of the whole group."""
+    arrays = (heads.query, heads.key, heads.value, heads.features)
+    together = jax.tree.map(
+        lambda x: x[:, : packed.split.split_tokens].reshape(1, -1, *x.shape[2:]), arrays
+    )
+    first = jax.tree.map(lambda x: x[:1], (packed.split.tiles.split, packed.split.within_split()))
+    return function(Heads(*together, heads.density, heads.number), *first, choice)
+
+
+needs_devices = pytest.mark.skipif(
+    len(jax.devices()) < 8 or jax.default_backend() != "cpu", reason="needs 8 CPU devices"
+)
+
+
+def split_case(ranks, num_heads, selector, joint=False, behind=0):
+    """Arrays, (arrays → heads), the rows, a choice, and what runs a function on every rank."""
+    packed = group_of(ranks, joint, behind)
+    config = sparse(selector=selector, min_tokens=TOO_SHORT, max_density=0.6, profile_blocks=64)
+    choice = Choice(config, 0.6, xla_packed, *jnp.zeros(3, jnp.int32))
+    shape = (*packed.tokens.ids.shape, num_heads, 4)
+    arrays = [2 * normal for normal in np.random.default_rng(0).normal(size=(5, *shape))]
+
+    def heads_of(query, key, value, *features):
+        known = {"predictor": Features(*features), "pooled": Features(query, key)}
+        density, number = jnp.linspace(0.1, 0.6, num_heads), jnp.arange(num_heads)
+        return Heads(query, key, value, known.get(selector), density, number)
+
+    mesh = make_mesh(MeshConfig(context=ranks), jax.devices()[:ranks])
+
+    def on_ranks(function):
+        rows = jax.P("context")
+        in_specs = Heads(*(rows,) * 4, jax.P(), jax.P()), rows
+        run = lambda heads, packed: function(heads, packed, choice)  # noqa: E731
+        return jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=rows, check_vma=False)
+
+    return [each.astype(np.float32) for each in arrays], heads_of, packed, choice, on_ranks
+
+
+@needs_devices
+@pytest.mark.parametrize(
+    ("ranks", "num_heads", "exchanged", "selector", "joint"),
+    [
+        (3, 4, 1, "pooled", False),
+        (3, 4, 1, "pooled", True),
+        (8, 12, 4, "predictor", False),
+        (8, 4, 2, "pooled", True),
+        (2, 4, 1, "predictor", False),
+        (2, 4, 2, "pooled", False),
+        (4, 4, 1, "random", False),
+    ],
+)
+def test_split_samples_attend_to_the_same_blocks(ranks, num_heads, exchanged, selector, joint):
+    arrays, heads_of, packed, choice, on_ranks = split_case(ranks, num_heads, selector, joint, 100)
+    split = packed.split
+
+    def alone(*arrays):
+        heads = heads_of(*arrays)
+        front = of_one_rank(attend, heads, packed, choice)
+        behind = jax.tree.map(lambda x: x[:, split.split_tokens :], heads[:4])
+        own = split.tiles.whole, split.within_whole()
+        behind = attend(Heads(*behind, *heads[4:]), *own, choice)
+        return jnp.concatenate([front.reshape(ranks, -1, *front.shape[2:]), behind], axis=1)
+
+    def together(*arrays):
+        run = on_ranks(partial(attend_split, exchanged=exchanged))
+        return run(heads_of(*arrays), packed)
+
+    assert_near(graded(together, arrays)[:4], graded(alone, arrays)[:4], 1e-5)
+
+
+@needs_devices
+@pytest.mark.parametrize(("ranks", "num_heads"), [(3, 4), (8, 12), (2, 4)])
+def test_the_profile_of_split_samples_and_its_gradient_are_those_of_one_rank(ranks, num_heads):
+    arrays, heads_of, packed, choice, on_ranks = split_case(ranks, num_heads, "predictor")
+    ids = np.asarray(packed.split.split.ids[0]).reshape(ranks, -1)
+    offset, length, _ = map(np.asarray, packed.tokens)
+    exists = length > 0
+    slots = np.where(
+        exists, ids[np.arange(ranks)[:, None], np.minimum(offset, ids.shape[1] - 1)], 0
+    )
+
+    def values(profile):
+        return jnp.stack(profile[1:], axis=-1)
+
+    def alone(*features):
+        found = values(of_one_rank(measure, heads_of(*arrays[:3], *features), packed, choice))
+        return jnp.where(exists[..., None, None], found[0][slots], 0)
+
+    def together(*features):
+        heads = heads_of(*arrays[:3], *features)._replace(value=None)
+        return values(on_ranks(measure_split)(heads, packed))
+
+    found, expected = (graded(each, arrays[3:]) for each in (together, alone))
+    assert all(np.asarray(each).any() for each in expected)
+    assert_near(found, expected, 1e-5)
 
 
 # ---------------------------------------------------------------- switching

@@ -23,8 +23,10 @@ from alload_jax.models.common.attention import (
     Within,
     attention,
     attention_within,
+    gathered_heads,
     head_spec,
     heads_together,
+    parts_together,
     tokens_together,
 )
 from alload_jax.models.common.config import TransformerConfig
@@ -45,6 +47,7 @@ from alload_jax.models.common.sparse_attention import config as switching
 from alload_jax.models.common.sparse_attention.config import SparseAttentionConfig, Switch
 from alload_jax.models.common.sparse_attention.selectors import (
     Features,
+    PartOfGroup,
     Predictor,
     Profile,
     block_scores,
@@ -52,7 +55,7 @@ from alload_jax.models.common.sparse_attention.selectors import (
     sample_attention,
 )
 from alload_jax.models.common.sublayers import RotaryTable
-from alload_jax.sharding.mesh import CONTEXT
+from alload_jax.sharding.mesh import CONTEXT, TENSOR
 from pallas_kernels.block_sparse_attention import (
     BlockLists,
     BlockSegments,
@@ -177,7 +180,8 @@ class SparseSelfAttention(nnx.Module):
         densities = self.config.list_densities()
 
         def sparse(density: float) -> jax.Array:
-            return self._on_devices((attend, attend_split), head_spec, density, rows, samples)
+            split = partial(attend_split, exchanged=self._exchanged(rows)[0])
+            return self._on_devices((attend, split), head_spec, density, rows, samples)
 
         lists = [partial(sparse, density) for density in densities]
         # Dense attention, or the shortest lists that hold every head's.
@@ -186,6 +190,13 @@ class SparseSelfAttention(nnx.Module):
         branch = jnp.where(self.switch.sparse[...], branch, 0)
         output = jax.lax.switch(branch, [rows.dense, *lists])
         return output, self._auxiliary(profile, shape)
+
+    def _exchanged(self, rows: RowsOfLayer) -> list[int]:
+        """Into how many neighbouring ranks may exchange heads of split samples, most first."""
+        shape = {} if rows.sharding is None else rows.sharding.mesh.shape
+        heads = rows.heads[0].shape[2] // shape.get(TENSOR, 1)
+        most = math.gcd(shape.get(CONTEXT, 1), heads)
+        return [each for each in range(most, 0, -1) if most % each == 0]
 
     def _profile(self, rows: RowsOfLayer, samples: Samples) -> Profile:
         """What this step finds; zeros if it does not measure."""
@@ -287,7 +298,11 @@ def _no_profile(shape: tuple[int, ...], num_heads: int) -> Profile:
 
 
 def attend(
-    heads: Heads, layout: TileLayout | None, segments: AttentionSegments | None, choice: Choice
+    heads: Heads,
+    layout: TileLayout | None,
+    segments: AttentionSegments | None,
+    choice: Choice,
+    part: PartOfGroup | None = None,
 ) -> jax.Array:
     """Sparse attention of the samples that have tiles, dense attention of the others.
 
@@ -299,6 +314,7 @@ def attend(
       layout: tiles of the samples; None if none has any.
       segments: positions of the samples; None for rows of one sample each.
       choice: how blocks are chosen.
+      part: which queries of the samples the heads have; None for all.
 
     Returns:
       [R, S, H, head_dim].
@@ -307,16 +323,17 @@ def attend(
     arrays = (heads.query, heads.key, heads.value)
     if layout is None:
         return _dense(choice, *arrays, segments)
-    query, key, value = (to_tiles(each, layout) for each in arrays)
-    lists, tiles = _lists(heads, layout, choice), layout.condition
+    queries = layout if part is None else part.layout
+    query, key, value = map(to_tiles, arrays, (queries, layout, layout))
+    lists, tiles = _lists(heads, layout, choice, part), layout.condition
     if tiles is not None:
-        lists = with_condition_blocks(lists, layout)
+        lists = with_condition_blocks(lists, layout, queries)
         key, value = (
             jnp.concatenate([part, to_tiles(each, tiles)], axis=1)
             for part, each in ((key, heads.key), (value, heads.value))
         )
-    output = from_tiles(block_sparse_attention(query, key, value, lists), layout)
-    if tiles is not None:
+    output = from_tiles(block_sparse_attention(query, key, value, lists), queries)
+    if (tiles := queries.condition) is not None:
         assert segments is not None
         asking = to_tiles(heads.query, tiles)
         seen = _dense(choice, asking, *arrays[1:], to_samples(tiles, segments))
@@ -327,9 +344,9 @@ def attend(
     # The samples without tiles: their latents have fewer than `min_tokens` tokens.
     shortest = choice.config.min_tokens
     if layout.condition is None:
-        untiled = segments.only(segments.query.length < shortest, shortest - 1)
+        untiled = segments.only(segments.key.length < shortest, shortest - 1)
     else:
-        tiled = layout.of_slots(segments.query.length.shape[1]).any(axis=-1)
+        tiled = layout.of_slots(segments.key.length.shape[1]).any(axis=-1)
         beside = layout.longest_condition * layout.block
         untiled = segments.only(~tiled, shortest - 1 + beside)
     return output + _dense(choice, *arrays, untiled)
@@ -361,12 +378,16 @@ def _dense(
     return choice.within(query, key, value, segments)
 
 
-def _scores(heads: Heads, layout: TileLayout, choice: Choice) -> PooledScores | jax.Array:
+def _scores(
+    heads: Heads, layout: TileLayout, choice: Choice, part: PartOfGroup | None = None
+) -> PooledScores | jax.Array:
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(0), choice.step), choice.layer)
-    return block_scores(choice.config, heads.features, layout, heads.number, key)
+    return block_scores(choice.config, heads.features, layout, heads.number, key, part)
 
 
-def _lists(heads: Heads, layout: TileLayout, choice: Choice) -> BlockLists:
+def _lists(
+    heads: Heads, layout: TileLayout, choice: Choice, part: PartOfGroup | None
+) -> BlockLists:
     """The chosen blocks, named so that a recomputed layer cannot choose otherwise.
 
     They are kept in an array of the layer's longest lists, which the branches of a conditional
@@ -381,21 +402,43 @@ def _lists(heads: Heads, layout: TileLayout, choice: Choice) -> BlockLists:
     same = (segments[:, :, None] == segments[:, None]) & (layout.tokens[:, None] > 0)
     blocks_of_segment = same.sum(axis=-1, dtype=jnp.int32)
     share = density[None, :, None] * blocks_of_segment[:, None]
-    lists = top_k_blocks(
-        _scores(heads, layout, choice),
-        jnp.clip(jnp.ceil(share).astype(jnp.int32), 1, most),
-        BlockSegments(segments, segments),
-        layout.tokens,
-        layout.tokens,
-        k_max=most,
-        query_block=layout.block,
-        key_block=layout.block,
-    )
+    scores = _scores(heads, layout, choice, part)
+    number = jnp.clip(jnp.ceil(share).astype(jnp.int32), 1, most)
+    choose = partial(top_k_blocks, k_max=most, query_block=layout.block, key_block=layout.block)
+    if part is None:
+        own = BlockSegments(segments, segments)
+        lists = choose(scores, number, own, layout.tokens, layout.tokens)
+    else:
+        lists = _lists_of_part(choose, scores, number, layout, part)
     # Half the bytes of int32 wherever a row has fewer than 4 million tokens.
     small = jnp.uint16 if layout.blocks <= jnp.iinfo(jnp.uint16).max else jnp.int32
     indices = jnp.pad(lists.indices.astype(small), ((0, 0),) * 3 + ((0, kept - most),))
     indices = checkpoint_name(indices, BLOCK_LISTS)[..., :most].astype(jnp.int32)
     return replace(lists, indices=indices, counts=checkpoint_name(lists.counts, BLOCK_LISTS))
+
+
+def _lists_of_part(
+    choose: Callable[..., BlockLists],
+    scores: PooledScores | jax.Array,
+    number: jax.Array,
+    layout: TileLayout,
+    part: PartOfGroup,
+) -> BlockLists:
+    """Chooses for some blocks of queries alone.
+
+    Blocks of keys are numbered from the first block of queries on, so that the block with the own
+    tokens of a block of queries has its number.
+    """
+    back = partial(jnp.roll, shift=-part.first)
+    if isinstance(scores, PooledScores):
+        scores = PooledScores(part.cut(scores.queries, 1), back(scores.keys, axis=1))
+    else:
+        scores = back(part.cut(scores, 2), axis=3)
+    segments = BlockSegments(part.layout.segments, back(layout.segments, axis=1))
+    tokens = part.layout.tokens, back(layout.tokens, axis=1)
+    lists = choose(scores, part.cut(number, 2), segments, *tokens)
+    indices = (lists.indices + part.first) % layout.blocks
+    return replace(lists, indices=indices, key_tokens=layout.tokens)
 
 
 # ---------------------------------------------------------------- samples over a context group
@@ -433,22 +476,39 @@ def balanced_order(cost: jax.Array, ranks: int) -> jax.Array:
     return jax.lax.fori_loop(0, heads, give, start)[0]
 
 
-def attend_split(heads: Heads, packed: PackedMetadata, choice: Choice) -> jax.Array:
-    """`attend` for the row of one rank, [1, T, H, head_dim]. It must run inside `shard_map`."""
+def attend_split(heads: Heads, packed: PackedMetadata, choice: Choice, exchanged: int) -> jax.Array:
+    """`attend` for the row of one rank, [1, T, H, head_dim]. It must run inside `shard_map`.
+
+    Args:
+      heads: the heads of the rank's row.
+      packed: the row's samples.
+      choice: how blocks are chosen.
+      exchanged: how many neighbouring ranks exchange heads, in parts of the group. A part has its
+        own queries and the keys and values of the group.
+    """
     split = packed.split
     assert split is not None
-    count, ranks = split.split_tokens, jax.lax.axis_size(CONTEXT)
-    order = jnp.arange(len(heads.number), dtype=jnp.int32)
-    if choice.config.balance_heads:
-        order = balanced_order(heads.density, ranks)
+    count, order = split.split_tokens, jnp.arange(len(heads.number), dtype=jnp.int32)
+    if choice.config.balance_heads and exchanged > 1:
+        order = balanced_order(heads.density, exchanged)
     back = jnp.argsort(order)
 
     def together(x: jax.Array) -> jax.Array:
-        return tokens_together(_taken(x, order, back), ranks)
+        return x if exchanged == 1 else tokens_together(_taken(x, order, back), exchanged)
 
-    front = _of_tokens(heads, slice(None, count), together)
-    output = attend(_of_rank(front, order), *_group_rows(split), choice)
-    outputs = [_taken(heads_together(output, ranks), back, order)]
+    front = _of_rank(_of_tokens(heads, slice(None, count), together), order, exchanged)
+    layout, segments = _group_rows(split)
+    part = None
+    if exchanged < jax.lax.axis_size(CONTEXT):
+        number = jax.lax.axis_index(CONTEXT) // exchanged
+        front = _with_keys_of_group(front, exchanged)
+        segments = split.from_part(number, exchanged)
+        if layout is not None:
+            slots = split.split.length.shape[1]
+            own = layout.from_part(number, exchanged * count, slots)
+            part = PartOfGroup(*own, exchanged)
+    output = heads_together(attend(front, layout, segments, choice, part), exchanged)
+    outputs = [output if exchanged == 1 else _taken(output, back, order)]
     if count < heads.query.shape[1]:
         behind = _of_tokens(heads, slice(count, None), lambda x: x)
         outputs.append(attend(behind, *_own_rows(split), choice))
@@ -464,11 +524,15 @@ def measure_split(heads: Heads, packed: PackedMetadata, choice: Choice) -> Profi
     assert split is not None
     count = split.split_tokens
     order = jnp.arange(len(heads.number), dtype=jnp.int32)
-    together = partial(tokens_together, together=jax.lax.axis_size(CONTEXT))
-    front = _of_tokens(heads, slice(None, count), together)
-    group = measure(_of_rank(front, order), *_group_rows(split), choice)
-    # [1, M, H / c] of each rank → [1, M, H].
-    gather = partial(jax.lax.all_gather, axis_name=CONTEXT, axis=2, tiled=True)
+    exchanged = math.gcd(jax.lax.axis_size(CONTEXT), len(order))
+
+    def together(x: jax.Array) -> jax.Array:
+        return parts_together(tokens_together(x, exchanged), exchanged)
+
+    front = _of_rank(_of_tokens(heads, slice(None, count), together), order, exchanged)
+    group = measure(front, *_group_rows(split), choice)
+    # [1, M, H / n] of each rank → [1, M, H].
+    gather = partial(gathered_heads, together=exchanged, axis=2)
     group = Profile(group.found, *map(gather, group[1:]))
     offset, exists = packed.tokens.offset, packed.tokens.length > 0
     # A part's place among the group's tokens is in its sample's segment.
@@ -501,10 +565,21 @@ def _of_tokens(heads: Heads, tokens: slice, change: Callable[[jax.Array], jax.Ar
     return Heads(query, key, value, features, heads.density, heads.number)
 
 
-def _of_rank(heads: Heads, order: jax.Array) -> Heads:
+def _with_keys_of_group(heads: Heads, exchanged: int) -> Heads:
+    """With the keys, values and features of keys of all split tokens of the group."""
+    assert heads.value is not None
+    key, value = (parts_together(x, exchanged) for x in (heads.key, heads.value))
+    features = heads.features
+    if features is not None:
+        features = features._replace(key=parts_together(features.key, exchanged))
+    return heads._replace(key=key, value=value, features=features)
+
+
+def _of_rank(heads: Heads, order: jax.Array, exchanged: int) -> Heads:
     """With density and number of this rank's heads alone."""
-    size = len(order) // jax.lax.axis_size(CONTEXT)
-    own = jax.lax.dynamic_slice_in_dim(order, jax.lax.axis_index(CONTEXT) * size, size)
+    size = len(order) // exchanged
+    place = jax.lax.axis_index(CONTEXT) % exchanged * size
+    own = jax.lax.dynamic_slice_in_dim(order, place, size)
     return heads._replace(density=heads.density[own], number=heads.number[own])
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding
 
+from alload_jax.models.common.attention import sum_of_parts
 from alload_jax.models.common.parts import split_single_row
 from alload_jax.models.common.segments import TileLayout, whole_blocks
 from alload_jax.models.common.sparse_attention.config import SparseAttentionConfig
@@ -25,6 +26,30 @@ class Features(NamedTuple):
 
     query: jax.Array
     key: jax.Array
+
+
+class PartOfGroup(NamedTuple):
+    """The queries of some ranks of a context group, whose keys are those of the group.
+
+    Attributes:
+      layout: of the blocks that hold them.
+      first: int32, number of the first of these blocks among the group's.
+      exchanged: static, how many neighbouring ranks exchange heads and have these queries together.
+    """
+
+    layout: TileLayout
+    first: jax.Array
+    exchanged: int
+
+    def cut(self, x: jax.Array, axis: int) -> jax.Array:
+        """The part of an array of all blocks of the group."""
+        return jax.lax.dynamic_slice_in_dim(x, self.first, self.layout.blocks, axis)
+
+    def of_group(self, totals: jax.Array, blocks: int) -> jax.Array:
+        """Sums of the group's blocks from those of each part's, [1, N, ...]."""
+        whole = jnp.zeros((1, blocks, *totals.shape[2:]), totals.dtype)
+        whole = jax.lax.dynamic_update_slice_in_dim(whole, totals, self.first, axis=1)
+        return sum_of_parts(whole, self.exchanged)
 
 
 class Predictor(nnx.Module):
@@ -70,6 +95,7 @@ def block_scores(
     layout: TileLayout,
     heads: jax.Array,
     key: jax.Array,
+    part: PartOfGroup | None = None,
 ) -> PooledScores | jax.Array:
     """Scores of all pairs of blocks, as `top_k_blocks` takes them.
 
@@ -79,11 +105,18 @@ def block_scores(
       layout: of the tiles.
       heads: [H] int32, the number of each head in the layer.
       key: of random scores.
+      part: which queries the features are of; None for those of the rows.
     """
     if features is not None:
         tokens = jnp.maximum(layout.tokens, 1)[..., None, None]
-        totals = (whole_blocks(x, layout).sum(axis=2, dtype=jnp.float32) for x in features)
-        return PooledScores(*(total / tokens for total in totals))
+        queries = layout if part is None else part.layout
+        asking, asked = (
+            whole_blocks(x, tiles).sum(axis=2, dtype=jnp.float32)
+            for x, tiles in zip(features, (queries, layout), strict=True)
+        )
+        if part is not None:
+            asking = part.of_group(asking, layout.blocks)
+        return PooledScores(asking / tokens, asked / tokens)
     rows, blocks = layout.tokens.shape
     if config.selector == "all":
         nothing = jnp.zeros((rows, blocks, len(heads), 1))
