@@ -313,12 +313,12 @@ def state_bytes(parameters: int, trained: Trained = ALL_TRAINED, replicas: int =
 def bytes_per_split_token(
     architecture: Architecture, remat: Remat, compute_bytes: int = 2
 ) -> float:
-    """Upper bound of the bytes that a token of a split sequence sends in a step.
+    """Bytes of the arrays that a token of a split sequence exchanges in a step.
 
     Only self-attention needs the other devices' tokens; all-to-alls exchange heads for tokens, as
     in DeepSpeed-Ulysses (arXiv 2309.14509). Query, key, value and output are sent in the forward
     pass, their gradients in the backward pass, and query, key, value and output again if the
-    backward pass recomputes the block. In a group of c devices, 1/c of the bytes stay on theirs.
+    backward pass recomputes the block. `sent_share` says how many of them leave a device.
     """
     passes = 2 + any(_RECOMPUTED[each].any for each in policies_of(remat))
     return float(passes * compute_bytes * architecture.activations().split_exchange)

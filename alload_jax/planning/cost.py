@@ -206,6 +206,20 @@ class MemoryModel:
         return tokens
 
 
+def sent_share(ranks: int, exchanged: int) -> float:
+    """Bytes that a rank sends over those of its split tokens' queries, keys, values and outputs.
+
+    In an all-to-all of n ranks a rank keeps 1/n of its bytes and sends the rest. If n is less than
+    the c ranks of its group, each also gets keys and values, half of the arrays, from c/n − 1
+    others.
+
+    Args:
+      ranks: c.
+      exchanged: n, ranks that exchange heads.
+    """
+    return 1 - 1 / exchanged + (ranks / exchanged - 1) / 2
+
+
 @dataclass(frozen=True)
 class CostFile:
     """The content of a cost-model JSON; missing fields are None.

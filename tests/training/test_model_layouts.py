@@ -259,9 +259,9 @@ def long(tmp_path_factory):
     return write_sizes(tmp_path_factory.mktemp("long") / "data", sizes, lambda _: 2)
 
 
-def sums_of(model, mesh, batches):
+def sums_of(model, mesh, batches, state=None):
     """Mean loss, gradients and auxiliary values; the heads have different densities."""
-    variables = init_state(spec_of(model), mesh, seed=0).variables
+    variables = init_state(spec_of(state or model), mesh, seed=0).variables
     switch = variables["blocks"]["sparse_attention"]["switch"]
     switch["density"] = switch["density"] * jnp.array((1.0, 0.4, 0.7, 0.2))
     # Attention that is not nearly even, so that it matters which blocks are attended to.
@@ -290,13 +290,15 @@ def test_packed_and_split_samples_attend_to_the_blocks_of_whole_ones(long):
     layout = batches[0].metadata.row_tiles
     assert (layout.covers_all, layout.longest) == (False, 10)
     assert_same(sums_of(SPARSE, mesh_of(), batches)[:2], alone[:2])
-    # The third group does not divide the heads.
-    for axes in ({"context": 2, "fsdp": 2, "tensor": 2}, {"context": 2}, {"context": 3}):
+    # The second exchanges as many heads as is predicted to be fast; the third divides no heads.
+    switching = with_sparse(forced=None, max_density=0.3, capacities=())
+    by_heads, groups = {"context": 2, "fsdp": 2, "tensor": 2}, ({"context": 2}, {"context": 3})
+    for axes, model in ((by_heads, SPARSE), (groups[0], switching), (groups[1], SPARSE)):
         mesh = mesh_of(math.prod(axes.values()), **axes)
         options = {"context": axes["context"], "m_mem": 700, "split_above": 0.3}
         batches = batches_of(long, SPARSE, "balanced", ranks_of(mesh), **options)
         assert max(int(batch.metadata.split.split.length.max()) for batch in batches) in (550, 585)
-        assert_same(sums_of(SPARSE, mesh, batches)[:2], alone[:2])
+        assert_same(sums_of(model, mesh, batches, SPARSE)[:2], alone[:2])
 
 
 @needs_devices

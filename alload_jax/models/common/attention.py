@@ -153,10 +153,10 @@ def sum_of_parts(x: jax.Array, together: int) -> jax.Array:
     return jax.lax.psum(x, CONTEXT, axis_index_groups=_neighbours(together).T.tolist())
 
 
-def gathered_heads(x: jax.Array, together: int, axis: int) -> jax.Array:
-    """An array of some heads on each rank after `tokens_together` → of all heads, on each."""
+def gathered_heads(x: jax.Array, together: int) -> jax.Array:
+    """[1, M, num_heads / n] after `tokens_together` → [1, M, num_heads] of n = `together` ranks."""
     groups = _neighbours(together).tolist()
-    return jax.lax.all_gather(x, CONTEXT, axis=axis, axis_index_groups=groups, tiled=True)
+    return jax.lax.all_gather(x, CONTEXT, axis=2, axis_index_groups=groups, tiled=True)
 
 
 def _neighbours(together: int) -> np.ndarray:

@@ -18,6 +18,7 @@ from alload_jax.planning.cost import (
     micro_batch_costs,
     rank_costs,
     read_cost_file,
+    sent_share,
 )
 from alload_jax.planning.epoch import EpochPlan
 from alload_jax.planning.policies import AUTO, PolicyTraits, find_policy, policy_names
@@ -230,17 +231,15 @@ class PlanSettings:
     def seconds_per_split_token(self, costs: CostFile | None = None) -> float:
         """Predicted seconds of communication per split token of a rank; 0 if unknown.
 
-        In an all-to-all of n ranks a rank keeps 1/n of its bytes and sends the rest. Where the c
-        ranks of a group do not divide the heads, n is the most that divides both, and each rank
-        also gets keys and values, half of the arrays, from c/n − 1 others. `costs` as in
+        As many ranks exchange heads as divide the group's ranks and the heads. `costs` as in
         `exponent`.
         """
         costs, context = costs or self.costs(), self.context_value
         if not costs.bytes_per_split_token or not costs.quadratic:
             return 0.0
-        together = math.gcd(context, int((costs.model or {}).get("num_heads", 0)))
-        sent = 1 - 1 / together + (context / together - 1) / 2
-        return sent * costs.bytes_per_split_token / self.link_bandwidth
+        exchanged = math.gcd(context, int((costs.model or {}).get("num_heads", 0)))
+        sent = sent_share(context, exchanged) * costs.bytes_per_split_token
+        return sent / self.link_bandwidth
 
     def refuse_foreign_costs(self, model: Mapping[str, object], device: str | None) -> None:
         """Raises InputError if the cost model was made for another model or device.

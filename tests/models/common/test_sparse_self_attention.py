@@ -37,6 +37,8 @@ from alload_jax.models.common.sparse_attention.layer import (
     attend,
     attend_split,
     balanced_order,
+    exchange_seconds,
+    head_exchanges,
     measure,
     measure_split,
 )
@@ -48,6 +50,7 @@ from alload_jax.models.common.sparse_attention.selectors import (
 )
 from alload_jax.models.families import abstract_model, family_of, initial_variables
 from alload_jax.models.wan.transformer import WanConfig
+from alload_jax.planning.devices import DEVICES
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
 from pallas_kernels.block_sparse_attention import PooledScores
 
@@ -392,6 +395,35 @@ def split_case(ranks, num_heads, selector, joint=False, behind=0):
         return jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=rows, check_vma=False)
 
     return [each.astype(np.float32) for each in arrays], heads_of, packed, choice, on_ranks
+
+
+def test_fewer_ranks_exchange_heads_where_waiting_costs_more_than_sending():
+    sizes = ((2, 4), (8, 12), (8, 24), (3, 4), (5, 10))
+    assert [head_exchanges(*each) for each in sizes] == [[2, 1], [4, 2], [8, 4], [1], [5, 1]]
+
+    def fastest(ranks, density, lengths):
+        count = 75_600 // ranks
+        offsets = np.cumsum([0, *lengths[:-1]]).tolist()
+        joint = laid_out([list(zip(offsets, lengths, strict=True))], 3, ranks * count)
+        split = SplitRows(joint, joint, count, (((0, 1), (1, 0)),) * 2)
+        sizes = {"ranks": ranks, "channels": 128, "itemsize": 2, "device": DEVICES["h200"]}
+        density, choices = jnp.asarray(density)[None], head_exchanges(ranks, len(density))
+        times = [exchange_seconds(density, split, exchanged=n, **sizes) for n in choices]
+        return choices[int(np.argmin(times))]
+
+    alike, unlike, one = [0.1] * 12, [0.3, *[0.05] * 11], (75_600,)
+    assert [fastest(ranks, alike, one) for ranks in (2, 4, 8)] == [2, 4, 4]
+    assert fastest(2, unlike, one) == 1
+    assert fastest(2, unlike, (37_800, 18_000, 18_000)) == 2  # whose ranks have unlike keys
+    assert fastest(4, [0.9, *[0.02] * 11], one) < 4
+    # By arithmetic: queries with all keys, of heads that are shared out alike.
+    joint = laid_out([[(0, 96)]], 1, 100)
+    split, device = SplitRows(joint, joint, 50, ()), DEVICES["h200"]
+    sizes = {"ranks": 2, "channels": 8, "itemsize": 2, "device": device}
+    found = exchange_seconds(jnp.array([[0.4, 0.1, 0.3, 0.05]]), split, exchanged=2, **sizes)
+    computed = 14 * 8 * 96 * 96 * 0.45 / (device.peak_flops * device.attention_share)
+    sent = 2 * 4 * 50 * 4 * 8 * 2 / 2
+    assert found == pytest.approx(computed + sent / device.link_bandwidth, rel=1e-5)
 
 
 @needs_devices

@@ -47,7 +47,7 @@ class SparseAttentionConfig:
       capacities: densities below `max_density` for which shorter lists are compiled; others are
         ignored. A layer uses the shortest lists that hold its densest head: they are made faster.
       balance_heads: whether the ranks of a context group get heads of about the same total density
-        for split samples, in place of consecutive heads.
+        for split samples, or exchange fewer heads, in place of consecutive heads.
       forced: densities of the layers, 1 for dense, in place of the measured ones; null to switch by
         measurement.
     """

@@ -2,13 +2,16 @@
 
 All-to-alls exchange tokens of split samples for heads, as for dense attention (`split_packed`).
 Heads of a sparse layer cost what their densities say, so that each rank gets heads of about the
-same total density.
+same total density. Where ranks would still wait, fewer of them exchange heads, and each chooses
+blocks for its own queries among the keys of all, by predicted time (DSV, arXiv 2502.07590,
+section 5).
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import NamedTuple, cast
 
 import jax
@@ -55,6 +58,8 @@ from alload_jax.models.common.sparse_attention.selectors import (
     sample_attention,
 )
 from alload_jax.models.common.sublayers import RotaryTable
+from alload_jax.planning.cost import sent_share
+from alload_jax.planning.devices import DEVICES, Device
 from alload_jax.sharding.mesh import CONTEXT, TENSOR
 from pallas_kernels.block_sparse_attention import (
     BlockLists,
@@ -177,26 +182,42 @@ class SparseSelfAttention(nnx.Module):
         profile = _no_profile(shape, num_heads)
         if self.config.measures:
             profile = self._profile(rows, samples)
-        densities = self.config.list_densities()
+        densities, (exchanges, exchange) = self.config.list_densities(), self._exchange(rows)
 
-        def sparse(density: float) -> jax.Array:
-            split = partial(attend_split, exchanged=self._exchanged(rows)[0])
+        def sparse(density: float, exchanged: int) -> jax.Array:
+            split = partial(attend_split, exchanged=exchanged)
             return self._on_devices((attend, split), head_spec, density, rows, samples)
 
-        lists = [partial(sparse, density) for density in densities]
+        lists = [partial(sparse, *each) for each in product(densities, exchanges)]
         # Dense attention, or the shortest lists that hold every head's.
         enough = jnp.asarray(densities, jnp.float32) >= self.switch.density[...].max()
-        branch = jnp.maximum(enough.sum(dtype=jnp.int32), 1)
-        branch = jnp.where(self.switch.sparse[...], branch, 0)
+        branch = jnp.maximum(enough.sum(dtype=jnp.int32) - 1, 0) * len(exchanges) + exchange
+        branch = jnp.where(self.switch.sparse[...], 1 + branch, 0)
         output = jax.lax.switch(branch, [rows.dense, *lists])
         return output, self._auxiliary(profile, shape)
 
-    def _exchanged(self, rows: RowsOfLayer) -> list[int]:
-        """Into how many neighbouring ranks may exchange heads of split samples, most first."""
-        shape = {} if rows.sharding is None else rows.sharding.mesh.shape
-        heads = rows.heads[0].shape[2] // shape.get(TENSOR, 1)
-        most = math.gcd(shape.get(CONTEXT, 1), heads)
-        return [each for each in range(most, 0, -1) if most % each == 0]
+    def _exchange(self, rows: RowsOfLayer) -> tuple[list[int], jax.Array | int]:
+        """How many ranks may exchange heads of split samples, and which number is the fastest."""
+        split, sharding = rows.segments, rows.sharding
+        if sharding is None or not isinstance(split, SplitRows):
+            return [1], 0
+        mesh, num_heads = sharding.mesh, rows.heads[0].shape[2]
+        ranks, tensor = (mesh.shape.get(axis, 1) for axis in (CONTEXT, TENSOR))
+        exchanges = head_exchanges(ranks, num_heads // tensor)
+        equal = self.config.forced is not None or self.config.selector == "all"  # densities
+        if equal or len(exchanges) == 1 or not self.config.balance_heads:
+            return exchanges[:1], 0
+        kinds = {device.name: device for device in DEVICES.values()}
+        seconds = partial(
+            exchange_seconds,
+            self.switch.density[...].reshape(tensor, -1),
+            split,
+            ranks=ranks,
+            channels=rows.heads[0].shape[3],
+            itemsize=rows.heads[0].dtype.itemsize,
+            device=kinds.get(mesh.devices.flat[0].device_kind, DEVICES["h200"]),
+        )
+        return exchanges, jnp.argmin(jnp.stack([seconds(exchanged=each) for each in exchanges]))
 
     def _profile(self, rows: RowsOfLayer, samples: Samples) -> Profile:
         """What this step finds; zeros if it does not measure."""
@@ -329,8 +350,8 @@ def attend(
     if tiles is not None:
         lists = with_condition_blocks(lists, layout, queries)
         key, value = (
-            jnp.concatenate([part, to_tiles(each, tiles)], axis=1)
-            for part, each in ((key, heads.key), (value, heads.value))
+            jnp.concatenate([latents, to_tiles(each, tiles)], axis=1)
+            for latents, each in ((key, heads.key), (value, heads.value))
         )
     output = from_tiles(block_sparse_attention(query, key, value, lists), queries)
     if (tiles := queries.condition) is not None:
@@ -444,6 +465,57 @@ def _lists_of_part(
 # ---------------------------------------------------------------- samples over a context group
 
 
+_PAIR_FLOPS = 14
+"""Of attention for each channel of a pair, forward and backward: seven products."""
+
+
+def head_exchanges(ranks: int, heads: int) -> list[int]:
+    """The two largest numbers of neighbouring ranks that may exchange heads, which divide both.
+
+    Each is compiled. The fewer ranks, the more time and memory keys and values take.
+
+    Args:
+      ranks: of a context group.
+      heads: of a rank before the exchange.
+    """
+    most = math.gcd(ranks, heads)
+    return [each for each in range(most, 0, -1) if most % each == 0][:2]
+
+
+def exchange_seconds(
+    density: jax.Array,
+    split: SplitRows,
+    *,
+    exchanged: int,
+    ranks: int,
+    channels: int,
+    itemsize: int,
+    device: Device,
+) -> jax.Array:
+    """Predicted seconds of a layer's attention to split samples, on the slowest rank.
+
+    Args:
+      density: [n, H] of the heads that each of n tensor ranks has before the exchange.
+      split: the samples.
+      exchanged: ranks that exchange heads. The fewer they are, the less unlike are their sums of
+        densities, but the more keys and values are sent.
+      ranks: of a context group.
+      channels: of a head.
+      itemsize: bytes of a value.
+      device: its rates.
+    """
+    slot = jnp.maximum(split.split.ids, 0)
+    keys = jnp.take_along_axis(split.split.length, slot, axis=1)
+    keys = jnp.where(split.split.ids == PADDING, 0, keys)
+    pairs = keys.reshape(len(keys), ranks // exchanged, -1).sum(axis=-1, dtype=jnp.float32).max()
+    order = jax.vmap(partial(balanced_order, ranks=exchanged))(density)
+    by_rank = jnp.take_along_axis(density, order, axis=1).reshape(len(density), exchanged, -1)
+    load = by_rank.sum(axis=-1).max()
+    computed = _PAIR_FLOPS * channels * pairs * load / (device.peak_flops * device.attention_share)
+    arrays = 4 * itemsize * split.split_tokens * density.shape[1] * channels
+    return computed + 2 * sent_share(ranks, exchanged) * arrays / device.link_bandwidth
+
+
 def balanced_order(cost: jax.Array, ranks: int) -> jax.Array:
     """Orders heads so that equal consecutive parts of them have about the same total cost.
 
@@ -473,7 +545,8 @@ def balanced_order(cost: jax.Array, ranks: int) -> jax.Array:
 
     none = jnp.zeros(ranks, jnp.int32)
     start = (jnp.zeros(heads, jnp.int32), jnp.zeros(ranks, jnp.float32), none)
-    return jax.lax.fori_loop(0, heads, give, start)[0]
+    # Unrolled, as an iteration is less work than the launch of one.
+    return jax.lax.fori_loop(0, heads, give, start, unroll=True)[0]
 
 
 def attend_split(heads: Heads, packed: PackedMetadata, choice: Choice, exchanged: int) -> jax.Array:
@@ -532,7 +605,7 @@ def measure_split(heads: Heads, packed: PackedMetadata, choice: Choice) -> Profi
     front = _of_rank(_of_tokens(heads, slice(None, count), together), order, exchanged)
     group = measure(front, *_group_rows(split), choice)
     # [1, M, H / n] of each rank → [1, M, H].
-    gather = partial(gathered_heads, together=exchanged, axis=2)
+    gather = partial(gathered_heads, together=exchanged)
     group = Profile(group.found, *map(gather, group[1:]))
     offset, exists = packed.tokens.offset, packed.tokens.length > 0
     # A part's place among the group's tokens is in its sample's segment.
