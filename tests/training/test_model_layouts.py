@@ -291,9 +291,13 @@ def test_packed_and_split_samples_attend_to_the_blocks_of_whole_ones(long):
     assert (layout.covers_all, layout.longest) == (False, 10)
     assert_same(sums_of(SPARSE, mesh_of(), batches)[:2], alone[:2])
     # The second exchanges as many heads as is predicted to be fast; the third divides no heads.
-    switching = with_sparse(forced=None, max_density=0.3, capacities=())
+    switching = {"forced": None, "max_density": 0.3, "capacities": (), "head_exchange": "fastest"}
     by_heads, groups = {"context": 2, "fsdp": 2, "tensor": 2}, ({"context": 2}, {"context": 3})
-    for axes, model in ((by_heads, SPARSE), (groups[0], switching), (groups[1], SPARSE)):
+    for axes, model in (
+        (by_heads, SPARSE),
+        (groups[0], with_sparse(**switching)),
+        (groups[1], SPARSE),
+    ):
         mesh = mesh_of(math.prod(axes.values()), **axes)
         options = {"context": axes["context"], "m_mem": 700, "split_above": 0.3}
         batches = batches_of(long, SPARSE, "balanced", ranks_of(mesh), **options)

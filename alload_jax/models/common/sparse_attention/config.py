@@ -47,7 +47,10 @@ class SparseAttentionConfig:
       capacities: densities below `max_density` for which shorter lists are compiled; others are
         ignored. A layer uses the shortest lists that hold its densest head: they are made faster.
       balance_heads: whether the ranks of a context group get heads of about the same total density
-        for split samples, or exchange fewer heads, in place of consecutive heads.
+        for split samples, in place of consecutive heads.
+      head_exchange: how many ranks of a context group exchange heads of split samples: the `most`
+        that divide them, or the number that is predicted to be `fastest`, fewer where the densest
+        heads would make ranks wait. That compiles both, which takes twice as long and more memory.
       forced: densities of the layers, 1 for dense, in place of the measured ones; null to switch by
         measurement.
     """
@@ -70,6 +73,7 @@ class SparseAttentionConfig:
     anneal_steps: int = 500
     capacities: tuple[float, ...] = (0.1,)
     balance_heads: bool = True
+    head_exchange: Literal["most", "fastest"] = "most"
     forced: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:

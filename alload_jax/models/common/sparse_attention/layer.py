@@ -205,7 +205,8 @@ class SparseSelfAttention(nnx.Module):
         ranks, tensor = (mesh.shape.get(axis, 1) for axis in (CONTEXT, TENSOR))
         exchanges = head_exchanges(ranks, num_heads // tensor)
         equal = self.config.forced is not None or self.config.selector == "all"  # densities
-        if equal or len(exchanges) == 1 or not self.config.balance_heads:
+        chooses = self.config.head_exchange == "fastest" and self.config.balance_heads
+        if equal or len(exchanges) == 1 or not chooses:
             return exchanges[:1], 0
         kinds = {device.name: device for device in DEVICES.values()}
         seconds = partial(
