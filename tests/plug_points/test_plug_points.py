@@ -235,6 +235,36 @@ def test_a_grain_source_from_outside_trains_as_the_same_samples_in_a_store(train
         train("--run.steps", "5", data=fewer, folder="outside")
 
 
+@pytest.mark.slow
+def test_a_stream_trains_and_goes_on_as_if_never_interrupted(train):
+    """By threads and by processes."""
+    read = {"folder": "unused", "source": {"name": "grain_ramps:RampStream"}}
+    settings = {"planning": {"policy": "auto"}, "optimizer": {"schedule": "constant"}}
+    whole = train(data=read, run={"steps": 4}, folder="whole", **settings)
+    train(data=read, run={"steps": 2}, folder="parts", **settings)
+    by_processes = read | {"loader": {"processes": 2}}
+    parts = train("--run.steps", "4", data=by_processes, folder="parts", **settings)
+    assert [row["loss"] for row in metrics(parts)] == [row["loss"] for row in metrics(whole)]
+    for name, values in restored(whole).items():
+        for key, value in values.items():
+            np.testing.assert_array_equal(value, restored(parts)[name][key])
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"planning": {"policy": "sorted"}}, "a stream, which balanced alone plans"),
+        ({"run": {"steps": None, "epochs": 2}}, "run.epochs is 2, but data.source is a stream"),
+        ({"data": {"exclude": "few.txt"}}, "data.exclude is few.txt, but data.source is a stream"),
+        ({"validation": {"share": 0.1}}, "give validation.folder"),
+    ],
+)
+def test_what_a_stream_has_not_is_refused(sections, words, train):
+    read = {"folder": "unused", "source": {"name": "grain_ramps:RampStream"}}
+    with pytest.raises(InputError, match=words):
+        train(**sections | {"data": read | sections.get("data", {})})
+
+
 @pytest.fixture
 def arrays():
     keys = jax.random.split(jax.random.key(0), 3)

@@ -26,7 +26,7 @@ from alload_jax.planning.samples import Samples
 
 _LAST = 1.5
 """Windows of samples that remain, up to which they are the last window."""
-_EASING = 4.0
+EASING = 4.0
 """Factor by which the tolerance grows where a window yields no step."""
 
 
@@ -253,7 +253,7 @@ class PackedEpochBuilder:
             window = Window(waiting, footprint[waiting], taken == len(order), easing)
             steps, placed = place(window)
             self.add(steps)
-            easing = 1.0 if placed.any() else easing * _EASING
+            easing = 1.0 if placed.any() else easing * EASING
             waiting = waiting[~placed]
 
     def add(self, steps: PlacedSteps) -> None:
