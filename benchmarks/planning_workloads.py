@@ -8,6 +8,7 @@ Takes about ten minutes on one core, and 3 GB of memory for the plan of ten mill
 `--parts` measures some parts and keeps the others of the JSON; each has its date and command there.
 """
 
+import itertools
 import json
 import multiprocessing
 import platform
@@ -18,11 +19,19 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import grain
+import numpy as np
+
 from alload_jax.bench.harness import benchmark_parser, provenance, typed
+from alload_jax.data.sources.grain_samples import GrainStream
 from alload_jax.files import Json
 from alload_jax.planning.cost import read_cost_file
+from alload_jax.planning.factory import make_plan
+from alload_jax.planning.policies import balanced
+from alload_jax.planning.policies.policy import RankTopology, makespan
 from alload_jax.planning.samples import Geometry, Samples, read_samples
 from alload_jax.planning.settings import PlanningConfig
+from alload_jax.planning.stream import StreamPlan, enough_samples
 from alload_jax.planning.study import Study
 from alload_jax.planning.workloads import make_workload
 
@@ -71,6 +80,10 @@ SMALL_POLICIES = (
     *("equal_tokens", "dual_constraint", "equal_tokens:independent", "dual_constraint:independent"),
     *("sorted:independent", "first_fit", "balanced", "auto"),
 )
+STREAMS = ("mixed-resolution", "wan-480p", "long-video-V60")
+STREAM_RANKS = (8, 64, 1024)
+_PER_ENTRY, _WINDOWS = 8192, 17
+"""Samples that a stream lists at a time, and windows of it: the first one, and two rounds."""
 PAPER_CASES: tuple[tuple[str, Any], ...] = (
     ("equal_tokens", None),
     ("dual_constraint", "longest"),
@@ -181,6 +194,76 @@ def _ten_million() -> Json:
     return {"samples": len(samples), "ranks": ranks, "seconds": seconds} | memory
 
 
+class _Listed:
+    """A data source of Grain that lists samples, some at a time."""
+
+    def __init__(self, shape: np.ndarray):
+        self._shape = shape
+
+    def __len__(self) -> int:
+        return -(-len(self._shape) // _PER_ENTRY)
+
+    def __getitem__(self, entry: int) -> dict[str, np.ndarray]:
+        first = entry * _PER_ENTRY
+        frames, height, width = self._shape[first : first + _PER_ENTRY].T
+        keys = np.arange(first, first + len(frames))
+        return {"key": keys, "frames": frames, "height": height, "width": width}
+
+
+def _streams() -> Iterator[Json]:
+    """Plans of streams in windows of 64 steps, beside those of the same samples in a manifest."""
+    for workload, ranks in itertools.product(STREAMS, STREAM_RANKS):
+        each = SAMPLES_PER_RANK.get(workload, LONG_VIDEO_SAMPLES_PER_RANK)
+        samples = make_workload(workload, max(100_000, each * ranks))
+        study = _study(samples, M_MEM[workload], look_ahead=64)
+        whole = replace(study, config=replace(study.config, look_ahead=32)).case("balanced", ranks)
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            found = pool.submit(_stream, study, ranks).result()
+        by_manifest = whole.metrics.tokens_per_second
+        yield {
+            "workload": workload,
+            "ranks": ranks,
+            "samples": len(samples),
+            "manifest_tokens_per_second": by_manifest,
+            **found,
+            "ratio": found["tokens_per_second"] / by_manifest,
+        }
+
+
+def _stream(study: Study, ranks: int) -> Json:
+    """Figures of two rounds of windows or more, as many as hold all samples."""
+    grids = study.samples.shape[np.random.default_rng(0).permutation(len(study.samples))]
+    entries = grain.MapDataset.source(_Listed(grids)).seed(0).shuffle().repeat().to_iter_dataset()
+    stream = GrainStream(entries, _content, np.unique(grids, axis=0).tolist(), (4, 8, 8))
+    m_mem, model = study.config.required_m_mem(study.costs), study.config.predictor(study.costs)
+    samples = enough_samples(stream.manifest.samples(Geometry().patch_size), m_mem, ranks)
+    balanced._FEWEST_SAMPLES = 1  # else windows of 8 ranks would have more steps
+    policy = make_plan(study.config, samples, ranks, 0, study.costs).policy
+    began = time.perf_counter()
+    plan = StreamPlan(samples, policy, RankTopology(ranks), 0, stream)
+    first, seconds, steps, tokens, cost, window = time.perf_counter() - began, [], 0, 0, 0.0, 1
+    while window < _WINDOWS or tokens < study.samples.seq_len.sum():
+        began = time.perf_counter()
+        part, window = plan.epoch_of_steps(window), window + 1
+        seconds.append((time.perf_counter() - began) / part.steps)
+        steps, tokens = steps + part.steps, tokens + int(part.part_tokens().sum())
+        cost += makespan(part, model)
+    return {
+        "windows": window - 1,
+        "steps_of_window": steps / (window - 1),
+        "tokens_per_second": tokens / cost,
+        "first_window_seconds": first,
+        "planning_seconds_per_step": float(np.mean(seconds)),
+        "most_planning_seconds_per_step": max(seconds),
+        "bytes_most": _peak_memory(),
+    }
+
+
+def _content(key: int) -> dict[str, np.ndarray]:
+    """No sample is trained; only the manifest asks for the first."""
+    return {"latents": np.zeros((1, 2, 2, 16)), "labels": np.zeros(1, np.int32)}
+
+
 def _peak_memory() -> int:
     """Peak memory of this process in bytes; rusage would include its parent's."""
     status = Path("/proc/self/status").read_text().splitlines()
@@ -193,6 +276,7 @@ PARTS: dict[str, Callable[[], Iterator[Json]]] = {
     "paper": _paper,
     "small": _small,
     "speed": _speed,
+    "streams": _streams,
 }
 """Of the JSON."""
 

@@ -181,6 +181,8 @@ class _Round:
         self._rng = np.random.default_rng([plan.seed, start.window])
         self._planner = policy.window_planner(plan.samples, plan.topology, self._rng)
         self._footprint = self._planner.shape.footprint(self._seq_len)
+        longest_first = np.unique(-self._footprint, return_inverse=True)[1]
+        self._place = longest_first.astype(np.min_scalar_type(len(longest_first)))  # sorts faster
         self._weights = self._planner.weights
         self._chunks = plan.feed.chunks(start.state)
         self._chunk, self._state, self._taken = next(self._chunks), start.state, start.skip
@@ -192,7 +194,7 @@ class _Round:
         self.is_over, easing, any_placed = (self.window + 1) % _ROUND == 0, 1.0, False
         while not any_placed:
             self._read(self._planner.window_tokens * easing)
-            order = np.argsort(-self._footprint[self._rows], kind="stable")
+            order = np.argsort(self._place[self._rows], kind="stable")
             rows, keys = self._rows[order], self._keys[order]
             columns = {"seq_len": self._seq_len[rows], "weights": self._weights[rows]}
             self._planner = replace(self._planner, **columns)
