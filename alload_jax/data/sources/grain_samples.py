@@ -170,7 +170,7 @@ class GrainStream(SampleSource, Feed):
         self,
         entries: Any,
         arrays: Callable[[Any], dict[str, np.ndarray]],
-        sizes: Sequence[Triple],
+        sizes: Sequence[Triple] | np.ndarray,
         vae_stride: Triple,
         text_length: int | None = None,
         identity: str = "",
@@ -185,7 +185,7 @@ class GrainStream(SampleSource, Feed):
             `height` and `width` in pixels: of one sample, or [n] each of several, which is faster.
             Its order is the same whenever and wherever it is read, and it does not read content.
           arrays: key → the sample's arrays, as those of `GrainSamples`.
-          sizes: every (frames, height, width) that samples may have.
+          sizes: [K, 3], every (frames, height, width) that samples may have.
           vae_stride, text_length, identity, origin: as those of `GrainSamples`.
 
         Raises:
