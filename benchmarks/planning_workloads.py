@@ -12,6 +12,7 @@ import itertools
 import json
 import multiprocessing
 import platform
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -24,6 +25,7 @@ import numpy as np
 
 from alload_jax.bench.harness import benchmark_parser, provenance, typed
 from alload_jax.data.sources.grain_samples import GrainStream
+from alload_jax.data.sources.size_column import SIZE, SIZES, SizeColumn
 from alload_jax.files import Json
 from alload_jax.planning.cost import read_cost_file
 from alload_jax.planning.factory import make_plan
@@ -82,8 +84,8 @@ SMALL_POLICIES = (
 )
 STREAMS = ("mixed-resolution", "wan-480p", "long-video-V60")
 STREAM_RANKS = (8, 64, 1024)
-_PER_ENTRY, _WINDOWS = 8192, 17
-"""Samples that a stream lists at a time, and windows of it: the first one, and two rounds."""
+_PER_ENTRY, _WINDOWS, _BILLION = 8192, 17, 10**9
+"""Samples that a stream lists at a time; windows of it: the first one, and two rounds; samples."""
 PAPER_CASES: tuple[tuple[str, Any], ...] = (
     ("equal_tokens", None),
     ("dual_constraint", "longest"),
@@ -215,44 +217,58 @@ def _streams() -> Iterator[Json]:
     for workload, ranks in itertools.product(STREAMS, STREAM_RANKS):
         each = SAMPLES_PER_RANK.get(workload, LONG_VIDEO_SAMPLES_PER_RANK)
         samples = make_workload(workload, max(100_000, each * ranks))
-        study = _study(samples, M_MEM[workload], look_ahead=64)
-        whole = replace(study, config=replace(study.config, look_ahead=32)).case("balanced", ranks)
+        whole = _study(samples, M_MEM[workload]).case("balanced", ranks)
+        grids = samples.shape[np.random.default_rng(0).permutation(len(samples))]
+        entries = grain.MapDataset.source(_Listed(grids)).seed(0).shuffle().repeat()
+        given = (entries.to_iter_dataset(), np.unique(grids, axis=0), int(samples.seq_len.sum()))
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-            found = pool.submit(_stream, study, ranks).result()
+            found = pool.submit(_stream, workload, ranks, *given).result()
         by_manifest = whole.metrics.tokens_per_second
-        yield {
-            "workload": workload,
-            "ranks": ranks,
-            "samples": len(samples),
-            "manifest_tokens_per_second": by_manifest,
-            **found,
-            "ratio": found["tokens_per_second"] / by_manifest,
-        }
+        ratio = {"ratio": found["tokens_per_second"] / by_manifest}
+        yield found | {"manifest_tokens_per_second": by_manifest} | ratio
 
 
-def _stream(study: Study, ranks: int) -> Json:
-    """Figures of two rounds of windows or more, as many as hold all samples."""
-    grids = study.samples.shape[np.random.default_rng(0).permutation(len(study.samples))]
-    entries = grain.MapDataset.source(_Listed(grids)).seed(0).shuffle().repeat().to_iter_dataset()
-    stream = GrainStream(entries, _content, np.unique(grids, axis=0).tolist(), (4, 8, 8))
-    m_mem, model = study.config.required_m_mem(study.costs), study.config.predictor(study.costs)
-    samples = enough_samples(stream.manifest.samples(Geometry().patch_size), m_mem, ranks)
-    balanced._FEWEST_SAMPLES = 1  # else windows of 8 ranks would have more steps
-    policy = make_plan(study.config, samples, ranks, 0, study.costs).policy
-    began = time.perf_counter()
+def _billion() -> Iterator[Json]:
+    """A stream of a billion samples from a memory-mapped column of sizes, 2 GB on disk."""
+    workload = "mixed-resolution"
+    shape = make_workload(workload, 10**7).shape
+    sizes, rows = np.unique(shape, axis=0, return_inverse=True)
+    with tempfile.TemporaryDirectory() as folder:
+        np.save(Path(folder) / SIZES, sizes)
+        column = np.lib.format.open_memmap(Path(folder) / SIZE, "w+", np.uint16, (_BILLION,))
+        column.reshape(-1, len(rows))[:] = rows.ravel()
+        column.flush()
+        for ranks in (8, 1024):
+            listed = SizeColumn(folder)
+            given = (listed.entries(), listed.sizes, 0)
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+                yield pool.submit(_stream, workload, ranks, *given).result() | {"samples": _BILLION}
+
+
+def _stream(workload: str, ranks: int, entries: Any, sizes: np.ndarray, least_tokens: int) -> Json:
+    """Figures of two rounds of windows, or more that hold so many tokens."""
+    balanced._FEWEST_SAMPLES = 1  # else windows of few ranks would have more than 64 steps
+    began, costs, m_mem = time.perf_counter(), read_cost_file(COSTS), M_MEM[workload]
+    config = PlanningConfig(policy="balanced", m_mem=m_mem, cost_model=str(COSTS), look_ahead=64)
+    stream, model = GrainStream(entries, _content, sizes, (4, 8, 8)), config.predictor(costs)
+    samples = stream.manifest.samples(Geometry().patch_size)
+    samples = enough_samples(samples, m_mem, ranks, config.look_ahead)
+    policy = make_plan(config, samples, ranks, 0, costs).policy
     plan = StreamPlan(samples, policy, RankTopology(ranks), 0, stream)
     first, seconds, steps, tokens, cost, window = time.perf_counter() - began, [], 0, 0, 0.0, 1
-    while window < _WINDOWS or tokens < study.samples.seq_len.sum():
+    while window < _WINDOWS or tokens < least_tokens:
         began = time.perf_counter()
         part, window = plan.epoch_of_steps(window), window + 1
         seconds.append((time.perf_counter() - began) / part.steps)
         steps, tokens = steps + part.steps, tokens + int(part.part_tokens().sum())
         cost += makespan(part, model)
     return {
+        "workload": workload,
+        "ranks": ranks,
         "windows": window - 1,
         "steps_of_window": steps / (window - 1),
         "tokens_per_second": tokens / cost,
-        "first_window_seconds": first,
+        "first_step_seconds": first,
         "planning_seconds_per_step": float(np.mean(seconds)),
         "most_planning_seconds_per_step": max(seconds),
         "bytes_most": _peak_memory(),
@@ -277,6 +293,7 @@ PARTS: dict[str, Callable[[], Iterator[Json]]] = {
     "small": _small,
     "speed": _speed,
     "streams": _streams,
+    "billion": _billion,
 }
 """Of the JSON."""
 

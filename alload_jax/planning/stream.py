@@ -26,7 +26,7 @@ from alload_jax.planning.samples import Samples, digest
 _ROUND = 8
 """Windows of a round."""
 _STEPS = 64
-"""That samples like those of a stream should fill."""
+"""That samples like those of a stream fill, at least."""
 _KEPT = 4
 """Windows that stay in memory, beside the first one: the loader is ahead of training."""
 
@@ -77,15 +77,16 @@ class RoundStart:
 _BEGIN = RoundStart()
 
 
-def enough_samples(samples: Samples, m_mem: int, ranks: int) -> Samples:
+def enough_samples(samples: Samples, m_mem: int, ranks: int, look_ahead: int) -> Samples:
     """The samples as often as many steps hold them, so that rows are made as for a large set.
 
     Args:
       samples: like those of a stream, each once.
       m_mem: most tokens of a row.
       ranks: rows of a step.
+      look_ahead: steps of a window.
     """
-    times = -(-_STEPS * ranks * m_mem // int(samples.seq_len.sum()))
+    times = -(-max(_STEPS, look_ahead) * ranks * m_mem // int(samples.seq_len.sum()))
     return replace(samples, weight=np.full(len(samples), float(min(times, MOST_WEIGHT))))
 
 

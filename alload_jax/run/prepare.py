@@ -121,7 +121,8 @@ def plan_run(
     def samples_of(policy: str) -> Samples:
         samples = samples_for(model, trained, data.conditions, find_policy(policy).packed)
         if stream is not None:
-            return enough_samples(samples, planning.required_m_mem(costs), ranks)
+            m_mem = planning.required_m_mem(costs)
+            return enough_samples(samples, m_mem, ranks, planning.look_ahead)
         return with_weights(samples, data.weights, paths)
 
     ranks = planning.ranks or ranks_of(mesh)

@@ -45,7 +45,7 @@ def cases(draw):
         m_mem=300, cost=WAN, context=context, look_ahead=draw(st.integers(1, 3)), max_segments=8
     )
     topology = RankTopology(context * draw(st.integers(1, 3)), micro_batches_per_step=2)
-    samples = enough_samples(of_lengths(*lengths), 300, topology.ranks)
+    samples = enough_samples(of_lengths(*lengths), 300, topology.ranks, 3)
     feed = Numbers(tuple(draw(few)), draw(st.integers(1, 40)))
     return StreamPlan(samples, policy, topology, draw(st.integers(0, 9)), feed)
 
@@ -97,7 +97,7 @@ def test_a_stream_takes_no_longer_than_a_plan_of_all_samples(workload):
     whole = Plan(samples, policy, topology, seed=0).epoch(0)
     order = np.random.default_rng(0).permutation(len(samples))
     feed = Numbers(tuple(order.tolist()), per_chunk=1000)
-    stream = StreamPlan(enough_samples(samples, 1, 8), policy, topology, 0, feed)
+    stream = StreamPlan(enough_samples(samples, 1, 8, 64), policy, topology, 0, feed)
     tokens = time = window = 0
     while tokens < samples.seq_len.sum():
         part, window = stream.epoch(window), window + 1
