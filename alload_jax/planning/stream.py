@@ -19,7 +19,7 @@ from typing_extensions import override
 from alload_jax.planning.epoch import MOST_WEIGHT, EpochPlan, Step, WindowContent
 from alload_jax.planning.plan import Beginning, Plan
 from alload_jax.planning.policies.balanced import Balanced
-from alload_jax.planning.policies.packed import EASING, PackedEpochBuilder, Window
+from alload_jax.planning.policies.packed import EASING, PackedEpochBuilder, Window, stable_order
 from alload_jax.planning.policies.policy import Policy, RankTopology
 from alload_jax.planning.samples import Samples, digest
 
@@ -182,8 +182,7 @@ class _Round:
         self._rng = np.random.default_rng([plan.seed, start.window])
         self._planner = policy.window_planner(plan.samples, plan.topology, self._rng)
         self._footprint = self._planner.shape.footprint(self._seq_len)
-        longest_first = np.unique(-self._footprint, return_inverse=True)[1]
-        self._place = longest_first.astype(np.min_scalar_type(len(longest_first)))  # sorts faster
+        self._longest_first = np.unique(-self._footprint, return_inverse=True)[1]
         self._weights = self._planner.weights
         self._chunks = plan.feed.chunks(start.state)
         self._chunk, self._state, self._taken = next(self._chunks), start.state, start.skip
@@ -195,7 +194,7 @@ class _Round:
         self.is_over, easing, any_placed = (self.window + 1) % _ROUND == 0, 1.0, False
         while not any_placed:
             self._read(self._planner.window_tokens * easing)
-            order = np.argsort(self._place[self._rows], kind="stable")
+            order = stable_order(self._longest_first[self._rows])
             rows, keys = self._rows[order], self._keys[order]
             columns = {"seq_len": self._seq_len[rows], "weights": self._weights[rows]}
             self._planner = replace(self._planner, **columns)

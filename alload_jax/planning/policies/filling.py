@@ -13,7 +13,12 @@ from alload_jax.planning.policies.grouping import (
     Units,
     group_into_steps,
 )
-from alload_jax.planning.policies.packed import PlacedSteps, Window, first_fit_decreasing
+from alload_jax.planning.policies.packed import (
+    PlacedSteps,
+    Window,
+    first_fit_decreasing,
+    stable_order,
+)
 from alload_jax.planning.policies.splitting import (
     UNPLACED,
     Bins,
@@ -128,8 +133,10 @@ class WindowPlanner:
         # Samples of equal tokens are exchanged, which changes no cost, for new company.
         seq_len = self.seq_len[window.sample]
         shuffled, by_length = self.rng.permutation(len(at)), np.argsort(seq_len, kind="stable")
+        length = np.zeros(len(at), np.int64)
+        length[by_length[1:]] = np.cumsum(np.diff(seq_len[by_length]) > 0)
         sample = np.empty(len(at), np.int64)
-        sample[by_length] = shuffled[np.argsort(seq_len[shuffled], kind="stable")]
+        sample[by_length] = shuffled[stable_order(length[shuffled])]
         placed = np.zeros(len(at), bool)
         placed[sample[at != UNPLACED]] = True
         window, seq_len = window.taken(sample), seq_len[sample]

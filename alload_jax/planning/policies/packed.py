@@ -315,10 +315,19 @@ class PackedEpochBuilder:
             place = even_order(turn, self._column("tokens"), turns, rng)
         row, is_split = place[turn] * ranks + self._column("rank"), self._column("is_split")
         # Within a row: split samples by their place, then whole ones in the order of assignment.
-        order = np.lexsort((np.where(is_split, self._column("offset"), 0), ~is_split, row))
+        if is_split.any():
+            order = np.lexsort((np.where(is_split, self._column("offset"), 0), ~is_split, row))
+        else:
+            order = stable_order(row)
         split_tokens = np.empty(turns, np.int64)
         split_tokens[place] = self._column("split_tokens")
         return order, row[order], np.repeat(split_tokens, ranks)
+
+
+def stable_order(numbers: np.ndarray) -> np.ndarray:
+    """`np.argsort` of numbers from 0, stable; fast where they are below 65,536: [N] → [N] int64."""
+    most = np.min_scalar_type(int(numbers.max(initial=0)))
+    return np.argsort(numbers.astype(most), kind="stable")
 
 
 _SLOT_FACTOR = 4.0
