@@ -183,6 +183,7 @@ class Collator:
       not_finite: samples that also get weight 0, and are reported as damaged records are.
       seed: of the run, which draws one of a sample's texts in each epoch.
       dropout: [N] float64, share of the times that it draws none; None for never.
+      keys: [N], what messages call the samples of a stream; None for their numbers.
     """
 
     reader: SampleReader
@@ -193,6 +194,7 @@ class Collator:
     seed: int = 0
     not_finite: frozenset[int] = frozenset()
     dropout: np.ndarray | None = None
+    keys: np.ndarray | None = None
     _windows: dict[int, "Collator"] = field(
         init=False, default_factory=dict, compare=False, repr=False
     )
@@ -213,7 +215,8 @@ class Collator:
                 if sample in self.excluded:
                     continue
                 number = self.reader.manifest.number(sample)
-                place_of = f"{self.reader.manifest.path}: sample {number}"
+                name = number if self.keys is None else self.keys[sample]
+                place_of = f"{self.reader.manifest.path}: sample {name}"
                 if sample in self.not_finite:
                     problems.append(f"{place_of} gives a loss or gradient that is not finite")
                     continue
@@ -238,9 +241,10 @@ class Collator:
     def _of_window(self, number: int, window: WindowContent) -> "Collator":
         """The collator of the samples of a window."""
         if (found := self._windows.get(number)) is None:
-            reader, collation = self.reader.of_window(number, window), self.collation
+            reader, collation = self.reader.of_window(window), self.collation
             assert isinstance(collation, PackedCollation)  # streams are planned by `balanced`
             of_rows = collation.of_rows(reader.manifest, window.rows)
-            found = self._windows[number] = replace(self, reader=reader, collation=of_rows)
+            found = replace(self, reader=reader, collation=of_rows, keys=window.keys)
+            self._windows[number] = found
             self._windows.pop(number - 2, None)
         return found

@@ -46,8 +46,8 @@ class PatientReader(SampleReader):
         return type(self), (self._source, self._waits)
 
     @override
-    def of_window(self, number: int, window: WindowContent) -> Self:
-        return type(self)(self._source.of_window(number, window), self._waits)
+    def of_window(self, window: WindowContent) -> Self:
+        return type(self)(self._source.of_window(window), self._waits)
 
     @override
     def read(self, sample: int) -> dict[str, np.ndarray]:

@@ -164,13 +164,13 @@ class _Remembered(SampleReader):
     def __init__(self, reader: SampleReader):
         self.reader, self.manifest = reader, reader.manifest
         self._found: dict[int, dict[str, np.ndarray] | BadRecordError] = {}
-        self._windows: dict[int, Self] = {}
+        self._window: Self | None = None  # of the one step that is repeated
 
     @override
-    def of_window(self, number: int, window: WindowContent) -> Self:
-        if number not in self._windows:
-            self._windows[number] = type(self)(self.reader.of_window(number, window))
-        return self._windows[number]
+    def of_window(self, window: WindowContent) -> Self:
+        if self._window is None:
+            self._window = type(self)(self.reader.of_window(window))
+        return self._window
 
     @override
     def read(self, sample: int) -> dict[str, np.ndarray]:

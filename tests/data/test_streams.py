@@ -125,7 +125,7 @@ def test_samples_beyond_those_that_were_drawn_have_the_sizes_of_the_source():
     source = stream(listed())
     assert set(map(tuple, source.manifest.shape.tolist())) == set(SIZES)
     window = plan_of(source).step(0).window
-    shown = source.of_window(0, window)
+    shown = source.of_window(window)
     assert shown.manifest.shape.tolist() == [list(SIZES[key % 3]) for key in window.keys.tolist()]
 
 

@@ -59,15 +59,23 @@ def ramp_of_key(key):
     return ramp_arrays(RampRecords(key + 1)[key])
 
 
+def huge_fives(key):
+    """Ramps of which every hundredth makes a loss that is not finite."""
+    arrays = ramp_of_key(key)
+    return arrays | {"latents": arrays["latents"] * (1e30 if key % 100 == 5 else 1)}
+
+
 @dataclass(frozen=True)
 class RampStream:
     """Ramps again and again, each time in another order."""
 
     name: str = "grain_ramps:RampStream"
     blocks: int = 8
+    huge: bool = False
 
     def open(self, folder):
         blocks = grain.MapDataset.range(self.blocks).seed(0).shuffle().repeat()
         entries = blocks.map(ramp_entries).to_iter_dataset()
         sizes = [ramp_size(0), ramp_size(1)]
-        return GrainStream(entries, ramp_of_key, sizes, (1, 1, 1), identity="v1")
+        arrays = huge_fives if self.huge else ramp_of_key
+        return GrainStream(entries, arrays, sizes, (1, 1, 1), identity="v1")

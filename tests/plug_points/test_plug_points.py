@@ -1,6 +1,7 @@
 """What people add from outside: each plug point is used here without touching the package."""
 
 import json
+import re
 import shutil
 
 import jax
@@ -248,6 +249,18 @@ def test_a_stream_trains_and_goes_on_as_if_never_interrupted(train):
     for name, values in restored(whole).items():
         for key, value in values.items():
             np.testing.assert_array_equal(value, restored(parts)[name][key])
+
+
+@pytest.mark.slow
+def test_bad_samples_of_a_stream_are_left_out_and_named_by_their_keys(train):
+    source = {"name": "grain_ramps:RampStream", "huge": True}
+    read = {"folder": "unused", "source": source, "loader": {"max_bad_records": 99}}
+    folder = train(data=read, planning={"policy": "balanced"})
+    assert all(np.isfinite(row["loss"]) for row in metrics(folder))
+    lines = (folder / "bad_records.txt").read_text().splitlines()
+    keys = [int(re.search("stream: sample (.*) gives a loss", line)[1]) for line in lines]
+    assert keys
+    assert {key % 100 for key in keys} == {5}
 
 
 @pytest.mark.parametrize(

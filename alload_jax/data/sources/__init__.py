@@ -28,7 +28,7 @@ class SampleReader(Protocol):
         """
         ...
 
-    def of_window(self, number: int, window: WindowContent) -> Self:
+    def of_window(self, window: WindowContent) -> Self:
         """Returns what reads the samples of a window by their numbers in it.
 
         Raises:

@@ -257,9 +257,9 @@ class GrainStream(SampleSource, Feed):
         return self._rows[kind]
 
     @override
-    def of_window(self, number: int, window: WindowContent) -> Self:
-        found, place = copy.copy(self), Path(f"{self._name}, window {number}")
-        found.manifest = replace(self.manifest.subset(window.rows), path=place, numbers=None)
+    def of_window(self, window: WindowContent) -> Self:
+        found = copy.copy(self)
+        found.manifest = replace(self.manifest.subset(window.rows), numbers=None)
         found._keys = window.keys
         return found
 
