@@ -200,6 +200,7 @@ def of_source(name):
             "one of store, parquet, musubi, safetensors, or give module",
         ),
         ({"data": of_source("store") | {"dataset": {"name": "ramps"}}}, "data.source and data.da"),
+        ({"data": {"folder": "s3://b/x", "dataset": {"name": "ramps"}}}, "folder of this machine"),
     ],
 )
 def test_parts_that_cannot_be_meant_are_refused(sections, words, train):
