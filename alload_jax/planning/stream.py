@@ -132,7 +132,8 @@ class StreamPlan(Plan):
 
     @override
     def identity(self) -> dict[str, object]:
-        rows, keys = self._window(0)[1]
+        with self._planning:
+            rows, keys = self._window(0)[1]
         return super().identity() | {"stream": digest(rows, keys)}
 
     @override
@@ -163,9 +164,9 @@ class StreamPlan(Plan):
             reading = self._reading
             if reading is None or reading.is_over or reading.window > number:
                 start = max(each for each in self._rounds if each <= number)
-                self._reading = reading = _Round(self, self._balanced, self._rounds[start])
-            window = reading.window
-            self._held[window] = reading.next()
+                reading = _Round(self, self._balanced, self._rounds[start])
+            window, self._reading = reading.window, None  # an error leaves no half a window
+            self._held[window], self._reading = reading.next(), reading
             if reading.is_over:
                 self._rounds[reading.window] = reading.following()
             for other in list(self._held)[:-_KEPT]:

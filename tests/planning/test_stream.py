@@ -1,5 +1,6 @@
 """Plans of streams: every sample once, the same from any step on, and as fast as of a whole set."""
 
+import contextlib
 import json
 import pickle
 from dataclasses import asdict, dataclass
@@ -103,6 +104,36 @@ def test_a_stream_takes_no_longer_than_a_plan_of_all_samples(workload):
         part, window = stream.epoch(window), window + 1
         tokens, time = tokens + part.part_tokens().sum(), time + makespan(part, WAN)
     assert tokens / time > 0.99 * samples.seq_len.sum() / makespan(whole, WAN)
+
+
+def test_an_error_of_the_feed_loses_no_sample():
+    failures = [5, 9]
+
+    @dataclass(frozen=True)
+    class Unsteady(Numbers):
+        def chunks(self, state):
+            for number, chunk in enumerate(super().chunks(state)):
+                if failures and number == failures[0]:
+                    del failures[0]
+                    raise OSError("no connection")
+                yield chunk
+
+    samples = enough_samples(of_lengths(100, 200, 300), 300, 2, 30)
+    given = samples, Balanced(300, WAN, look_ahead=30), RankTopology(2), 0
+    steady, plan = StreamPlan(*given, Numbers((0, 1, 2))), None
+    while plan is None:
+        with contextlib.suppress(OSError):
+            plan = StreamPlan(*given, Unsteady((0, 1, 2)))
+    failures[:] = [30, 41]
+    for window in range(1, 12):
+        found = None
+        while found is None:
+            with contextlib.suppress(OSError):
+                found = plan.epoch_of_steps(window)
+        np.testing.assert_array_equal(found.sample, steady.epoch_of_steps(window).sample)
+        one, other = (each.step(each.first_step(window)).window.keys for each in (plan, steady))
+        np.testing.assert_array_equal(one, other)
+    assert not failures
 
 
 def test_other_policies_are_refused():
