@@ -20,6 +20,7 @@ from alload_jax.data.datasets import DATASETS, Dataset
 from alload_jax.data.loader import LoaderConfig
 from alload_jax.data.selection import SourceWeight
 from alload_jax.data.sources import SOURCES, SourceConfig
+from alload_jax.data.store.remote import is_address
 from alload_jax.distributed.initialize import ClusterConfig
 from alload_jax.errors import InputError
 from alload_jax.files import Json, parse_yaml, read_text
@@ -61,7 +62,8 @@ class DataConfig:
     """Training data.
 
     Attributes:
-      folder: data folder, of alload or of another trainer.
+      folder: data folder, of alload or of another trainer; or the address of one of alload in
+        object storage, such as s3://bucket/folder.
       source: how the samples are read; `name` selects what reads them. Null for what the files in
         the folder say.
       dataset: data set that is written to the folder if it does not exist; `name: digits` selects
@@ -85,6 +87,11 @@ class DataConfig:
             raise InputError(
                 "data.source and data.dataset are both given, but a data set is written as a "
                 "store; leave one out"
+            )
+        if self.dataset is not None and is_address(self.folder):
+            raise InputError(
+                f"data.folder is {self.folder}, but data.dataset is written to a folder of this "
+                "machine; name one, or leave data.dataset out"
             )
 
 

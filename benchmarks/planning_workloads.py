@@ -8,9 +8,11 @@ Takes about ten minutes on one core, and 3 GB of memory for the plan of ten mill
 `--parts` measures some parts and keeps the others of the JSON; each has its date and command there.
 """
 
+import itertools
 import json
 import multiprocessing
 import platform
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -18,11 +20,20 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import grain
+import numpy as np
+
 from alload_jax.bench.harness import benchmark_parser, provenance, typed
+from alload_jax.data.sources.grain_samples import GrainStream
+from alload_jax.data.sources.size_column import SIZE, SIZES, SizeColumn
 from alload_jax.files import Json
 from alload_jax.planning.cost import read_cost_file
+from alload_jax.planning.factory import make_plan
+from alload_jax.planning.policies import balanced
+from alload_jax.planning.policies.policy import RankTopology, makespan
 from alload_jax.planning.samples import Geometry, Samples, read_samples
 from alload_jax.planning.settings import PlanningConfig
+from alload_jax.planning.stream import StreamPlan, enough_samples
 from alload_jax.planning.study import Study
 from alload_jax.planning.workloads import make_workload
 
@@ -71,6 +82,10 @@ SMALL_POLICIES = (
     *("equal_tokens", "dual_constraint", "equal_tokens:independent", "dual_constraint:independent"),
     *("sorted:independent", "first_fit", "balanced", "auto"),
 )
+STREAMS = ("mixed-resolution", "wan-480p", "long-video-V60")
+STREAM_RANKS = (8, 64, 1024)
+_PER_ENTRY, _WINDOWS, _BILLION = 8192, 17, 10**9
+"""Samples that a stream lists at a time; windows of it: the first one, and two rounds; samples."""
 PAPER_CASES: tuple[tuple[str, Any], ...] = (
     ("equal_tokens", None),
     ("dual_constraint", "longest"),
@@ -181,6 +196,92 @@ def _ten_million() -> Json:
     return {"samples": len(samples), "ranks": ranks, "seconds": seconds} | memory
 
 
+class _Listed:
+    """A data source of Grain that lists samples, some at a time."""
+
+    def __init__(self, shape: np.ndarray):
+        self._shape = shape
+
+    def __len__(self) -> int:
+        return -(-len(self._shape) // _PER_ENTRY)
+
+    def __getitem__(self, entry: int) -> dict[str, np.ndarray]:
+        first = entry * _PER_ENTRY
+        frames, height, width = self._shape[first : first + _PER_ENTRY].T
+        keys = np.arange(first, first + len(frames))
+        return {"key": keys, "frames": frames, "height": height, "width": width}
+
+
+def _streams() -> Iterator[Json]:
+    """Plans of streams in windows of 64 steps, beside those of the same samples in a manifest."""
+    for workload, ranks in itertools.product(STREAMS, STREAM_RANKS):
+        each = SAMPLES_PER_RANK.get(workload, LONG_VIDEO_SAMPLES_PER_RANK)
+        samples = make_workload(workload, max(100_000, each * ranks))
+        whole = _study(samples, M_MEM[workload]).case("balanced", ranks)
+        grids = samples.shape[np.random.default_rng(0).permutation(len(samples))]
+        entries = grain.MapDataset.source(_Listed(grids)).seed(0).shuffle().repeat()
+        given = (entries.to_iter_dataset(), np.unique(grids, axis=0), int(samples.seq_len.sum()))
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            found = pool.submit(_stream, workload, ranks, *given).result()
+        by_manifest = whole.metrics.tokens_per_second
+        ratio = {"ratio": found["tokens_per_second"] / by_manifest}
+        yield found | {"manifest_tokens_per_second": by_manifest} | ratio
+
+
+def _billion() -> Iterator[Json]:
+    """A stream of a billion samples from a memory-mapped column of sizes, 2 GB on disk."""
+    workload = "mixed-resolution"
+    shape = make_workload(workload, 10**7).shape
+    sizes, rows = np.unique(shape, axis=0, return_inverse=True)
+    with tempfile.TemporaryDirectory() as folder:
+        np.save(Path(folder) / SIZES, sizes)
+        column = np.lib.format.open_memmap(Path(folder) / SIZE, "w+", np.uint16, (_BILLION,))
+        column.reshape(-1, len(rows))[:] = rows.ravel()
+        column.flush()
+        for ranks in (8, 1024):
+            listed = SizeColumn(folder)
+            given = (listed.entries(), listed.sizes, 0)
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+                yield pool.submit(_stream, workload, ranks, *given).result() | {"samples": _BILLION}
+
+
+def _stream(workload: str, ranks: int, entries: Any, sizes: np.ndarray, least_tokens: int) -> Json:
+    """Figures of two rounds of windows, or more that hold so many tokens."""
+    balanced._FEWEST_SAMPLES = 1  # else windows of few ranks would have more than 64 steps
+    began, costs, m_mem = time.perf_counter(), read_cost_file(COSTS), M_MEM[workload]
+    config = PlanningConfig(policy="balanced", m_mem=m_mem, cost_model=str(COSTS), look_ahead=64)
+    stream, model = GrainStream(entries, _content, sizes, (4, 8, 8)), config.predictor(costs)
+    samples = stream.manifest.samples(Geometry().patch_size)
+    samples = enough_samples(samples, m_mem, ranks, config.look_ahead)
+    policy = make_plan(config, samples, ranks, 0, costs).policy
+    plan = StreamPlan(samples, policy, RankTopology(ranks), 0, stream)
+    first, used = time.perf_counter() - began, time.process_time()
+    seconds, steps, tokens, cost, window = [], 0, 0, 0.0, 1
+    while window < _WINDOWS or tokens < least_tokens:
+        began = time.perf_counter()
+        part, window = plan.epoch_of_steps(window), window + 1
+        seconds.append((time.perf_counter() - began) / part.steps)
+        steps, tokens = steps + part.steps, tokens + int(part.part_tokens().sum())
+        cost += makespan(part, model)
+    return {
+        "workload": workload,
+        "ranks": ranks,
+        "windows": window - 1,
+        "steps_of_window": steps / (window - 1),
+        "tokens_per_second": tokens / cost,
+        "first_step_seconds": first,
+        "planning_seconds_per_step": float(np.mean(seconds)),
+        "planning_cpu_seconds_per_step": (time.process_time() - used) / steps,
+        "most_planning_seconds_per_step": max(seconds),
+        "bytes_most": _peak_memory(),
+    }
+
+
+def _content(key: int) -> dict[str, np.ndarray]:
+    """No sample is trained; only the manifest asks for the first."""
+    return {"latents": np.zeros((1, 2, 2, 16)), "labels": np.zeros(1, np.int32)}
+
+
 def _peak_memory() -> int:
     """Peak memory of this process in bytes; rusage would include its parent's."""
     status = Path("/proc/self/status").read_text().splitlines()
@@ -193,6 +294,8 @@ PARTS: dict[str, Callable[[], Iterator[Json]]] = {
     "paper": _paper,
     "small": _small,
     "speed": _speed,
+    "streams": _streams,
+    "billion": _billion,
 }
 """Of the JSON."""
 

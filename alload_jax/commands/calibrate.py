@@ -302,6 +302,7 @@ def _step(config: "Config", bounds: "Bounds") -> "Step":
     """Makes the step to measure; raises InputError first if its state cannot fit."""
     from alload_jax.bench.calibration import device_memory
     from alload_jax.data.sources.opening import open_source
+    from alload_jax.data.store.remote import is_address
     from alload_jax.models.families import abstract_model, parameter_count
     from alload_jax.planning.analytic import state_bytes
     from alload_jax.planning.cost import MemoryModel
@@ -316,7 +317,8 @@ def _step(config: "Config", bounds: "Bounds") -> "Step":
     spec = training_spec(model, config.optimizer, config.objective, config.parameters)
     # Of a row with classes: the data's maximum, or 1 without the data.
     data, tokens = config.data, 1
-    if not config.model.text and (data.source is not None or Path(data.folder).exists()):
+    there = data.source is not None or is_address(data.folder) or Path(data.folder).exists()
+    if not config.model.text and there:
         tokens = open_source(data.folder, data.source).manifest.longest_text()
     return Step(spec, tokens, single=config.planning.single_gradient)
 

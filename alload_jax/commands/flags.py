@@ -19,6 +19,7 @@ from alload_jax.config_parser import build_named, read_yaml
 from alload_jax.data.manifest import VAE, Manifest
 from alload_jax.data.pixel_latents import holds_pixels
 from alload_jax.data.sources import SOURCES, SourceConfig
+from alload_jax.data.store.remote import is_address
 from alload_jax.errors import InputError
 from alload_jax.files import require_regular
 from alload_jax.planning.samples import PIXEL_PATCH, Geometry, Triple
@@ -248,7 +249,7 @@ def source_config(path: str | None, prog: str) -> SourceConfig | None:
 def holds_samples(place: str) -> bool:
     """Returns whether a path is a data folder, or a Parquet file of latents, and no manifest."""
     if not place.endswith(".parquet"):
-        return Path(place).is_dir()
+        return is_address(place) or Path(place).is_dir()
     require_regular(place)
     try:
         names = pyarrow.parquet.read_schema(place).names

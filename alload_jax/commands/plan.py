@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     data = parser.add_argument_group("data set")
     data.add_argument(
         "--manifest",
-        help="data folder, .yaml set, Parquet or CSV: frames, height, width, or seq_len",
+        help="data folder, .yaml set, size.npy, Parquet or CSV: frames, height, width, or seq_len",
     )
     data.add_argument("--workload", choices=names(), metavar="NAME", help=", ".join(names()))
     data.add_argument("--size", type=COUNT, default=100_000, help="samples of the workload")

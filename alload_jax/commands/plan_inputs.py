@@ -10,6 +10,7 @@ import numpy as np
 
 from alload_jax.commands.flags import holds_samples, require_package, source_config, usual_model
 from alload_jax.data.selection import SourceShare, SourceWeight, source_shares, with_weights
+from alload_jax.data.sources.size_column import SIZE, SizeColumn
 from alload_jax.errors import InputError
 from alload_jax.planning.analytic import (
     ALL_TRAINED,
@@ -35,6 +36,8 @@ if TYPE_CHECKING:  # a training config needs JAX, which takes a second to import
     from alload_jax.config import Config
     from alload_jax.models.common.config import ModelConfig
 
+_MOST_DRAWN = 2**20
+"""Samples of a column of sizes that are planned."""
 _DEFAULT_MODEL, _DEFAULT_DEVICE, _DEFAULT_DENSITY = "wan2.1-1.3b", "h200", 0.1
 
 
@@ -425,6 +428,12 @@ def _samples(request: PlanRequest, packed: bool) -> tuple[Samples, str, np.ndarr
     geometry = Geometry(tuple(stride or Geometry().vae_stride), request.patch_size)
     if options.manifest and options.manifest.endswith((".yaml", ".yml")):
         return _media_samples(options.manifest, geometry)
+    if options.manifest and Path(options.manifest).name == SIZE:
+        column = SizeColumn(Path(options.manifest).parent)
+        shape = column.size_of(column.drawn(_MOST_DRAWN))
+        drawn = f"{len(shape):,} drawn of {len(column):,} samples, whose epoch is longer"
+        samples = Samples(shape, geometry.seq_len(*shape.T))
+        return samples, f"{options.manifest}, {drawn}", None
     if options.manifest:
         samples = read_samples(options.manifest, geometry)
         paths = read_sample_paths(options.manifest)

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from alload_jax.data.record import GIVEN, IMAGE, LATENTS, Arrays, with_text_of_e
 from alload_jax.data.sources import SampleReader
 from alload_jax.data.store import BadRecordError
 from alload_jax.models.common.config import ModelConfig
-from alload_jax.planning.epoch import MicroBatch, Step, noise_epoch
+from alload_jax.planning.epoch import MicroBatch, Step, WindowContent, noise_epoch
 from alload_jax.planning.plan import Plan
 from alload_jax.planning.samples import Triple
 
@@ -183,6 +183,7 @@ class Collator:
       not_finite: samples that also get weight 0, and are reported as damaged records are.
       seed: of the run, which draws one of a sample's texts in each epoch.
       dropout: [N] float64, share of the times that it draws none; None for never.
+      keys: [N], what messages call the samples of a stream; None for their numbers.
     """
 
     reader: SampleReader
@@ -193,9 +194,15 @@ class Collator:
     seed: int = 0
     not_finite: frozenset[int] = frozenset()
     dropout: np.ndarray | None = None
+    keys: np.ndarray | None = None
+    _windows: dict[int, "Collator"] = field(
+        init=False, default_factory=dict, compare=False, repr=False
+    )
 
     def __call__(self, step: Step) -> HostStep:
         """Reads the step's records. Damaged records get weight 0 and are reported."""
+        if step.window is not None:
+            return self._of_window(step.epoch, step.window)(replace(step, window=None))
         problems: list[str] = []
         batches, groups = [], []
         local = (part for part in step.micro_batches if part.rank in self.ranks)
@@ -208,7 +215,8 @@ class Collator:
                 if sample in self.excluded:
                     continue
                 number = self.reader.manifest.number(sample)
-                place_of = f"{self.reader.manifest.path}: sample {number}"
+                name = number if self.keys is None else self.keys[sample]
+                place_of = f"{self.reader.manifest.path}: sample {name}"
                 if sample in self.not_finite:
                     problems.append(f"{place_of} gives a loss or gradient that is not finite")
                     continue
@@ -229,3 +237,14 @@ class Collator:
         # Each part of a split sample reports the same damaged record.
         distinct = tuple(dict.fromkeys(problems))
         return HostStep(step.index, step.epoch, tuple(batches), distinct, tuple(groups))
+
+    def _of_window(self, number: int, window: WindowContent) -> "Collator":
+        """The collator of the samples of a window."""
+        if (found := self._windows.get(number)) is None:
+            reader, collation = self.reader.of_window(window), self.collation
+            assert isinstance(collation, PackedCollation)  # streams are planned by `balanced`
+            of_rows = collation.of_rows(reader.manifest, window.rows)
+            found = replace(self, reader=reader, collation=of_rows, keys=window.keys)
+            self._windows[number] = found
+            self._windows.pop(number - 2, None)
+        return found

@@ -21,7 +21,7 @@ from alload_jax.data.sources import SampleReader, SampleSource
 from alload_jax.data.store import BadRecordError
 from alload_jax.distributed.cluster import Cluster, Consensus, Decision
 from alload_jax.errors import require_fields, require_positive
-from alload_jax.planning.epoch import Step
+from alload_jax.planning.epoch import Step, WindowContent
 from alload_jax.planning.plan import Plan
 from alload_jax.processes import follow_parent, hush_resource_tracker, waits
 from alload_jax.sharding.mesh import batch_sharding
@@ -44,6 +44,10 @@ class PatientReader(SampleReader):
     def __reduce__(self) -> tuple[type[Self], tuple[SampleSource, tuple[float, ...]]]:
         """Pickles the source for the loader's processes, without what was found."""
         return type(self), (self._source, self._waits)
+
+    @override
+    def of_window(self, window: WindowContent) -> Self:
+        return type(self)(self._source.of_window(window), self._waits)
 
     @override
     def read(self, sample: int) -> dict[str, np.ndarray]:

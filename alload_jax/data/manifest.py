@@ -265,8 +265,12 @@ def manifest_digest(schema: pa.Schema, rows: int, notes: bytes) -> bytes:
 
 
 @waits("for the manifest to be read")
-def read_manifest(folder: str | Path) -> Manifest:
+def read_manifest(folder: str | Path, has_shards: bool = True) -> Manifest:
     """Reads the manifest of a data folder and checks that its shards exist and are complete.
+
+    Args:
+      folder: the data folder.
+      has_shards: whether the folder holds them; else only their names are checked.
 
     Raises:
       InputError: the manifest or a shard is missing, truncated or in another format.
@@ -280,7 +284,7 @@ def read_manifest(folder: str | Path) -> Manifest:
     _check_format(path, table, notes)
     _check_notes(path, notes)
     column = {name: _numbers(path, table, name) for name in SCHEMA.names if name in _BOUNDS}
-    _check_shards(path, table, notes["shard_bytes"])
+    _check_shards(path, table, notes["shard_bytes"], has_shards)
     form, ids = SampleForm.from_notes(notes), _numbers(path, table, NUMBER)
     if ids is not None and len(np.unique(ids)) < len(ids):
         raise InputError(
@@ -465,7 +469,9 @@ def _is_size(value: object) -> bool:
     return type(value) is int and 1 <= value <= _LARGEST_SIZE
 
 
-def _check_shards(path: Path, table: pa.Table, shard_bytes: dict[str, int]) -> None:
+def _check_shards(
+    path: Path, table: pa.Table, shard_bytes: dict[str, int], has_shards: bool
+) -> None:
     """Refuses shards that are no files of the folder itself, or not as the notes say."""
     for name in (*shard_bytes, *table["shard"].unique().to_pylist()):
         if name in ("", "..") or Path(name).name != name or "\0" in name:
@@ -477,7 +483,7 @@ def _check_shards(path: Path, table: pa.Table, shard_bytes: dict[str, int]) -> N
             raise InputError(
                 f"{path}: its note shard_bytes lacks the shard {name!r}; prepare the data again"
             )
-    for name, size in shard_bytes.items():
+    for name, size in shard_bytes.items() if has_shards else ():
         shard = path.with_name(name)
         require_regular(shard, "prepare the data again", or_folder=False)
         if not shard.is_file():

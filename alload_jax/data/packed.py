@@ -338,6 +338,12 @@ class PackedCollation:
         tiling = Tiling.of(manifest, model, max(1, conditions.length) * model.joint_attention)
         return cls(manifest, model, conditions, (frames, height, width), sizes, tiling, tokens)
 
+    def of_rows(self, manifest: Manifest, rows: np.ndarray) -> "PackedCollation":
+        """The collation of a manifest whose samples are like those of these numbers, [n] int64."""
+        tiling = self.tiling and replace(self.tiling, grids=self.tiling.grids[rows])
+        tokens = None if self.part_tokens is None else self.part_tokens[rows]
+        return replace(self, manifest=manifest, tiling=tiling, part_tokens=tokens)
+
     def abstract(self, rows: int, split_tokens: int = 0) -> PackedBatch:
         """A batch of so many rows whose split region has `split_tokens` tokens, without arrays."""
         return abstract(

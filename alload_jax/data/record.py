@@ -15,6 +15,13 @@ import safetensors.numpy
 from alload_jax.files import Json
 
 
+def mixed(state: np.ndarray) -> np.ndarray:
+    """Mixes numbers by SplitMix64: uint64 of any shape to others, equal for equal numbers."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        state = (state ^ (state >> np.uint64(shift))) * np.uint64(factor)
+    return state ^ (state >> np.uint64(31))
+
+
 def unit_interval(state: np.ndarray) -> np.ndarray:
     """Mixes numbers uniformly into the unit interval.
 
@@ -24,10 +31,7 @@ def unit_interval(state: np.ndarray) -> np.ndarray:
     Returns:
       float64 from 0 to below 1, shaped like `state`; equal for equal numbers.
     """
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        state = (state ^ (state >> np.uint64(shift))) * np.uint64(factor)
-    state = state ^ (state >> np.uint64(31))
-    return (state >> np.uint64(11)) / 2.0**53
+    return (mixed(state) >> np.uint64(11)) / 2.0**53
 
 
 LATENTS = "latents"

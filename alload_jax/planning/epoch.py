@@ -8,7 +8,7 @@ numbers; by Hermite's identity Σ floor(x + i/n) = floor(n·x) over the n sample
 """
 
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -217,19 +217,33 @@ class RowPlan:
     split_slots: tuple[int, ...]
 
 
+class WindowContent(NamedTuple):
+    """The samples of a window of a stream, in the order of their numbers.
+
+    Attributes:
+      rows: [n] int64, for each the number of one of its size among the plan's samples.
+      keys: [n], by which their content is read.
+    """
+
+    rows: np.ndarray
+    keys: np.ndarray
+
+
 @dataclass(frozen=True)
 class Step:
     """One optimizer step.
 
     Attributes:
       index: number of the step, counted from the start of training.
-      epoch: number of the epoch, counted from 0.
+      epoch: number of the epoch, or window of a stream, counted from 0.
       micro_batches: micro-batches ordered by (index, rank).
+      window: the samples of the window; None unless they are those of a stream.
     """
 
     index: int
     epoch: int
     micro_batches: tuple[MicroBatch, ...]
+    window: WindowContent | None = None
 
 
 def micro_batch(plan: EpochPlan, position: int) -> MicroBatch:

@@ -15,6 +15,7 @@ from alload_jax.files import read_json
 from alload_jax.planning.cost import CostModel, in_seconds
 from alload_jax.planning.metrics import PlanMetrics, plan_metrics
 from alload_jax.planning.plan import Plan
+from alload_jax.planning.stream import StreamPlan
 
 _POOR_FILL = 0.6
 """Share of M_mem that micro-batches fill on average, below which the plan is poor."""
@@ -91,9 +92,13 @@ def opening_lines(opening: Opening) -> tuple[list[str], list[str]]:
             f"compilation; ranks wait {found.idle:.1%} of the time"
         )
     weighted = "" if counts is None else f", {counts.sum():,} an epoch by data.weights,"
+    data = f"{len(seq_len):,} samples{left_out}{weighted} of {lengths}; an epoch has "
+    data += f"{found.steps:,} steps, the run {opening.steps:,} ({epochs:,.1f} epochs)"
+    if isinstance(plan, StreamPlan):
+        data = f"a stream of samples of {lengths}, planned in windows of about {found.steps:,} "
+        data += f"steps; the run has {opening.steps:,}"
     lines = [
-        f"data: {len(seq_len):,} samples{left_out}{weighted} of {lengths}; an epoch has "
-        f"{found.steps:,} steps, the run {opening.steps:,} ({epochs:,.1f} epochs)",
+        f"data: {data}",
         f"steps: {found.samples / found.steps:,.1f} samples on {ranks:,} rank{'s' * (ranks > 1)} "
         f"by {opening.policy}, {fill}; programs to compile: {found.buckets}",
         *([opening.policy_reason] if opening.policy_reason else []),

@@ -1,7 +1,7 @@
 """The samples and the plan of a run: reads the data and plans, and writes nothing."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -16,9 +16,11 @@ from alload_jax.data.loader import PatientReader
 from alload_jax.data.manifest import Manifest, read_paths
 from alload_jax.data.selection import SourceWeight, exclusion_identity, read_excluded, with_weights
 from alload_jax.data.sources import SampleSource
+from alload_jax.data.sources.grain_samples import GrainStream
 from alload_jax.data.sources.opening import open_source
 from alload_jax.data.store import StoreReader
 from alload_jax.distributed.cluster import Cluster
+from alload_jax.errors import InputError
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.common.cudnn import packed_unsupported_reason
 from alload_jax.models.families import family_of
@@ -27,6 +29,7 @@ from alload_jax.planning.factory import Choice, RunLength, choose_policy, make_p
 from alload_jax.planning.policies import AUTO, find_policy
 from alload_jax.planning.samples import Samples
 from alload_jax.planning.settings import PlanningConfig, policy_config
+from alload_jax.planning.stream import StreamPlan, enough_samples
 from alload_jax.sharding.mesh import can_group, local_plan_ranks, ranks_of, ranks_per_group
 from alload_jax.training import RunConfig
 from alload_jax.training.restore import CHECKPOINTS
@@ -68,6 +71,9 @@ def read_data(
     source = open_source(data.folder, data.source)
     source.require_settings()
     source.manifest.require(model.latent_channels, model.patch_size)
+    if isinstance(source, GrainStream):
+        numbered = {"data.weights": data.weights, "data.exclude": data.exclude}
+        _refuse_for_stream(numbered, "its samples have keys and no paths or numbers")
     excluded = read_excluded(data.exclude, source.manifest.sample_numbers)
     cluster.require_same(
         exclusion_identity(excluded), "give all processes the same file of samples"
@@ -100,26 +106,49 @@ def plan_run(
       InputError: a sample cannot be placed, or a bound is missing.
     """
     trained, costs = data.training.manifest, run_costs(model, planning)
+    stream = data.training if isinstance(data.training, GrainStream) else None
+    if stream is not None:
+        unending = {"planning.recalibrate": planning.recalibrate, "run.epochs": run.epochs}
+        _refuse_for_stream(unending, "it has no epochs")
+        if planning.policy not in (AUTO, "balanced"):
+            raise InputError(
+                f"planning.policy is {planning.policy}, but data.source is a stream, which "
+                "balanced alone plans; choose it"
+            )
+        planning = policy_config(planning, "balanced")
     paths = read_paths(trained)
 
     def samples_of(policy: str) -> Samples:
         samples = samples_for(model, trained, data.conditions, find_policy(policy).packed)
+        if stream is not None:
+            m_mem = planning.required_m_mem(costs)
+            return enough_samples(samples, m_mem, ranks, planning.look_ahead)
         return with_weights(samples, data.weights, paths)
 
+    ranks = planning.ranks or ranks_of(mesh)
     chosen = _with_policy(planning, model, run, mesh, samples_of, costs)
     samples = samples_of(chosen.config.policy)
-    plan = RunPlan(
-        plan=make_plan(
-            chosen.config, samples, ranks_of(mesh), run.seed, costs, ranks_per_group(mesh)
-        ),
+    plan = make_plan(chosen.config, samples, ranks_of(mesh), run.seed, costs, ranks_per_group(mesh))
+    if stream is not None:
+        plan = StreamPlan(samples, plan.policy, plan.topology, run.seed, stream)
+    run_plan = RunPlan(
+        plan=plan,
         planning=chosen.config,
         cluster=cluster,
         costs=costs,
         model=model,
         excluded=data.excluded,
-        manifest=trained,
+        manifest=trained if stream is None else None,
     )
-    return plan, chosen.reason
+    return run_plan, chosen.reason
+
+
+def _refuse_for_stream(settings: Mapping[str, object], why: str) -> None:
+    for name, value in settings.items():
+        if value:
+            raise InputError(
+                f"{name} is {value}, but data.source is a stream: {why}; leave {name} out"
+            )
 
 
 def _with_policy(

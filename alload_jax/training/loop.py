@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, Self
 
 import jax
 import numpy as np
@@ -20,6 +20,7 @@ from alload_jax.data.loader import PlacedStep
 from alload_jax.data.sources import SampleReader
 from alload_jax.data.store import BadRecordError
 from alload_jax.errors import InputError, print_stderr
+from alload_jax.planning.epoch import WindowContent
 from alload_jax.processes import waits
 from alload_jax.training.run_files import write_json
 from alload_jax.training.run_plan import RunPlan
@@ -163,6 +164,13 @@ class _Remembered(SampleReader):
     def __init__(self, reader: SampleReader):
         self.reader, self.manifest = reader, reader.manifest
         self._found: dict[int, dict[str, np.ndarray] | BadRecordError] = {}
+        self._window: Self | None = None  # of the one step that is repeated
+
+    @override
+    def of_window(self, window: WindowContent) -> Self:
+        if self._window is None:
+            self._window = type(self)(self.reader.of_window(window))
+        return self._window
 
     @override
     def read(self, sample: int) -> dict[str, np.ndarray]:

@@ -40,6 +40,7 @@ from alload_jax.planning.fit import CostFilter
 from alload_jax.planning.metrics import StepMetrics, step_metrics
 from alload_jax.planning.plan import Beginning, Plan, Revision
 from alload_jax.planning.settings import PlanningConfig
+from alload_jax.planning.stream import RoundStart, StreamPlan
 from alload_jax.processes import waits
 
 _ASSUMED_DEVICE = "h200"
@@ -242,12 +243,17 @@ class RunPlan:
         return found._replace(samples=found.samples - count_excluded(step, self._excluded))
 
     def content(self, number: int) -> list[Json]:
-        """The micro-batches of a step as JSON values, with the samples' numbers in the folder."""
-        parts = [asdict(part) for part in self.plan.step(number).micro_batches]
+        """The micro-batches of a step as JSON values.
+
+        Samples are named by their numbers in the folder, or by their keys in a stream.
+        """
+        step = self.plan.step(number)
+        name = step.window.keys.item if step.window else self._number
+        parts = [asdict(part) for part in step.micro_batches]
         for part in parts:
-            part["samples"] = [self._number(sample) for sample in part["samples"]]
+            part["samples"] = [name(sample) for sample in part["samples"]]
             if row := part["row_plan"]:
-                row["split_samples"] = [self._number(sample) for sample in row["split_samples"]]
+                row["split_samples"] = [name(sample) for sample in row["split_samples"]]
         return parts
 
     def drift(self, number: int, cost_terms: tuple[float, ...], seconds: float) -> float | None:
@@ -279,6 +285,7 @@ class RunPlan:
         """What a checkpoint of so many steps keeps, as JSON; None if plan and metrics need nothing.
 
         Of a data folder that can change: which samples there are, and which the epoch has taken.
+        Of a stream: where the round of the step begins.
         """
         found: Json = {}
         if self._manifest is not None and self._manifest.is_store:
@@ -293,6 +300,8 @@ class RunPlan:
                 begun = self.plan.beginning
                 values = None if begun.done is None else _packed(begun.done)
                 found["data"]["beginning"] = [begun.epoch, begun.step, values]
+        if isinstance(self.plan, StreamPlan):
+            found["stream"] = asdict(self.plan.round_start(step))
         if self._layers:
             found["layers"] = [[number, asdict(layers)] for number, layers in self._layers]
         if self._follows and self._times is not None:
@@ -317,6 +326,8 @@ class RunPlan:
         if state is None:
             return ""
         changes = self._follow(state["data"], step) if "data" in state else ""
+        if isinstance(self.plan, StreamPlan):
+            self.plan = self.plan.starting_at(RoundStart(**state["stream"]))
         for number, fields in state.get("layers", ()):
             self._layers.append((number, SparseLayers(**fields)))
         if "models" not in state or self._times is None:

@@ -6,11 +6,13 @@ import os
 import stat
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 import pyarrow.parquet
 import pytest
 
+from alload_jax.commands import plan_inputs
 from alload_jax.commands.plan import LABELS
 from alload_jax.config import read_config
 from alload_jax.planning.cost import CostFile, MemoryModel, QuadraticCost, write_cost_file
@@ -167,6 +169,17 @@ def test_a_training_config_gives_values_that_flags_omit(alload, figures, folder)
     others = ["--policy", "equal_tokens", "--m-mem", 80, "--seed", 0, "--ranks", 5]
     expected = {"policy": "EqualTokens", "m_mem": 80, "ranks": 5, "seed": 0}
     assert figures(*flags, *others)["plan"].items() >= expected.items()
+
+
+def test_a_column_of_sizes_is_drawn_from(alload, figures, folder, monkeypatch):
+    np.save(folder / "sizes.npy", [[1, 64, 64], [17, 64, 64]])
+    np.save(folder / "size.npy", np.arange(90, dtype=np.uint16) // 45)
+    flags = ["--manifest", "size.npy", *BOUNDS]
+    assert figures(*flags)["metrics"]["tokens"] == 45 * 16 + 45 * 80
+    monkeypatch.setattr(plan_inputs, "_MOST_DRAWN", 30)
+    said = "size.npy, 30 drawn of 90 samples, whose epoch is longer"
+    assert said in alload("plan", *flags)[1]
+    assert figures(*flags)["metrics"]["samples"] == 30
 
 
 def test_a_sample_that_is_listed_twice_is_named(alload, folder):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import grain
 import numpy as np
 
-from alload_jax.data.sources.grain_samples import GrainSamples
+from alload_jax.data.sources.grain_samples import GrainSamples, GrainStream
 
 
 class RampRecords(grain.sources.RandomAccessDataSource):
@@ -46,3 +46,36 @@ class GrainRamps:
     def open(self, folder):
         notes = {"identity": str(self.count), "origin": {"made": "ramps"}}
         return GrainSamples(RampRecords(self.count), ramp_size, (1, 1, 1), ramp_arrays, **notes)
+
+
+def ramp_entries(block):
+    """Of 24 ramps."""
+    numbers = np.arange(24 * block, 24 * block + 24)
+    sizes = np.array([ramp_size(number) for number in numbers])
+    return dict(zip(("key", "frames", "height", "width"), (numbers, *sizes.T), strict=True))
+
+
+def ramp_of_key(key):
+    return ramp_arrays(RampRecords(key + 1)[key])
+
+
+def huge_fives(key):
+    """Ramps of which every hundredth makes a loss that is not finite."""
+    arrays = ramp_of_key(key)
+    return arrays | {"latents": arrays["latents"] * (1e30 if key % 100 == 5 else 1)}
+
+
+@dataclass(frozen=True)
+class RampStream:
+    """Ramps again and again, each time in another order."""
+
+    name: str = "grain_ramps:RampStream"
+    blocks: int = 8
+    huge: bool = False
+
+    def open(self, folder):
+        blocks = grain.MapDataset.range(self.blocks).seed(0).shuffle().repeat()
+        entries = blocks.map(ramp_entries).to_iter_dataset()
+        sizes = [ramp_size(0), ramp_size(1)]
+        arrays = huge_fives if self.huge else ramp_of_key
+        return GrainStream(entries, arrays, sizes, (1, 1, 1), identity="v1")

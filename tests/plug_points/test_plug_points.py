@@ -1,6 +1,7 @@
 """What people add from outside: each plug point is used here without touching the package."""
 
 import json
+import re
 import shutil
 
 import jax
@@ -199,6 +200,7 @@ def of_source(name):
             "one of store, parquet, musubi, safetensors, or give module",
         ),
         ({"data": of_source("store") | {"dataset": {"name": "ramps"}}}, "data.source and data.da"),
+        ({"data": {"folder": "s3://b/x", "dataset": {"name": "ramps"}}}, "folder of this machine"),
     ],
 )
 def test_parts_that_cannot_be_meant_are_refused(sections, words, train):
@@ -233,6 +235,48 @@ def test_a_grain_source_from_outside_trains_as_the_same_samples_in_a_store(train
     fewer = {"folder": "unused", "source": source | {"count": 9}}
     with pytest.raises(InputError, match="was trained on 12 samples"):
         train("--run.steps", "5", data=fewer, folder="outside")
+
+
+@pytest.mark.slow
+def test_a_stream_trains_and_goes_on_as_if_never_interrupted(train):
+    """By threads and by processes."""
+    read = {"folder": "unused", "source": {"name": "grain_ramps:RampStream"}}
+    settings = {"planning": {"policy": "auto"}, "optimizer": {"schedule": "constant"}}
+    whole = train(data=read, run={"steps": 4}, folder="whole", **settings)
+    train(data=read, run={"steps": 2}, folder="parts", **settings)
+    by_processes = read | {"loader": {"processes": 2}}
+    parts = train("--run.steps", "4", data=by_processes, folder="parts", **settings)
+    assert [row["loss"] for row in metrics(parts)] == [row["loss"] for row in metrics(whole)]
+    for name, values in restored(whole).items():
+        for key, value in values.items():
+            np.testing.assert_array_equal(value, restored(parts)[name][key])
+
+
+@pytest.mark.slow
+def test_bad_samples_of_a_stream_are_left_out_and_named_by_their_keys(train):
+    source = {"name": "grain_ramps:RampStream", "huge": True}
+    read = {"folder": "unused", "source": source, "loader": {"max_bad_records": 99}}
+    folder = train(data=read, planning={"policy": "balanced"})
+    assert all(np.isfinite(row["loss"]) for row in metrics(folder))
+    lines = (folder / "bad_records.txt").read_text().splitlines()
+    keys = [int(re.search("stream: sample (.*) gives a loss", line)[1]) for line in lines]
+    assert keys
+    assert {key % 100 for key in keys} == {5}
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"planning": {"policy": "sorted"}}, "a stream, which balanced alone plans"),
+        ({"run": {"steps": None, "epochs": 2}}, "run.epochs is 2, but data.source is a stream"),
+        ({"data": {"exclude": "few.txt"}}, "data.exclude is few.txt, but data.source is a stream"),
+        ({"validation": {"share": 0.1}}, "give validation.folder"),
+    ],
+)
+def test_what_a_stream_has_not_is_refused(sections, words, train):
+    read = {"folder": "unused", "source": {"name": "grain_ramps:RampStream"}}
+    with pytest.raises(InputError, match=words):
+        train(**sections | {"data": read | sections.get("data", {})})
 
 
 @pytest.fixture

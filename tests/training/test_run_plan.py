@@ -1,6 +1,7 @@
 """Plans that follow the step times of a run."""
 
 import dataclasses
+import itertools
 import json
 import pickle
 from functools import partial
@@ -34,6 +35,7 @@ from alload_jax.planning.devices import DEVICES
 from alload_jax.planning.factory import choose_policy, make_plan
 from alload_jax.planning.policies.windows import step_times
 from alload_jax.planning.settings import PlanningConfig
+from alload_jax.planning.stream import Chunk, StreamPlan
 from alload_jax.planning.workloads import make_workload
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
 from alload_jax.training.callbacks import speeds
@@ -502,3 +504,38 @@ def test_devices_do_the_same_work_each_by_itself(monkeypatch):
         found = measured()
         assert len(found) == jax.device_count()
         assert min(found) > 0
+
+
+class Endless:
+    """A feed of samples 0, 1, 2 and so on, like those of a plan in turn."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def chunks(self, state):
+        for first in itertools.count(state or 0, 1000):
+            keys = np.arange(first, first + 1000)
+            yield Chunk(keys % self.count, keys, first + 1000)
+
+
+def test_a_checkpoint_keeps_where_a_stream_goes_on(planning):
+    """Samples have their keys where a step is written down."""
+
+    def run():
+        whole = make_plan(planning(recalibrate=None), make_workload("mixed-resolution", 800), 8, 0)
+        plan = StreamPlan(whole.samples, whole.policy, whole.topology, 0, Endless(800))
+        return RunPlan(plan, planning(recalibrate=None), Cluster())
+
+    ours = run()
+    step = ours.plan.first_step(9) + 3
+    kept = json.loads(json.dumps(ours.state(step)))
+    assert (kept["stream"]["window"], kept["stream"]["step"]) == (8, ours.plan.first_step(8))
+    theirs = run()
+    assert theirs.restore(kept, step) == ""
+    assert theirs.metrics(step) == ours.metrics(step)
+    content = ours.content(step)
+    assert theirs.content(step) == content
+    keys, planned = ours.plan.step(step).window.keys, ours.plan.step(step).micro_batches
+    for part, written in zip(planned, content, strict=True):
+        assert written["samples"] == keys[list(part.samples)].tolist()
+    json.dumps(content)

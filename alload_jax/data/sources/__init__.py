@@ -1,12 +1,13 @@
 """What a source of samples is, a part of one, and the registry that a config can name."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, Self
 
 import numpy as np
 from typing_extensions import override
 
 from alload_jax.data.manifest import Manifest
+from alload_jax.planning.epoch import WindowContent
 from alload_jax.registry import Registry
 
 
@@ -26,6 +27,14 @@ class SampleReader(Protocol):
           BadRecordError: the sample is missing, damaged, or not as the manifest says.
         """
         ...
+
+    def of_window(self, window: WindowContent) -> Self:
+        """Returns what reads the samples of a window by their numbers in it.
+
+        Raises:
+          ValueError: it is no stream.
+        """
+        raise ValueError(f"{type(self).__name__} is no stream; read it by sample number")
 
 
 class SampleSource(SampleReader, Protocol):

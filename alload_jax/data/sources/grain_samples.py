@@ -1,9 +1,13 @@
-"""Samples of any data source of Grain."""
+"""Samples of any data source of Grain, of known number or without an end."""
 
+import copy
+import reprlib
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 from typing_extensions import override
@@ -15,7 +19,9 @@ from alload_jax.data.sources.arrays import checked_sample
 from alload_jax.data.store import BadRecordError
 from alload_jax.errors import InputError
 from alload_jax.files import Json
+from alload_jax.planning.epoch import WindowContent
 from alload_jax.planning.samples import Triple
+from alload_jax.planning.stream import Chunk, Feed
 from alload_jax.processes import waits
 
 _AXES = {LATENTS: 4, TEXT: 2, LABELS: 1, GIVEN: 4, IMAGE: 2}
@@ -72,27 +78,8 @@ class GrainSamples(SampleSource):
             raise InputError(
                 f"{self._name}: geometry must give (frames, height, width) of at least 1"
             )
-        try:
-            first = self._read(0)
-        except BadRecordError as error:
-            raise InputError(f"{error}; correct the source or its arrays function") from error
-        condition = first[TEXT if TEXT in first else LABELS]
-        seed = zlib.crc32(repr((self._name, identity)).encode())
-        self.manifest = Manifest(
-            path=Path(self._name),
-            shard=np.full(len(shape), self._name, object),
-            index=np.arange(len(shape)),
-            shape=shape,
-            channels=np.full(len(shape), first[LATENTS].shape[-1], np.int32),
-            text_length=np.full(
-                len(shape), len(condition) if text_length is None else text_length, np.int32
-            ),
-            checksum=np.array([zlib.crc32(row.tobytes(), seed) for row in shape], np.uint32),
-            vae_stride=vae_stride,
-            form=SampleForm.of(first),
-            shard_bytes={},
-            origin=origin or {},
-            tells_content=False,
+        self.manifest = _manifest(
+            self._name, shape, lambda: self._read(0), vae_stride, text_length, identity, origin
         )
 
     @override
@@ -101,18 +88,188 @@ class GrainSamples(SampleSource):
         return checked_sample(self.manifest, sample, self._read(sample), place)
 
     def _read(self, sample: int) -> dict[str, np.ndarray]:
-        place = f"{self._name}: sample {sample}"
-        try:
+        def arrays() -> Any:
             record = self._source[sample]
-            arrays = self._arrays(record) if self._arrays else record
-        except (OSError, ValueError, KeyError, IndexError) as error:
-            raise BadRecordError(f"{place} cannot be read: {error}") from error
-        if not isinstance(arrays, dict) or LATENTS not in arrays or not {TEXT, LABELS} & {*arrays}:
-            raise BadRecordError(f"{place} is not a dict with latents, and text or labels")
-        found = {name: np.asarray(value) for name, value in arrays.items()}
-        for name, axes in _AXES.items():
-            if name in found and found[name].ndim != axes:
-                raise BadRecordError(
-                    f"{place} holds {name} of shape {found[name].shape}; they must have {axes} axes"
-                )
+            return self._arrays(record) if self._arrays else record
+
+        return _arrays_of(arrays, f"{self._name}: sample {sample}")
+
+
+def _arrays_of(read: Callable[[], Any], place: str) -> dict[str, np.ndarray]:
+    """What a user's function gives for a sample, as arrays with the right number of axes."""
+    try:
+        arrays = read()
+    except (OSError, ValueError, KeyError, IndexError) as error:
+        raise BadRecordError(f"{place} cannot be read: {error}") from error
+    if not isinstance(arrays, dict) or LATENTS not in arrays or not {TEXT, LABELS} & {*arrays}:
+        raise BadRecordError(f"{place} is not a dict with latents, and text or labels")
+    found = {name: np.asarray(value) for name, value in arrays.items()}
+    for name, axes in _AXES.items():
+        if name in found and found[name].ndim != axes:
+            raise BadRecordError(
+                f"{place} holds {name} of shape {found[name].shape}; they must have {axes} axes"
+            )
+    return found
+
+
+def _manifest(
+    name: str,
+    shape: np.ndarray,
+    read_first: Callable[[], dict[str, np.ndarray]],
+    vae_stride: Triple,
+    text_length: int | None,
+    identity: str,
+    origin: Json | None,
+) -> Manifest:
+    """The manifest of samples of these sizes, [N, 3], that are otherwise like the first one."""
+    try:
+        first = read_first()
+    except BadRecordError as error:
+        raise InputError(f"{error}; correct the source or its arrays function") from error
+    condition = first[TEXT if TEXT in first else LABELS]
+    seed = zlib.crc32(repr((name, identity)).encode())
+    return Manifest(
+        path=Path(name),
+        shard=np.full(len(shape), name, object),
+        index=np.arange(len(shape)),
+        shape=shape,
+        channels=np.full(len(shape), first[LATENTS].shape[-1], np.int32),
+        text_length=np.full(
+            len(shape), len(condition) if text_length is None else text_length, np.int32
+        ),
+        checksum=np.array([zlib.crc32(row.tobytes(), seed) for row in shape], np.uint32),
+        vae_stride=vae_stride,
+        form=SampleForm.of(first),
+        shard_bytes={},
+        origin=origin or {},
+        tells_content=False,
+    )
+
+
+_DRAWN = 2**14
+"""Samples from the beginning of a stream that stand for all."""
+_CHUNK = 2**10
+"""Samples that are read between two states of a stream, at least."""
+_SIZE = ("frames", "height", "width")
+_LARGEST = 2**20
+_CODES = np.array([_LARGEST**2, _LARGEST, 1])
+"""Times a size: a number of its own, in the order of the sizes."""
+
+
+class GrainStream(SampleSource, Feed):
+    """`SampleSource` of a `grain.IterDataset` without an end, which lists samples.
+
+    Every process reads the whole list, but only the content of its own ranks' samples.
+
+    Attributes:
+      manifest: of the first samples, and of one of each size that these lack. Beside the first,
+        which tells what samples hold, these cannot be read by their numbers.
+    """
+
+    def __init__(
+        self,
+        entries: Any,
+        arrays: Callable[[Any], dict[str, np.ndarray]],
+        sizes: Sequence[Triple] | np.ndarray,
+        vae_stride: Triple,
+        text_length: int | None = None,
+        identity: str = "",
+        origin: Json | None = None,
+    ):
+        """Reads the beginning of the list, and the first sample.
+
+        For the loader's processes, all arguments must pickle.
+
+        Args:
+          entries: `grain.IterDataset` of dicts with `key`, a whole number or text, and `frames`,
+            `height` and `width` in pixels: of one sample, or [n] each of several, which is faster.
+            Its order is the same whenever and wherever it is read, and it does not read content.
+          arrays: key → the sample's arrays, as those of `GrainSamples`.
+          sizes: [K, 3], every (frames, height, width) that samples may have.
+          vae_stride, text_length, identity, origin: as those of `GrainSamples`.
+
+        Raises:
+          InputError: an entry, a size or the first sample is not as it must be.
+        """
+        self._entries, self._arrays, self._name = entries, arrays, "stream"
+        self._sizes = np.unique(np.array(sizes, np.int64).reshape(-1, 3), axis=0)
+        if not len(self._sizes) or not 1 <= self._sizes.min() <= self._sizes.max() < _LARGEST:
+            raise InputError(f"{self._name}: sizes must be (frames, height, width) of at least 1")
+        self._rows = np.arange(len(self._sizes))
+        drawn, count = [], 0
+        with closing(self.chunks(None)) as chunks:
+            while count < _DRAWN:
+                drawn.append(next(chunks))
+                count += len(drawn[-1].rows)
+        kinds = np.concatenate([chunk.rows for chunk in drawn])
+        keys = np.concatenate([chunk.keys for chunk in drawn])
+        lacking = np.setdiff1d(self._rows, kinds)  # behind the first sample, which is read
+        kinds = np.insert(kinds, 1, lacking)
+        self._keys = np.insert(keys, 1, keys[:1].repeat(len(lacking)))
+        _, self._rows = np.unique(kinds, return_index=True)
+        shape, notes = self._sizes[kinds], (vae_stride, text_length, identity, origin)
+        self.manifest = _manifest(self._name, shape, lambda: self._read(0), *notes)
+
+    @override
+    def chunks(self, state: Any) -> Generator[Chunk, None, None]:
+        iterator = iter(self._entries)
+        if state is not None:
+            iterator.set_state(copy.deepcopy(state))
+        with closing(iterator):
+            while True:
+                keys, sizes, count = [], [], 0
+                while count < _CHUNK:
+                    of_entry, size = self._columns(next(iterator, None))
+                    keys.append(of_entry)
+                    sizes.append(size)
+                    count += len(of_entry)
+                held = np.concatenate(keys)
+                rows = self._rows_of(np.concatenate(sizes), held)
+                yield Chunk(rows, held, copy.deepcopy(iterator.get_state()))
+
+    def _columns(self, entry: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Keys [n] and sizes [n, 3] of one element."""
+        if entry is None:
+            raise InputError(f"{self._name}: has an end; repeat it, as by Grain's repeat()")
+        if not isinstance(entry, dict) or not {"key", *_SIZE} <= {*entry}:
+            raise InputError(
+                f"{self._name}: gives {reprlib.repr(entry)}; it must give dicts with key, "
+                f"{', '.join(_SIZE)}"
+            )
+        keys, *size = (np.atleast_1d(entry[name]) for name in ("key", *_SIZE))
+        is_whole = all(each.dtype.kind in "iu" and each.shape == keys.shape for each in size)
+        if not is_whole or keys.ndim != 1 or keys.dtype.kind not in "iuU":
+            raise InputError(
+                f"{self._name}: gives {reprlib.repr(entry)}; key must be a whole number or text, "
+                f"{', '.join(_SIZE)} whole numbers, or equally many of each"
+            )
+        return keys, np.stack(size, axis=1).astype(np.int64)
+
+    def _rows_of(self, size: np.ndarray, keys: np.ndarray) -> np.ndarray:
+        """For sizes [n, 3] the manifest's row with each: [n] int64."""
+        kind = np.searchsorted(self._sizes @ _CODES, size @ _CODES)
+        kind = np.minimum(kind, len(self._sizes) - 1)
+        if (wrong := np.flatnonzero((self._sizes[kind] != size).any(axis=1))).size:
+            raise InputError(
+                f"{self._name}: sample {keys[wrong[0]]} has {'×'.join(map(str, size[wrong[0]]))} "
+                "(frames, height, width), which is none of the source's sizes; add it to them"
+            )
+        return self._rows[kind]
+
+    @override
+    def of_window(self, window: WindowContent) -> Self:
+        found = copy.copy(self)
+        found.manifest = replace(self.manifest.subset(window.rows), numbers=None)
+        found._keys = window.keys
         return found
+
+    @override
+    def read(self, sample: int) -> dict[str, np.ndarray]:
+        return checked_sample(self.manifest, sample, self._read(sample), self._place(sample))
+
+    def _read(self, sample: int) -> dict[str, np.ndarray]:
+        key = self._keys[sample].item()
+        return _arrays_of(lambda: self._arrays(key), self._place(sample))
+
+    def _place(self, sample: int) -> str:
+        return f"{self._name}: sample {self._keys[sample]}"

@@ -17,6 +17,7 @@ from alload_jax.data.sources import SOURCES, SampleSource, SourceConfig
 from alload_jax.data.sources.arrays import Reading, find_files, find_pickle, scan
 from alload_jax.data.sources.safetensors_folder import TensorNames, TensorSamples, read_header
 from alload_jax.data.store import StoreReader
+from alload_jax.data.store.remote import RemoteStore, is_address
 from alload_jax.errors import InputError, print_stderr
 from alload_jax.files import require_regular
 from alload_jax.processes import waits
@@ -38,6 +39,8 @@ class Store:
         Raises:
           InputError: the manifest or a shard is missing, truncated or in another format.
         """
+        if is_address(folder):
+            return RemoteStore(folder)
         return StoreReader(read_manifest(folder))
 
 
@@ -165,6 +168,8 @@ def find_source_name(folder: str) -> str:
     Raises:
       InputError: the folder holds pickles of PyTorch alone, which are not read.
     """
+    if is_address(folder):
+        return "store"
     place = Path(folder)
     require_regular(place / MANIFEST_NAME, "prepare the data again", or_folder=False)
     if not place.exists() or (place / MANIFEST_NAME).is_file() or place.name == MANIFEST_NAME:

@@ -4,7 +4,8 @@ import contextlib
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Self
+from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 from array_record.python import array_record_module
@@ -39,9 +40,13 @@ class StoreReader(SampleSource):
         self._readers: dict[str, array_record_module.ArrayRecordReader] = {}
         self._lock = threading.Lock()
 
-    def __reduce__(self) -> tuple[type[Self], tuple[Manifest]]:
+    def __reduce__(self) -> tuple[type[Self], tuple[Any, ...]]:
         """Pickles only the manifest; a worker process opens the shards itself."""
         return type(self), (self.manifest,)
+
+    def path(self, shard: str) -> Path:
+        """Returns where a shard can be read."""
+        return self.manifest.folder / shard
 
     @override
     def read(self, sample: int) -> dict[str, np.ndarray]:
@@ -53,12 +58,12 @@ class StoreReader(SampleSource):
         shard, index = self.manifest.shard[sample], int(self.manifest.index[sample])
         place = f"{self.manifest.folder / shard}: record {index} (sample {sample})"
         try:
+            path = str(self.path(shard))
             with self._lock:
                 if shard not in self._readers:
-                    path = str(self.manifest.folder / shard)
                     self._readers[shard] = array_record_module.ArrayRecordReader(path)
                 (data,) = self._readers[shard].read([index])
-        except (IndexError, RuntimeError, TypeError, ValueError) as error:
+        except (IndexError, OSError, RuntimeError, TypeError, ValueError) as error:
             raise BadRecordError(f"{place} cannot be read ({first_line(error)})") from error
         if records.checksum(data) != self.manifest.checksum[sample]:
             raise BadRecordError(

@@ -170,6 +170,20 @@ class Balanced(Policy):
     def plan_epoch(
         self, samples: Samples, topology: RankTopology, rng: np.random.Generator
     ) -> EpochPlan:
+        planner = self.window_planner(samples, topology, rng)
+        footprint = planner.shape.footprint(samples.seq_len)
+        epoch = PackedEpochBuilder(planner.shape, topology, samples.seq_len)
+        epoch.place(samples.shuffled(rng), footprint, planner.window_tokens, planner.place)
+        return epoch.finish(rng)
+
+    def window_planner(
+        self, samples: Samples, topology: RankTopology, rng: np.random.Generator
+    ) -> WindowPlanner:
+        """What places windows of the samples, in rows and steps that follow from all of them.
+
+        Raises:
+          InputError: the policy cannot place a sample.
+        """
         if topology.ranks % self.context:
             raise InputError(
                 f"planning.context is {self.context}, which does not divide {topology.ranks} "
@@ -196,13 +210,12 @@ class Balanced(Policy):
         )
         mean_row_tokens = self._mean_row_tokens(shape, held, held_weights)
         step_tokens = topology.ranks * mean_row_tokens
-        steps = self._window_steps(held, step_tokens)
         bounds, spread = None, self.sample_spread
         if spread is not None and spread != np.inf:
             mean = step_tokens / float(held.mean())
             bounds = SampleBounds(mean / spread, mean, mean * spread)
-        planner = WindowPlanner(
-            samples=samples,
+        return WindowPlanner(
+            seq_len=samples.seq_len,
             shape=shape,
             rule=rule,
             weights=weights,
@@ -212,12 +225,9 @@ class Balanced(Policy):
             bounds=bounds,
             ranks=topology.ranks,
             step_tokens=step_tokens,
-            steps=steps,
+            steps=self._window_steps(held, step_tokens),
             rng=rng,
         )
-        epoch = PackedEpochBuilder(shape, topology, samples.seq_len)
-        epoch.place(samples.shuffled(rng), footprint, steps * step_tokens, planner.place)
-        return epoch.finish(rng)
 
     def m_comp_measure(self, seq_len: np.ndarray) -> np.ndarray:
         """Cost of a row that holds one sample; see `Policy.m_comp_measure`."""

@@ -13,7 +13,12 @@ from alload_jax.planning.policies.grouping import (
     Units,
     group_into_steps,
 )
-from alload_jax.planning.policies.packed import PlacedSteps, Window, first_fit_decreasing
+from alload_jax.planning.policies.packed import (
+    PlacedSteps,
+    Window,
+    first_fit_decreasing,
+    stable_order,
+)
 from alload_jax.planning.policies.splitting import (
     UNPLACED,
     Bins,
@@ -24,7 +29,6 @@ from alload_jax.planning.policies.splitting import (
     split_evenly,
     target_load,
 )
-from alload_jax.planning.samples import Samples
 
 FIRST_FIT = "first_fit_decreasing"
 STRATEGIES = ("cost_per_token", FIRST_FIT, "longest_processing_time")
@@ -79,10 +83,10 @@ class WindowPlanner:
     """Places one window after another.
 
     Attributes:
-      samples: the manifest's.
+      seq_len: [N] int64, tokens of each sample that windows may hold.
       shape: of the rows.
       rule: which samples are split.
-      weights: [N], what each sample of the manifest costs beyond padding of its length.
+      weights: [N], what each of these samples costs beyond padding of its length.
       empty_cost: cost of a row of padding.
       token_cost: what a token of padding costs.
       max_load: most weight of a row that holds more than one sample; None without M_comp.
@@ -93,7 +97,7 @@ class WindowPlanner:
       rng: generator of the choice among rows and of the order of groups within a step.
     """
 
-    samples: Samples
+    seq_len: np.ndarray
     shape: RowShape
     rule: SplitRule
     weights: np.ndarray
@@ -113,6 +117,11 @@ class WindowPlanner:
         """Context-parallel groups."""
         return self.ranks // self.rule.context
 
+    @property
+    def window_tokens(self) -> float:
+        """Tokens of a window, deferred samples included."""
+        return self.steps * self.step_tokens
+
     def place(self, window: Window) -> tuple[PlacedSteps, np.ndarray]:
         """The steps, and a mask of the samples that they hold."""
         candidates = {each: self._candidate(window, each) for each in self._strategies(window)}
@@ -122,10 +131,12 @@ class WindowPlanner:
         steps = self.rng.permuted(found.steps, axis=1)
         at = _positions(steps, len(found.rows.regions.tokens))[found.rows.group]
         # Samples of equal tokens are exchanged, which changes no cost, for new company.
-        seq_len = self.samples.seq_len[window.sample]
+        seq_len = self.seq_len[window.sample]
         shuffled, by_length = self.rng.permutation(len(at)), np.argsort(seq_len, kind="stable")
+        length = np.zeros(len(at), np.int64)
+        length[by_length[1:]] = np.cumsum(np.diff(seq_len[by_length]) > 0)
         sample = np.empty(len(at), np.int64)
-        sample[by_length] = shuffled[np.argsort(seq_len[shuffled], kind="stable")]
+        sample[by_length] = shuffled[stable_order(length[shuffled])]
         placed = np.zeros(len(at), bool)
         placed[sample[at != UNPLACED]] = True
         window, seq_len = window.taken(sample), seq_len[sample]
@@ -298,7 +309,7 @@ class WindowPlanner:
         steps, split_tokens = np.concatenate(of_size), np.concatenate(tokens)
         placed = window.sample[_positions(steps, groups)[rows.group] != UNPLACED]
         work = self.weights[placed].sum()
-        work += self.token_cost * self.samples.seq_len[placed].sum()
+        work += self.token_cost * self.seq_len[placed].sum()
         makespan = np.where(steps == EMPTY, 0.0, most[steps]).max(axis=1, initial=0.0)
         time = float(makespan.sum()) * self.ranks
         return _Candidate(rows, steps, split_tokens, float(work) / time if time else 0.0)

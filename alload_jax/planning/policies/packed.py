@@ -26,7 +26,7 @@ from alload_jax.planning.samples import Samples
 
 _LAST = 1.5
 """Windows of samples that remain, up to which they are the last window."""
-_EASING = 4.0
+EASING = 4.0
 """Factor by which the tolerance grows where a window yields no step."""
 
 
@@ -253,7 +253,7 @@ class PackedEpochBuilder:
             window = Window(waiting, footprint[waiting], taken == len(order), easing)
             steps, placed = place(window)
             self.add(steps)
-            easing = 1.0 if placed.any() else easing * _EASING
+            easing = 1.0 if placed.any() else easing * EASING
             waiting = waiting[~placed]
 
     def add(self, steps: PlacedSteps) -> None:
@@ -315,10 +315,19 @@ class PackedEpochBuilder:
             place = even_order(turn, self._column("tokens"), turns, rng)
         row, is_split = place[turn] * ranks + self._column("rank"), self._column("is_split")
         # Within a row: split samples by their place, then whole ones in the order of assignment.
-        order = np.lexsort((np.where(is_split, self._column("offset"), 0), ~is_split, row))
+        if is_split.any():
+            order = np.lexsort((np.where(is_split, self._column("offset"), 0), ~is_split, row))
+        else:
+            order = stable_order(row)
         split_tokens = np.empty(turns, np.int64)
         split_tokens[place] = self._column("split_tokens")
         return order, row[order], np.repeat(split_tokens, ranks)
+
+
+def stable_order(numbers: np.ndarray) -> np.ndarray:
+    """`np.argsort` of numbers from 0, stable; fast where they are below 65,536: [N] → [N] int64."""
+    most = np.min_scalar_type(int(numbers.max(initial=0)))
+    return np.argsort(numbers.astype(most), kind="stable")
 
 
 _SLOT_FACTOR = 4.0
