@@ -296,7 +296,7 @@ class AttentionSegments:
     query: Segments
     key: Segments
     lengths: Lengths = field(metadata=_STATIC)
-    longest_key: int | None = field(metadata=_STATIC)
+    longest_key: int | None = field(default=None, metadata=_STATIC)
 
     def only(self, kept: jax.Array, longest: int) -> "AttentionSegments":
         """Attention within some of the segments.
@@ -314,7 +314,7 @@ class AttentionSegments:
         query, most = of(self.query), min(self.lengths[-1][0], longest)
         bounds = (*(each for each in self.lengths[:-1] if each[0] < most), (most, 0))
         if self.longest_key is None:
-            return _self_attention(query, bounds)
+            return AttentionSegments(query, query, bounds)
         return AttentionSegments(query, of(self.key), bounds, min(self.longest_key, longest))
 
 
@@ -345,11 +345,11 @@ class SplitRows:
 
     def within_whole(self) -> AttentionSegments:
         """Tokens behind the split region attend within their segment."""
-        return _self_attention(self.whole, self.lengths[0])
+        return AttentionSegments(self.whole, self.whole, self.lengths[0])
 
     def within_split(self) -> AttentionSegments:
         """The group's split tokens attend within their segment."""
-        return _self_attention(self.split, self.lengths[1])
+        return AttentionSegments(self.split, self.split, self.lengths[1])
 
     def from_part(self, part: jax.Array, ranks: int) -> AttentionSegments:
         """The split tokens of some ranks of the group attend to all tokens of their segments.
@@ -394,7 +394,7 @@ class PackedMetadata:
 
     def within_tokens(self) -> "AttentionSegments | SplitRows":
         """Tokens attend within their segment or split sample."""
-        return self.split or _self_attention(self.tokens, self.lengths)
+        return self.split or AttentionSegments(self.tokens, self.tokens, self.lengths)
 
     def tiles(self) -> TileLayout | SplitTiles | None:
         """Tiles of the samples that may have sparse self-attention; None if none may."""
@@ -413,10 +413,6 @@ class PackedMetadata:
     def to_condition(self) -> AttentionSegments:
         """Tokens attend to the condition tokens of their segment."""
         return AttentionSegments(self.tokens, self.condition, self.lengths, self.longest_condition)
-
-
-def _self_attention(segments: Segments, lengths: Lengths) -> AttentionSegments:
-    return AttentionSegments(segments, segments, lengths, None)
 
 
 def segments_of(table: np.ndarray, tokens: int) -> Segments:
@@ -451,6 +447,9 @@ def to_tokens(values: jax.Array, ids: jax.Array) -> jax.Array:
 # The tokens of latents and those of conditions attend to each other. The latents of a sample are
 # ordered in tiles; the tokens of its condition follow one another in blocks of their own. Which
 # tokens a sample's condition has is known in the step alone.
+
+_of = partial(jnp.take_along_axis, axis=1)
+"""Values of slots [R, M] at [R, N] slots."""
 
 
 def with_conditions(
@@ -537,11 +536,6 @@ def to_samples(layout: TileLayout, joint: AttentionSegments) -> AttentionSegment
     return AttentionSegments(queries, joint.key, lengths, longest_key)
 
 
-def _of(values: jax.Array, slot: jax.Array) -> jax.Array:
-    """Values of slots [R, M] at [R, N] slots."""
-    return jnp.take_along_axis(values, slot, axis=1)
-
-
 class JointRows(NamedTuple):
     """Positions of condition tokens in rows that hold both kinds of tokens.
 
@@ -610,7 +604,7 @@ def bucketed_joint_rows(
     zeros, bounds = jnp.zeros_like(lengths)[:, None], ((0, 1), (row_tokens, 0))
     joint = Segments(zeros, lengths[:, None], None)
     if layout is None:
-        return JointRows(AttentionSegments(joint, joint, bounds, None))
+        return JointRows(AttentionSegments(joint, joint, bounds))
     valid = jnp.arange(row_tokens) < lengths[:, None]
     joint = joint._replace(ids=jnp.where(valid, 0, PADDING))
     latents = Segments(zeros, jnp.full_like(zeros, tokens), None)
@@ -658,9 +652,8 @@ def _places(condition: Segments, begin: jax.Array, tokens: int) -> jax.Array:
       tokens: of a row.
     """
     slot = jnp.maximum(condition.ids, 0)
-    index = jnp.arange(condition.ids.shape[1]) - jnp.take_along_axis(condition.offset, slot, 1)
-    place = jnp.take_along_axis(begin, slot, 1) + index
-    return jnp.where(condition.ids == PADDING, tokens, place)
+    index = jnp.arange(condition.ids.shape[1]) - _of(condition.offset, slot)
+    return jnp.where(condition.ids == PADDING, tokens, _of(begin, slot) + index)
 
 
 def _split_joint(
@@ -672,12 +665,11 @@ def _split_joint(
     """
     count, row_tokens = split.split_tokens, tokens.ids.shape[1]
     is_split = split.slots != PADDING
-    slot = jnp.maximum(split.slots, 0)
-    in_group = jnp.take_along_axis(split.split.offset + split.split.length, slot, 1)
+    in_group = _of(split.split.offset + split.split.length, jnp.maximum(split.slots, 0))
     behind = in_group - jax.lax.axis_index(CONTEXT) * count
     begin = jnp.where(is_split, behind, tokens.offset + tokens.length)
     place = _places(condition, begin, row_tokens)
-    of_split = jnp.take_along_axis(is_split, jnp.maximum(condition.ids, 0), 1)
+    of_split = _of(is_split, jnp.maximum(condition.ids, 0))
     elsewhere = of_split & ((place < 0) | (place >= count))
     place = jnp.where(elsewhere, row_tokens, place)
     number = jnp.where(is_split, row_tokens, jnp.cumsum(~is_split, axis=1) - 1)
