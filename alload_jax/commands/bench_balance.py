@@ -102,7 +102,10 @@ def run(options: argparse.Namespace) -> int:
         f"all samples {'x'.join(map(str, options.same))}" if options.same else options.workload
     )
     drawn = {name: getattr(options, name) for name in ("samples", "one_aspect", "longest")}
-    record = Record(options.out, model=model, workload=workload, m_mem=options.m_mem, drawn=drawn)
+    ways = {name: getattr(options, name) for name in ("steps", "repeats", "context", "fsdp")}
+    record = Record(
+        options.out, model=model, workload=workload, m_mem=options.m_mem, drawn=drawn, ways=ways
+    )
     content = record.content
     content["cases"] = kept = _kept(record, options.cases)
 
@@ -140,9 +143,10 @@ def _kept(record: Record, measured_anew: list[str]) -> list[Json]:
     remedy = "name a new file for --out"
     if (before := read_json(record.path, remedy)) is None:
         return []
-    same = ("model", "workload", "m_mem", "drawn")
+    same = {"model": "model", "workload": "workload", "m_mem": "m_mem", "drawn": "set of samples"}
+    same |= {"ways": "number of steps, repeats, context or fsdp"}
     held = before if isinstance(before, dict) and "cases" in before else {}
-    if other := [name for name in same if held.get(name) != record.content[name]]:
+    if other := [word for name, word in same.items() if held.get(name) != record.content[name]]:
         raise InputError(f"{record.path}: its {', '.join(other)} is another; {remedy}")
     kept = [case for case in before["cases"] if case["case"] not in measured_anew]
     if kept:

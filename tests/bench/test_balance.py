@@ -129,12 +129,17 @@ def test_user_errors_of_the_process_end_the_command_in_one_line(tmp_path):
             main(["bench", "balance", *flags, *bad, "--cases", "balanced"])
 
 
-@pytest.mark.parametrize("others", [["--samples", "7"], ["--longest", "9000"], ["--one-aspect"]])
-def test_a_file_of_other_samples_is_refused(balance, others, tmp_path):
+OTHERS = [["--samples", "7"], ["--longest", "9000"], ["--one-aspect"], ["--fsdp", "2"]]
+
+
+@pytest.mark.parametrize("others", [*OTHERS, ["--context", "2"], ["--steps", "3"]])
+def test_a_file_of_other_samples_or_ways_is_refused(balance, others, tmp_path):
     assert balance("--cases", "sorted-independent")[1]["cases"]
     kept = [case["case"] for case in balance("--cases", "balanced")[1]["cases"]]
     assert kept == ["sorted-independent", "balanced"]
-    with pytest.raises(InputError, match=r"x\.json: its drawn is another; name a new file"):
+    with pytest.raises(
+        InputError, match=r"x\.json: its (set of s|number of ).* another; name a new"
+    ):
         balance("--cases", "balanced", *others)
     assert len(json.loads((tmp_path / "x.json").read_text())["cases"]) == 2
 
