@@ -25,11 +25,13 @@ from alload_jax.config import (
 from alload_jax.data.batch import AnyBatch, describe
 from alload_jax.data.condition import unread
 from alload_jax.data.loader import place_ahead
+from alload_jax.data.manifest import Manifest
 from alload_jax.data.selection import weights_identity
 from alload_jax.data.store import mean_square
 from alload_jax.distributed.cluster import Cluster, Consensus, first_process
 from alload_jax.distributed.initialize import initialize
 from alload_jax.errors import InputError, print_stderr
+from alload_jax.files import Json
 from alload_jax.models.weights import require_same_architecture
 from alload_jax.objectives import Objective
 from alload_jax.planning.epoch import times_placed
@@ -45,7 +47,7 @@ from alload_jax.report.summary import (
     summarise,
     unused_settings,
 )
-from alload_jax.run.prepare import make_collator, plan_run, read_data
+from alload_jax.run.prepare import RunData, make_collator, plan_run, read_data
 from alload_jax.sampling.samples import SampleWriter
 from alload_jax.sharding.mesh import group_meshes, make_mesh, ranks_of
 from alload_jax.training import EXPERTS, RunConfig
@@ -203,16 +205,7 @@ def train(
     plan, planning, costs = run_plan.plan, run_plan.planning, run_plan.costs
     config = dataclasses.replace(config, planning=planning)
     values = values_of(config)
-    identity = {
-        "validation": config.validation.identity(),
-        "model": config.model.architecture(),
-        "mixture": weights_identity(config.data.weights),
-        "plan": plan.identity(),
-        "parameters": config.parameters.identity(),
-        "optimizer": config.optimizer.identity(),
-        "planning": planning.identity(),
-        "data": data.manifest.identity(),
-    }
+    identity = _identity(config, data, plan)
     held_out = data.held_out.identity() if data.held_out else {}
     cluster.require_same(
         identity["plan"] | identity["data"] | held_out,
@@ -248,37 +241,8 @@ def train(
         collator = make_collator(run_plan, data, config.model, mesh, config.run.seed)
 
         # ------------------------------------------------------------ what a step computes
-        model = resolved_model(
-            model=config.model,
-            parameters=config.parameters,
-            optimizer=config.optimizer,
-            mesh=config.mesh,
-            planning=planning,
-            tokens=tokens,
-            shapes=partial(collator.collation.shapes, plan),
-            cluster=cluster,
-            folder=folder,
-        )
-        if (budget := least_budget(model, cluster)) is not None:
-            epoch = plan.epoch(0)
-            require_fit(
-                model=model,
-                tokens=int((epoch.rows * epoch.padded_len).max()),
-                budget=budget,
-                parameters=config.parameters,
-                optimizer=config.optimizer,
-                mesh=config.mesh,
-                replicas=replicas_of(config.mesh),
-                single=planning.single_gradient,
-            )
-        spec = training_spec(
-            model=model,
-            optimizer=config.optimizer,
-            objective=config.objective,
-            parameters=config.parameters,
-            steps=total,
-            step_weight=_step_weight(config.optimizer, config.objective, plan),
-        )
+        shapes = partial(collator.collation.shapes, plan)
+        spec = _computation(config, plan, tokens, shapes, total, cluster)
         validator = None
         if data.held_out:
             validator = Validator(config.validation, spec, mesh, data.held_out, tokens)
@@ -291,7 +255,11 @@ def train(
                 return 0
             kind: WeightsKind = "raw" if config.optimizer.ema_decay is None else "ema"
             found = partial(
-                restore_weights, config=model, parameters=config.parameters, mesh=mesh, weights=kind
+                restore_weights,
+                config=spec.model,
+                parameters=config.parameters,
+                mesh=mesh,
+                weights=kind,
             )
             writer.begin(
                 lambda run: found(place := Path(run) / CHECKPOINTS, find_step(place)).merged()
@@ -321,16 +289,7 @@ def train(
             if joined:
                 joined = f"the data folder has changed since step {start}: {joined}"
             show_opening(opening, [joined, changed_settings(before, values)])
-            write_config(config, folder / "config.yaml")
-            if whole.experts is not None:
-                write_config(whole, root / "config.yaml")
-            facts = {  # which `alload sample` needs of the data, wherever they go
-                "vae_stride": list(data.manifest.vae_stride),
-                "text_length": data.manifest.longest_text(),
-                "origin": data.manifest.origin,
-            }
-            write_json(folder / "data.json", facts)
-            append_environment(folder / "environment.json", list(argv), start)
+            _write_beginning(config, whole, data.manifest, argv, start)
             missing: Sequence[AnyBatch] = ()
             if start < total:
                 missing = collator.collation.shapes(run_plan.plan)
@@ -436,6 +395,74 @@ def train(
         return 0
 
 
+def _identity(config: Config, data: RunData, plan: Plan) -> Json:
+    """What a run must keep when it goes on, by part."""
+    return {
+        "validation": config.validation.identity(),
+        "model": config.model.architecture(),
+        "mixture": weights_identity(config.data.weights),
+        "plan": plan.identity(),
+        "parameters": config.parameters.identity(),
+        "optimizer": config.optimizer.identity(),
+        "planning": config.planning.identity(),
+        "data": data.manifest.identity(),
+    }
+
+
+def _computation(
+    config: Config,
+    plan: Plan,
+    tokens: int | None,
+    shapes: Callable[[], Sequence[AnyBatch]],
+    steps: int,
+    cluster: Cluster,
+) -> TrainingSpec:
+    """What a step computes, with `model.remat: auto` replaced.
+
+    Args:
+      config: with the policy in force.
+      plan: of the steps.
+      tokens: most of a micro-batch; None without a bound.
+      shapes: gives those of the plan's micro-batches.
+      steps: of the run.
+      cluster: the processes.
+
+    Raises:
+      InputError: a step does not fit a device's memory.
+    """
+    model = resolved_model(
+        model=config.model,
+        parameters=config.parameters,
+        optimizer=config.optimizer,
+        mesh=config.mesh,
+        planning=config.planning,
+        tokens=tokens,
+        shapes=shapes,
+        cluster=cluster,
+        folder=Path(config.run.folder),
+    )
+    if (budget := least_budget(model, cluster)) is not None:
+        epoch = plan.epoch(0)
+        require_fit(
+            model=model,
+            tokens=int((epoch.rows * epoch.padded_len).max()),
+            budget=budget,
+            parameters=config.parameters,
+            optimizer=config.optimizer,
+            mesh=config.mesh,
+            replicas=replicas_of(config.mesh),
+            single=config.planning.single_gradient,
+        )
+    return training_spec(
+        model=model,
+        optimizer=config.optimizer,
+        objective=config.objective,
+        parameters=config.parameters,
+        steps=steps,
+        step_weight=_step_weight(config.optimizer, config.objective, plan),
+    )
+
+
 def _step_weight(optimizer: OptimizerConfig, objective: Objective, plan: Plan) -> float | None:
     """The mean number of samples of a step; None where each step is divided by its own weight.
 
@@ -446,6 +473,23 @@ def _step_weight(optimizer: OptimizerConfig, objective: Objective, plan: Plan) -
         return None
     times = times_placed(plan.epoch(0))
     return float(times.sum()) / plan.steps_per_epoch
+
+
+def _write_beginning(
+    config: Config, whole: Config, manifest: Manifest, argv: Sequence[str], start: int
+) -> None:
+    """Writes to the run folder what continues the run, what samples need, and what it runs on."""
+    folder = Path(config.run.folder)
+    write_config(config, folder / "config.yaml")
+    if whole.experts is not None:
+        write_config(whole, Path(whole.run.folder) / "config.yaml")
+    facts = {  # which `alload sample` needs of the data, wherever they go
+        "vae_stride": list(manifest.vae_stride),
+        "text_length": manifest.longest_text(),
+        "origin": manifest.origin,
+    }
+    write_json(folder / "data.json", facts)
+    append_environment(folder / "environment.json", list(argv), start)
 
 
 def _begin(
