@@ -25,8 +25,10 @@ PATCH = (1, 2, 2)
 NULL_LABEL = 10
 
 
-def classes(length):
-    return Conditions(length, np.dtype(np.int32), None, NULL_LABEL)
+def classes(length, images=False):
+    """Conditions of classes, and the given frames and embeddings of `SpyReader`."""
+    given = (2, (3, 5)) if images else (0, None)
+    return Conditions(length, np.dtype(np.int32), None, NULL_LABEL, *given)
 
 
 class Sample(NamedTuple):
@@ -123,13 +125,14 @@ def flip_byte(path, position):
     path.write_bytes(data)
 
 
-def manifest_of(sizes, text_lengths):
+def manifest_of(sizes, text_lengths, form=None, part_lengths=None):
     shape, texts = np.array(sizes, np.int64), np.array(text_lengths, np.int64)
     zeros = np.zeros(len(sizes), np.int64)
     return Manifest(
         path=Path("nowhere") / MANIFEST_NAME, shard=np.array(["shard"] * len(sizes), object),
         index=np.arange(len(sizes)), shape=shape, channels=zeros + 1, text_length=texts,
-        checksum=zeros, vae_stride=(1, 1, 1), form=SampleForm(), shard_bytes={}, origin={},
+        checksum=zeros, vae_stride=(1, 1, 1), form=form or SampleForm(), shard_bytes={},
+        origin={}, part_lengths=part_lengths,
     )  # fmt: skip
 
 
@@ -145,13 +148,28 @@ class SpyReader:
         self.reads.append(sample)
         if sample in self.damaged:
             raise BadRecordError(f"shard: record {sample} is damaged")
-        return {"latents": self.latents(sample), "labels": self.labels(sample)}
+        names = ("latents", "text" if self.manifest.form.text_dim else "labels", "given", "image")
+        arrays = {name: getattr(self, name)(sample) for name in names}
+        return arrays | ({"glyphs": self.glyphs(sample)} if self.manifest.form.parts else {})
 
     def latents(self, sample):
-        return np.full((*self.manifest.shape[sample], 1), sample + 1, np.float16)
+        shape = (*self.manifest.shape[sample], 1)
+        return (np.arange(np.prod(shape)).reshape(shape) + sample + 1).astype(np.float16)
+
+    def given(self, sample):
+        return np.concatenate([-self.latents(sample), 3 * self.latents(sample)], axis=-1)
+
+    def image(self, sample):
+        return np.full((3, 5), sample + 1, np.float16)
 
     def labels(self, sample):
         return np.arange(self.manifest.text_length[sample], dtype=np.int32) + sample % 7
+
+    def text(self, sample):
+        return self.labels(sample)[:, None] + np.ones((1, 4), np.float16)
+
+    def glyphs(self, sample):
+        return np.full((self.manifest.part_lengths[sample, 0], 2), sample - 0.5, np.float16)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ from data_helpers import NULL_LABEL, PATCH, SpyReader, cases, classes, manifest_
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alload_jax.data.batch import PackedBatch
+from alload_jax.data.batch import PackedBatch, signature
 from alload_jax.data.collate import BucketedCollation, Collator
 from alload_jax.models.common.parts import patchify
 from alload_jax.models.wan.transformer import WanConfig
@@ -19,7 +19,7 @@ MODEL = WanConfig(dim=16, num_heads=2, num_layers=1, patch_size=PATCH)
 
 def collator(reader, ranks, plan, text_length=None):
     length = reader.manifest.longest_text() if text_length is None else text_length
-    collation = BucketedCollation.of(plan, reader.manifest, MODEL, classes(length))
+    collation = BucketedCollation.of(plan, reader.manifest, MODEL, classes(length, images=True))
     return Collator(reader, frozenset(ranks), collation)
 
 
@@ -55,8 +55,10 @@ def assert_rows_hold_their_samples(batch, reader, text_length):
             assert (position == np.indices(grid).reshape(3, -1).T).all()
             assert sample < 0 or batch.metadata.tokens.length[row].tolist() == [len(patches)]
         else:
-            expected = np.zeros(batch.latents.shape[1:]) if latents is None else latents
-            np.testing.assert_array_equal(batch.latents[row], expected)
+            for name in ("latents", "given", "image"):
+                array = getattr(batch, name)[row]
+                expected = 0 * array if latents is None else getattr(reader, name)(sample)
+                np.testing.assert_array_equal(array, expected)
         held = (row, slice(text_length))
         if padded:
             assert sample < 0 or batch.metadata.condition.length[row] == text_length
@@ -81,7 +83,7 @@ def assert_documented_dtypes_and_shapes(host, step, text_length):
         assert batch.latents.shape == (rows, *parts[0].shape, 1)
         assert batch.epoch.tolist() == [step.epoch] * rows
         dtypes = [part.dtype.name for part in jax.tree.leaves(batch)]
-        assert dtypes == ["float32", "int32", "int32", "int32", "float32"]
+        assert dtypes == ["float32", *["int32"] * 3, *["float32"] * 3]
 
 
 @settings(max_examples=25)
@@ -93,12 +95,14 @@ def test_every_row_holds_its_sample_or_padding_where_it_is_damaged(case, longer,
     text_length, ranks = case.manifest.longest_text() + longer, range(case.plan.topology.ranks)
     collate = collator(reader, ranks, case.plan, text_length)
     problems, shown, weight = [], [], 0
+    compiled = [signature(shape) for shape in collate.collation.shapes(case.plan)]
     for step in case.epoch_steps(epoch):
         host = collate(step)
         planned = planned_rows(step, ranks)
         rows = [[-1 if sample in damaged else sample for sample in row] for row in planned]
         assert [samples_of(batch).tolist() for batch in host.batches] == rows
         assert_documented_dtypes_and_shapes(host, step, text_length)
+        assert {signature(batch) for batch in host.batches} <= set(compiled)
         for batch in host.batches:
             assert_rows_hold_their_samples(batch, reader, text_length)
             shown += batch.sample[batch.weight > 0].tolist()

@@ -1,29 +1,48 @@
 """Packed rows contain every sample at its planned position, and padding elsewhere."""
 
+import dataclasses
 import itertools
 
 import jax
 import numpy as np
-from data_helpers import PATCH, SpyReader, classes, manifest_of
+from data_helpers import NULL_LABEL, PATCH, SpyReader, classes, manifest_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alload_jax.data.batch import signature
 from alload_jax.data.collate import Collator
+from alload_jax.data.condition import conditions_for, samples_for
 from alload_jax.data.packed import THINNED, PackedCollation
+from alload_jax.data.record import SampleForm
+from alload_jax.models.common.config import ImageConfig, TextConfig
 from alload_jax.models.common.parts import patchify
+from alload_jax.models.common.sparse_attention.config import SparseAttentionConfig
+from alload_jax.models.hunyuan_video.transformer import HunyuanVideoConfig
 from alload_jax.models.wan.transformer import WanConfig
 from alload_jax.planning.factory import make_plan
 from alload_jax.planning.settings import PlanningConfig
 
 MODEL = WanConfig(dim=16, num_heads=2, num_layers=1, patch_size=PATCH)
+TILED = dataclasses.replace(MODEL, sparse_attention=SparseAttentionConfig(min_tokens=8))
+JOINT = HunyuanVideoConfig(
+    dim=16, num_heads=2, num_layers=1, patch_size=PATCH, in_channels=3, out_channels=1,
+    text=TextConfig(4, 5), glyphs=TextConfig(2, 3), image=ImageConfig(5), rotary_dims=(4, 2, 2),
+)  # fmt: skip
+FORM = SampleForm(4, 2, (3, 5), (("glyphs", 2),))
 SIZES = [(1, 2, 2), (1, 4, 4), (1, 4, 8), (5, 4, 4), (5, 8, 6), (9, 2, 2)]
 
 
 @st.composite
 def packed_cases(draw, ranks=(1, 2, 4)):
-    rows = draw(st.lists(st.tuples(st.sampled_from(SIZES), st.integers(0, 3)), min_size=1))
-    manifest = manifest_of(*zip(*rows, strict=True))
+    lengths = st.integers(0, 3)
+    rows = draw(st.lists(st.tuples(st.sampled_from(SIZES), lengths, lengths), min_size=1))
+    *sizes_and_texts, glyphs = zip(*rows, strict=True)
+    model = draw(st.sampled_from([MODEL, TILED, JOINT]))
+    form = (FORM, np.array(glyphs)[:, None]) if model is JOINT else ()
+    manifest = manifest_of(*sizes_and_texts, *form)
+    conditions = classes(draw(st.integers(0, 2)) + manifest.longest_text(), images=True)
+    if model is JOINT:
+        conditions = conditions_for(model, manifest)
     align = draw(st.sampled_from([1, 1, 8]))
     policy = draw(st.sampled_from(["first_fit", "balanced"]))
     ranks = draw(st.sampled_from(ranks))
@@ -31,16 +50,16 @@ def packed_cases(draw, ranks=(1, 2, 4)):
         policy=policy,
         context=draw(st.sampled_from([1, ranks])) if policy == "balanced" else 1,
         split_above=draw(st.sampled_from([1.0, 0.0])),
-        m_mem=draw(st.integers(64, 150)) // align * align,
+        m_mem=draw(st.integers(72, 150)) // align * align,
         align=align,
         max_segments=draw(st.sampled_from([None, 3])),
         micro_batches_per_step=draw(st.integers(1, 2)),
         ranks=ranks,
         look_ahead=2,
     )
-    plan = make_plan(config, manifest.samples(PATCH), 1, draw(st.integers(0, 9)))
-    conditions = classes(draw(st.integers(0, 2)) + manifest.longest_text())
-    return manifest, plan, PackedCollation.of(plan, manifest, MODEL, conditions)
+    samples = samples_for(model, manifest, conditions, packed=True)
+    plan = make_plan(config, samples, 1, draw(st.integers(0, 9)))
+    return manifest, plan, PackedCollation.of(plan, manifest, model, conditions)
 
 
 def region_of(batch):
@@ -71,21 +90,46 @@ def bounded(batch):
     return [(batch.metadata.tokens, batch.metadata.lengths), *parts]
 
 
+def conditions_of(batch):
+    """(segments, values) of each kind of condition tokens, by name."""
+    if not isinstance(batch.condition, dict):
+        return {"labels": (batch.metadata.condition, batch.condition)}
+    return {name: (part.segments, part.values) for name, part in batch.condition.items()}
+
+
 def holds_samples_in_segments_and_padding_in_none(batch, length):
-    sides = [batch.metadata.condition, *(segments for segments, _ in bounded(batch))]
+    sides = [segments for segments, _ in (*conditions_of(batch).values(), *bounded(batch))]
     for segments in sides:
         for row, ids in enumerate(segments.ids):
             used = segments.length[row] > 0
-            assert (used[:-1] >= used[1:]).all()
+            assert isinstance(batch.condition, dict) or (used[:-1] >= used[1:]).all()
             counts = np.bincount(ids[ids >= 0], minlength=len(used))
             assert (counts == segments.length[row]).all()
             begins = [np.argmax(ids == slot) for slot in np.flatnonzero(used)]
             assert begins == segments.offset[row, used].tolist()
     used = batch.metadata.tokens.length > 0
     assert (used == (batch.weight > 0)).all()
-    assert (batch.sample[~used] == -1).all()
+    assert isinstance(batch.condition, dict) or (batch.sample[~used] == -1).all()
     assert (batch.metadata.condition.length == used * length).all()
-    assert not batch.tokens[batch.metadata.tokens.ids < 0].any()
+    for array in (batch.tokens, batch.given):
+        assert not array[batch.metadata.tokens.ids < 0].any()
+    assert batch.image is None or not batch.image[~used].any()
+
+
+def long_samples_are_in_tiles_and_others_in_none(batch):
+    split = batch.metadata.split
+    layouts = batch.metadata.tiles()
+    sides = [(batch.metadata.tokens, layouts)]
+    if split is not None:
+        sides = [(split.whole, layouts.whole), (split.split, layouts.split)]
+    for segments, layout in sides:
+        for row, ids in enumerate(segments.ids if layout is not None else ()):
+            is_long = segments.length[row][ids] >= TILED.sparse_attention.min_tokens
+            place = layout.place[row]
+            assert ((place >= 0) == is_long & (ids >= 0)).all()
+            assert (layout.source[row, place[place >= 0]] == np.flatnonzero(place >= 0)).all()
+            assert (layout.segments[row, place[place >= 0] // 64] == ids[place >= 0]).all()
+            assert layout.tokens[row].sum() == (place >= 0).sum()
 
 
 def has_no_more_long_segments_than_is_static(batch):
@@ -106,27 +150,33 @@ def tokens_as_they_are_stored(batch, reader, length):
         grid = np.asarray(manifest.shape[sample]) // PATCH
         assert batch.frame_tokens[row, slot] == grid[1] * grid[2]
         assert batch.line_tokens[row, slot] == grid[2]
-        first = int(np.ravel_multi_index(batch.position[row, here.start], grid))
-        part = slice(first, first + here.stop - here.start)
-        patches = patchify(reader.latents(sample)[None], PATCH)[0]
-        assert (batch.tokens[row, here] == patches[part]).all()
-        of_sample = np.indices(grid).reshape(3, -1).T
-        assert (batch.position[row, here] == of_sample[part]).all()
         assert (batch.position[row, here] < batch.metadata.grid).all()
+        part = np.ravel_multi_index(batch.position[row, here].T, grid)  # a split one is in tiles
+        patches, given = (
+            patchify(array[None], PATCH)[0]
+            for array in (reader.latents(sample), reader.given(sample))
+        )
+        assert (batch.tokens[row, here] == patches[part]).all()
+        assert (batch.given[row, here] == given[part]).all()
+        if batch.image is not None:
+            assert (batch.image[row, slot] == reader.image(sample)).all()
+        assert batch.metadata.split is not None or (np.diff(part) == 1).all()
         assert batch.seq_len[row, slot] == len(patches)
-        of_text = batch.metadata.condition
-        begin, tokens = of_text.offset[row, slot], of_text.length[row, slot]
-        labels = reader.labels(sample).tolist()
-        padding = [MODEL.num_classes] * (length - len(labels))
-        assert batch.condition[row, begin : begin + tokens].tolist() == labels + padding
-        yield int(sample), range(*part.indices(len(patches))), batch.weight[row, slot]
+        for name, (segments, values) in conditions_of(batch).items():
+            begin, tokens = segments.offset[row, slot], segments.length[row, slot]
+            expected = getattr(reader, name)(sample)
+            if name == "labels":
+                expected = np.append(expected, [NULL_LABEL] * (length - len(expected)))
+            np.testing.assert_array_equal(values[row, begin : begin + tokens], expected)
+        yield int(sample), part.tolist(), batch.weight[row, slot]
 
 
-@settings(max_examples=25)
+@settings(max_examples=40)
 @given(packed_cases())
 def test_an_epoch_holds_each_sample_once_as_it_is_stored_in_shapes_that_are_compiled(case):
     manifest, plan, collation = case
-    reader, length = SpyReader(manifest), collation.conditions.length
+    reader, conditions = SpyReader(manifest), collation.conditions
+    length = 0 if conditions.parts else conditions.length
     seen, weights = [[] for _ in range(len(manifest))], np.zeros(len(manifest))
     shapes = {region_of(shape): shape for shape in collation.shapes(plan)}
     assert len(shapes) <= 5
@@ -136,6 +186,8 @@ def test_an_epoch_holds_each_sample_once_as_it_is_stored_in_shapes_that_are_comp
             weights[sample] += weight
         holds_samples_in_segments_and_padding_in_none(batch, length)
         has_no_more_long_segments_than_is_static(batch)
+        if collation.tiling is not None:
+            long_samples_are_in_tiles_and_others_in_none(batch)
         shape = shapes[region_of(batch)]
         assert signature(batch) == signature(shape)
         assert jax.tree.structure(batch) == jax.tree.structure(shape)
@@ -144,7 +196,7 @@ def test_an_epoch_holds_each_sample_once_as_it_is_stored_in_shapes_that_are_comp
     np.testing.assert_allclose(weights, 1, rtol=1e-6)
     # No more long segments are static than fit into a row.
     for segments, lengths in (each for shape in shapes.values() for each in bounded(shape)):
-        for size in seq_len:
+        for size in plan.samples.seq_len.tolist():
             most = min(most for above, most in lengths if above <= size)
             assert most <= segments.ids.shape[1] / (size + 1) / THINNED
 

@@ -34,7 +34,6 @@ from layouts import (
     write_sizes,
 )
 
-from alload_jax.data.batch import signature
 from alload_jax.data.condition import conditions_for, samples_for
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ImageConfig, TextConfig
@@ -146,15 +145,6 @@ def test_plans_count_both_kinds_of_tokens(joint):
     np.testing.assert_array_equal(bucketed.seq_len, video + conditions.length)
     lengths = joint.part_lengths[:, 0] + joint.text_length + joint.form.image_shape[0]
     np.testing.assert_array_equal(packed.seq_len, video + lengths)
-    batches = batches_of(joint, JOINT, "balanced")
-    for batch in batches:
-        tokens = (batch.metadata.tokens.length * (batch.weight > 0)).sum(axis=1)
-        for part in batch.condition.values():
-            tokens = tokens + part.segments.length.sum(axis=1)
-        assert (tokens <= batch.tokens.shape[1]).all()
-    plan, collation = plan_of(joint, JOINT, "balanced")
-    (shapes,) = collation.shapes(plan)
-    assert {signature(batch) for batch in batches} == {signature(shapes)}
 
 
 # ---------------------------------------------------------------- images and given frames
@@ -325,15 +315,6 @@ def test_the_profile_of_rows_is_about_that_of_their_samples(long):
         size = np.linalg.norm(theirs)
         assert size > 0
         assert np.linalg.norm(np.asarray(ours) - theirs) < 0.2 * size
-
-
-def test_the_programs_of_a_plan_have_the_tiles_of_its_batches(long):
-    plan, collation = plan_of(long, SPARSE, "balanced", 2, context=2, m_mem=700)
-    known = {signature(shape) for shape in collation.shapes(plan)}
-    found = batches_of(long, SPARSE, "balanced", 2, context=2, m_mem=700)
-    assert {signature(batch) for batch in found} <= known
-    (first, *_) = batches_of(long, with_sparse(min_tokens=4096), "balanced", 1, m_mem=1300)
-    assert first.metadata.row_tiles is None
 
 
 @pytest.mark.slow
