@@ -152,6 +152,33 @@ def test_everything_but_the_preparation_of_media_imports_without_extras(imports)
     assert not wrong
 
 
+def test_dataclasses_are_frozen():
+    """But for those that are filled bit by bit."""
+    keywords, not_frozen = set(), set()
+    for path in (
+        path for name in ("alload_jax", "pallas_kernels") for path in (ROOT / name).rglob("*.py")
+    ):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for each in getattr(node, "decorator_list", ()):
+                words = ast.unparse(each).removeprefix("dataclasses.")
+                if words.startswith("dataclass("):
+                    keywords.add(words)
+                elif words == "dataclass":
+                    not_frozen.add(node.name)
+    assert keywords == {
+        f"dataclass(frozen=True{more}" for more in (")", ", eq=False)", ", kw_only=True)")
+    }
+    assert not_frozen == {
+        "CostFilter",
+        "Found",
+        "Message",
+        "PackedEpochBuilder",
+        "UnitReport",
+        "WindowPlanner",
+        "_Received",
+    }
+
+
 def test_planning_runs_without_jax(imports):
     modules = [module for module in sorted(imports[0]) if belongs(module, "alload_jax.planning")]
     names = ", ".join([*modules, "alload_jax.commands.plan", "alload_jax.cli"])
