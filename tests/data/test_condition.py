@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from alload_jax.data.condition import conditions_for, unread
+from alload_jax.data.condition import Conditions, conditions_for, unread
 from alload_jax.data.manifest import read_manifest
 from alload_jax.data.store import StoreReader, StoreWriter
 from alload_jax.errors import InputError
@@ -39,6 +39,18 @@ def test_texts_are_padded_with_zeros_of_the_model_s_dtype(tmp_path):
         assert not empty.any()
         text = conditions.of(StoreReader(manifest).read(0))
         np.testing.assert_array_equal(text, random_texts(np.float16)[0])
+
+
+def test_classes_are_those_that_the_model_knows():
+    conditions = Conditions(2, np.dtype(np.int32), None, null_label=3)
+    for labels, known in (([0, 2], True), ([], True), ([3], False), ([1, -1], False)):
+        arrays = {"labels": np.array(labels, np.int32)}
+        if known:
+            assert conditions.of(arrays) is arrays["labels"]
+            continue
+        said = "must be from 0 to below model.num_classes, which is 3"
+        with pytest.raises(ValueError, match=said):
+            conditions.of(arrays)
 
 
 def test_models_that_do_not_fit_what_is_stored_are_refused(tmp_path):

@@ -28,7 +28,7 @@ from media_helpers import (
 from PIL import Image
 
 from alload_jax.data.manifest import read_manifest, read_paths
-from alload_jax.data.prepare.sources import Source
+from alload_jax.data.prepare.sources import Source, UnusableError, check_pixels
 from alload_jax.data.prepare.videos import (
     Decoded,
     clip_lengths,
@@ -357,6 +357,12 @@ def contents_without_links(folder):
     found = (path for path in folder.rglob("*") if path.is_file())
     paths = (path for path in found if "up" not in path.relative_to(folder).parts)
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+def test_pictures_have_at_most_2_27_pixels():
+    check_pixels(2**13, 2**14)
+    with pytest.raises(UnusableError, match="decompression bomb"):
+        check_pixels(2**13, 2**14 + 1)
 
 
 def test_a_hostile_folder_harms_nothing_and_each_file_has_its_reason(media, tmp_path, monkeypatch):

@@ -16,7 +16,13 @@ from PIL import Image
 
 from alload_jax.data.manifest import read_manifest
 from alload_jax.data.prepare import unit
-from alload_jax.data.prepare.encoders import ByteText, ClassText, EncoderOptions, uniform_vectors
+from alload_jax.data.prepare.encoders import (
+    VAE_ENCODERS,
+    ByteText,
+    ClassText,
+    EncoderOptions,
+    uniform_vectors,
+)
 from alload_jax.data.record import with_text_of_epoch
 from alload_jax.data.store import StoreReader, damaged_records
 from alload_jax.errors import InputError
@@ -125,6 +131,11 @@ def test_an_encoding_process_that_fails_or_ends_is_an_error_of_one_line(weights)
             (weights / "weights").write_text(fault)
             with pytest.raises(InputError, match=words):
                 remote.encode("vae", "encode", np.zeros((1, 8, 8, 3), np.uint8))
+
+
+def test_areas_fit_the_patches_of_models_on_the_latents_of_a_vae():
+    sizes = {"wan": (1, 2, 2), "hunyuan_video": (1, 1, 1), "hunyuan_video_13b": (1, 2, 2)}
+    assert {name: VAE_ENCODERS.get(name).patch_size for name in sizes} == sizes
 
 
 def test_byte_embeddings_never_change():

@@ -6,6 +6,7 @@ import resource
 import shutil
 import signal
 import time
+from fractions import Fraction
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import toy_encoders
-from data_helpers import contents
+from data_helpers import contents, manifest_of
 from media_helpers import changed, finished_shards, hold, make_media, prepare, skipped, stored
 from patience import PATIENCE
 from PIL import Image
@@ -23,7 +24,7 @@ from alload_jax.data.manifest import read_manifest
 from alload_jax.data.pixel_latents import unfold_frames
 from alload_jax.data.prepare.settings import MediaSettings
 from alload_jax.data.prepare.sources import AREA_CLASSES, buckets_of, parse_area
-from alload_jax.data.prepare.work_folder import Skipped, claimed, join_workers, reasons
+from alload_jax.data.prepare.work_folder import Skipped, claimed, join_workers, reasons, video_hours
 from alload_jax.errors import InputError, run_command
 from alload_jax.planning.workloads import AREAS
 
@@ -215,6 +216,8 @@ def test_the_command_prints_a_summary(media, whole, tmp_path, alload, monkeypatc
     # Reasons are counted whatever their numbers, and shown as they are.
     found = [Skipped("a", "too small: 9 wide"), Skipped("b", "its caption is not UTF-8 (byte 3)")]
     found += [Skipped("c", "too small: 12 wide"), Skipped("d", "too small: 7 wide")]
+    manifest = manifest_of([(1, 32, 32), (2, 32, 32), (5, 32, 32)], [0] * 3)
+    assert video_hours(manifest, Fraction(2)) == pytest.approx(3.5 / 3600)
     assert reasons(found) == [("too small: 9 wide", 3, "a"), ("its caption is not UTF-8", 1, "b")]
 
 

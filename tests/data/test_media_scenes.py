@@ -6,12 +6,14 @@ import sys
 from fractions import Fraction
 from pathlib import Path
 
+import av
 import numpy as np
 import pytest
 from media_helpers import prepare, skipped, stored, write_video
 from scenedetect import AdaptiveDetector, detect
 
 from alload_jax.data.manifest import read_manifest
+from alload_jax.data.prepare import videos
 from alload_jax.data.prepare.sources import Source
 from alload_jax.data.prepare.videos import frames_at, numbered_scenes, opened_video, video_frames
 from alload_jax.errors import InputError
@@ -73,6 +75,13 @@ def test_no_clip_goes_across_a_cut_and_short_scenes_may_be_left_out(media, tmp_p
     with pytest.raises(InputError, match=r"--scenes needs .* install alload-jax\[scenes\]"):
         prepare(media, tmp_path / "none", scenes=True)
     assert not (tmp_path / "none").exists()
+
+
+def test_scenes_are_sought_in_small_frames():
+    for size, small in (((48, 40), (48, 40)), ((512, 100), (256, 50)), ((9, 2560), (1, 256))):
+        frame = av.VideoFrame.from_ndarray(np.zeros((*size, 3), np.uint8))
+        assert videos._small(frame, None).shape == (*small, 3)
+    assert videos._small(frame, np.zeros((7, 9, 3))).shape == (7, 9, 3)
 
 
 def test_cuts_beside_the_ends_and_of_frames_that_change_their_size_are_found(tmp_path):

@@ -144,7 +144,10 @@ def test_a_record_of_other_lengths_than_the_manifest_s_is_damaged(tmp_path):
     change_manifest(store, set_column(PART_LENGTHS, [[4]] * 3))
     with pytest.raises(BadRecordError, match=r"holds glyphs of shape .*the manifest says \(4, 5\)"):
         StoreReader(read_manifest(store)).read(0)
-    for lengths in ([], [1, 2], [-1], None):
+    for lengths in ([0], [2**16]):
+        change_manifest(store, set_column(PART_LENGTHS, [lengths] * 3))
+        assert read_manifest(store).part_lengths.tolist() == [lengths] * 3
+    for lengths in ([], [1, 2], [-1], [2**16 + 1], None):
         drop = lengths is None
         change = set_column(PART_LENGTHS, [lengths] * 3)
         change_manifest(store, (lambda t: t.drop_columns(PART_LENGTHS)) if drop else change)

@@ -169,6 +169,18 @@ def test_identity_says_how_latents_are_normalised_and_is_given_of_grain_sources(
     assert one == same != other
 
 
+@pytest.mark.parametrize(
+    ("vae", "channels", "means", "deviations"),
+    [("wan2.1", 16, -0.2126, 286.1255), ("wan2.2", 48, -7.6248, 790.8891)],
+)
+def test_statistics_of_the_vaes_are_the_published_ones(vae, channels, means, deviations):
+    """Summed up, each times its number."""
+    at_zero, at_one = normalized(np.array([[0.0] * channels, [1.0] * channels]), vae)
+    deviation, number = 1 / (at_one - at_zero), np.arange(1, channels + 1)
+    assert number @ (-at_zero * deviation) == pytest.approx(means, abs=1e-4)
+    assert number @ deviation == pytest.approx(deviations, abs=1e-3)
+
+
 def test_raw_latents_are_normalised_by_the_named_vae_which_training_must_know(folders, tmp_path):
     at_zero, at_one = normalized(np.array([[0.0] * 16, [1.0] * 16]), "wan2.1")
     deviation = 1 / (at_one - at_zero)

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from html.parser import HTMLParser
+from importlib.metadata import version
 
 import numpy as np
 import pytest
@@ -93,6 +94,16 @@ PAGES = {
 }
 
 
+DRAWN = [
+    ("plain", 9388, -31.7696),
+    ("one policy, one rank, one step", 2446, -18.9944),
+    ("costs are zero", 4840, -111.9149),
+    ("1,024 ranks", 15406, -35.0589),
+    ("nine policies", 12775, -79.8942),
+    ("long names", 9275, -75.9450),
+]
+
+
 @functools.cache
 def text_of(name):
     return render(page(**PAGES[name]))
@@ -146,6 +157,16 @@ def test_is_well_formed_and_small_and_loads_nothing(name):
     # Names that users give are escaped.
     assert [tag for tag, _ in parsed.tags].count("script") == 1
     assert name != "nasty names" or parsed.text.count(NASTY) >= 8
+
+
+@pytest.mark.skipif(not version("matplotlib").startswith("3.11."), reason="drawn by another")
+@pytest.mark.parametrize(("name", "count", "total"), DRAWN)
+def test_charts_look_as_when_last_looked_at(name, count, total):
+    """All numbers of the charts are summed up, each with a factor of its place."""
+    drawn = "".join(re.findall("(?s)<svg.*?</svg>", text_of(name)))
+    numbers = np.array(re.findall(r"\d+(?:\.\d+)?", drawn), float)
+    assert len(numbers) == count
+    assert np.cos(np.arange(count)) @ np.log1p(numbers) == pytest.approx(total, abs=2e-3)
 
 
 def test_every_chart_has_a_text_alternative_and_the_best_of_a_row_is_bold():
