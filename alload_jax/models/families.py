@@ -333,9 +333,7 @@ def training_graph(config: ModelConfig) -> tuple[nnx.GraphDef, PyTree]:
     return graph, nnx.to_pure_dict(states[0])
 
 
-def compiler_options(
-    config: ModelConfig, *, weights_on_host: bool = False
-) -> dict[str, Any] | None:
+def compiler_options(config: ModelConfig, *, weights_on_host: bool) -> dict[str, Any] | None:
     """XLA's options for a program with the gradient of a model; None for the usual ones."""
     if not weights_on_host and not set(config.policies) & set(OFFLOADED):
         return None

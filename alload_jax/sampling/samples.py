@@ -111,7 +111,7 @@ class SampleWriter:
         timesteps: TimestepConfig,
         config: SamplingConfig,
         manifest: Manifest,
-        trained_null: bool = True,
+        trained_null: bool,
     ):
         """Checks that the samples can be generated, and encodes the prompts.
 

@@ -103,7 +103,7 @@ def make_accumulate(
     )
 
 
-def accumulation(spec: TrainingSpec, mesh: AnyMesh, *, single: bool = False) -> Accumulate:
+def accumulation(spec: TrainingSpec, mesh: AnyMesh, *, single: bool) -> Accumulate:
     """Builds a function (weights, accumulator, batch, key) → accumulator.
 
     Args:

@@ -279,7 +279,7 @@ def to_picture(
     aspect: Fraction | None,
     wanted: sources.Fit,
     scaler: VideoReformatter,
-    note: sources.Note = lambda change: None,
+    note: sources.Note,
 ) -> np.ndarray:
     """Resizes a decoded frame, turns it upright and cuts it: [height, width, 3] uint8.
 
@@ -423,13 +423,13 @@ def video_clips(
     *,
     fps: Fraction,
     frames: int,
-    min_frames: int = 1,
-    stride: int | None = None,
-    max_clips: int | None = None,
-    scene_threshold: float | None = None,
-    animated_image: bool = False,
-    times_only: bool = False,
-    note: sources.Note = lambda change: None,
+    min_frames: int,
+    stride: int | None,
+    max_clips: int | None,
+    scene_threshold: float | None,
+    animated_image: bool,
+    times_only: bool,
+    note: sources.Note,
 ) -> Iterator[np.ndarray]:
     """Decodes a video or an animated image and cuts it into clips.
 

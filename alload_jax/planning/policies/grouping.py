@@ -38,9 +38,9 @@ class SampleBounds:
       least, mean, most: samples of a step.
     """
 
-    least: float = 0.0
-    mean: float = np.inf
-    most: float = np.inf
+    least: float
+    mean: float
+    most: float
 
     def eased(self, factor: float) -> "SampleBounds":
         """Wider bounds."""

@@ -44,7 +44,7 @@ class Window:
     sample: np.ndarray
     footprint: np.ndarray
     is_last: bool
-    easing: float = 1.0
+    easing: float
 
     def taken(self, order: np.ndarray) -> "Window":
         """The samples in another order: [N] int64."""
