@@ -204,7 +204,9 @@ def faults(tree: ast.AST) -> Iterator[tuple[int, Callable[[], None]]]:
 
 
 def _skipped(node: ast.AST) -> Iterator[ast.AST]:
-    """Parts that carry no behaviour of their own: types, docstrings, messages of errors."""
+    """Parts that carry no behaviour of their own: types, docstrings, messages of errors, checks."""
+    if isinstance(node, ast.keyword) and node.arg == "strict":
+        yield node.value
     if isinstance(node, ast.AnnAssign | ast.arg) and node.annotation:
         yield node.annotation
     if isinstance(node, ast.FunctionDef) and node.returns:

@@ -43,6 +43,7 @@ def test_texts_are_padded_with_zeros_of_the_model_s_dtype(tmp_path):
 
 def test_classes_are_those_that_the_model_knows():
     conditions = Conditions(2, np.dtype(np.int32), None, null_label=3)
+    assert conditions.given(1) is conditions.image(1) is None
     for labels, known in (([0, 2], True), ([], True), ([3], False), ([1, -1], False)):
         arrays = {"labels": np.array(labels, np.int32)}
         if known:

@@ -15,7 +15,6 @@ import pytest
 from alload_jax.errors import InputError
 from alload_jax.report.charts import (
     COLOURS,
-    binned,
     compact,
     new_axes,
     percent,
@@ -66,7 +65,7 @@ def page(**values: object) -> PlanPage:
     return PlanPage(**(fields | values))
 
 
-LONG = policy("name" * 30, imbalance=np.ones(100_000))
+LONG = policy("name" * 30, imbalance=np.random.default_rng(0).random(100_003))
 NASTY_NAMES = (policy(NASTY), policy(NASTY + "2"))
 PAGES = {
     "plain": {},
@@ -100,7 +99,7 @@ DRAWN = [
     ("costs are zero", 4840, -111.9149),
     ("1,024 ranks", 15406, -35.0589),
     ("nine policies", 12775, -79.8942),
-    ("long names", 9275, -75.9450),
+    ("long names", 10057, -81.6386),
 ]
 
 
@@ -278,15 +277,6 @@ def test_length_classes_cover_all_lengths(low, high, count):
     places = classes.position(np.asarray([low - 1, low, high, high + 1]), count)
     assert places.tolist() == [0, 0, count - 1, count - 1]
     assert len(classes.legend()) == count
-
-
-def test_binned_keeps_mean_and_maximum():
-    values = np.random.default_rng(0).random(1003)
-    mean, high = binned(values, 100)
-    assert len(mean) == 100
-    assert high.max() == values.max()
-    counts = np.diff(np.linspace(0, 1003, 101).astype(int))
-    assert np.average(mean, weights=counts) == pytest.approx(values.mean())
 
 
 @pytest.mark.parametrize("high", [1e-9, 0.013, 1.0, 4.9, 37, 9.99e11])
