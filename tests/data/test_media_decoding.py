@@ -206,17 +206,19 @@ def test_odd_sizes_are_resized_and_cut_around_the_centre(media, tmp_path):
         Image.fromarray(frame).save(media / f"{size[0]}.{size[1]}.png")
         write_video(media / f"{size[0]}.{size[1]}.mkv", [frame])
     wide = np.zeros((32, 40, 3), np.uint8)
-    wide[:, 16:24] = 200
+    wide[12:20, 16:24] = 200
+    Image.fromarray(wide.swapaxes(0, 1)).save(media / "tall.png")
     Image.fromarray(wide).save(media / "wide.png")
     prepare(media, tmp_path / "out")
-    *found, cut = stored(tmp_path / "out")
+    *found, tall, cut = stored(tmp_path / "out")
     assert len(found) == 8
     for clip in found:
         assert clip.shape[1] % 16 == clip.shape[2] % 16 == 0
         assert abs(clip - 90).max() < 2
-    levels = cut[0, 16, :, 0]
-    assert levels.argmax() > 0
-    np.testing.assert_allclose(levels, levels[::-1], atol=2)
+    middle = (each[0, ..., 0] for each in (tall, tall.swapaxes(1, 2), cut, cut.swapaxes(1, 2)))
+    for levels in (each[len(each) // 2] for each in middle):
+        assert (levels > 100).sum() == 10  # 1.2 times as large, not squeezed
+        np.testing.assert_allclose(levels, levels[::-1], atol=2)
 
 
 def test_the_largest_area_that_needs_little_enlarging_is_taken(media, tmp_path):

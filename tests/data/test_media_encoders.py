@@ -17,6 +17,8 @@ from PIL import Image
 from alload_jax.data.manifest import read_manifest
 from alload_jax.data.prepare import unit
 from alload_jax.data.prepare.encoders import (
+    GIVEN_ENCODERS,
+    TEXT_ENCODERS,
     VAE_ENCODERS,
     ByteText,
     ClassText,
@@ -133,9 +135,13 @@ def test_an_encoding_process_that_fails_or_ends_is_an_error_of_one_line(weights)
                 remote.encode("vae", "encode", np.zeros((1, 8, 8, 3), np.uint8))
 
 
-def test_areas_fit_the_patches_of_models_on_the_latents_of_a_vae():
+def test_data_are_prepared_as_the_models_of_an_encoder_take_them():
     sizes = {"wan": (1, 2, 2), "hunyuan_video": (1, 1, 1), "hunyuan_video_13b": (1, 2, 2)}
     assert {name: VAE_ENCODERS.get(name).patch_size for name in sizes} == sizes
+    needs_image = {"wan": False, "hunyuan_video": True}
+    assert {name: GIVEN_ENCODERS.get(name).needs_image for name in needs_image} == needs_image
+    lengths = {"bytes": 256, "umt5": 512, "hunyuan_video": 1000, "hunyuan_video_13b": 256}
+    assert {name: TEXT_ENCODERS.get(name).default_length for name in lengths} == lengths
 
 
 def test_byte_embeddings_never_change():

@@ -20,6 +20,7 @@ from alload_jax.data.prepare.sources import tone_mapped
 PQ, HLG = 16, 18
 TO_2020 = np.array([[0.6274, 0.3293, 0.0433], [0.0691, 0.9195, 0.0114], [0.0164, 0.0880, 0.8956]])
 """Linear BT.709 to BT.2020, as BT.2087 prints it."""
+TO_P3 = np.array([[0.8225, 0.1775, 0.0], [0.0332, 0.9668, 0.0], [0.0171, 0.0724, 0.9105]])
 LUMA = np.array([0.2627, 0.6780, 0.0593])
 
 
@@ -74,8 +75,8 @@ unit = st.floats(0, 1)
 @given(colour=st.tuples(unit, unit, unit))
 def test_colours_of_bt709_are_kept(transfer, signal, colour):
     nits = 160 * np.array([colour])
-    for primaries, matrix in ((9, TO_2020), (2, TO_2020), (1, np.eye(3))):
-        if transfer == HLG and primaries == 1:
+    for primaries, matrix in ((9, TO_2020), (2, TO_2020), (1, np.eye(3)), (12, TO_P3)):
+        if transfer == HLG and primaries in (1, 12):
             continue  # its luminance would need other weights
         found = tone_mapped(codes(signal(nits @ matrix.T)), primaries, transfer)
         light = 203 * (found / 255) ** 2.4
