@@ -6,6 +6,7 @@ import resource
 import shutil
 import signal
 import time
+from dataclasses import replace
 from fractions import Fraction
 from types import SimpleNamespace
 
@@ -22,8 +23,8 @@ from PIL import Image
 from alload_jax import cli
 from alload_jax.data.manifest import read_manifest
 from alload_jax.data.pixel_latents import unfold_frames
-from alload_jax.data.prepare.settings import MediaSettings
-from alload_jax.data.prepare.sources import AREA_CLASSES, buckets_of, parse_area
+from alload_jax.data.prepare.settings import MediaSettings, items_digest
+from alload_jax.data.prepare.sources import AREA_CLASSES, Item, buckets_of, parse_area
 from alload_jax.data.prepare.work_folder import Skipped, claimed, join_workers, reasons, video_hours
 from alload_jax.errors import InputError, run_command
 from alload_jax.planning.workloads import AREAS
@@ -213,6 +214,9 @@ def test_the_command_prints_a_summary(media, whole, tmp_path, alload, monkeypatc
     assert out.endswith("out/manifest.parquet\n")
     assert skipped(tmp_path / "out").keys() == {"bad.mp4", "worse.png"}
     assert changed(tmp_path / "out") == {f"image{n}.png": {"no caption"} for n in range(4)}
+    # Earlier versions know their unfinished folders by it.
+    item = Item("a.png", None, "a cat", alternatives=("a dog",))
+    assert items_digest([item, replace(item, weight=2)]) == "b44feda4c5f5c636"
     # Reasons are counted whatever their numbers, and shown as they are.
     found = [Skipped("a", "too small: 9 wide"), Skipped("b", "its caption is not UTF-8 (byte 3)")]
     found += [Skipped("c", "too small: 12 wide"), Skipped("d", "too small: 7 wide")]
