@@ -11,6 +11,7 @@ from importlib.metadata import version
 
 import numpy as np
 import pytest
+from looks import PINS
 
 from alload_jax.errors import InputError
 from alload_jax.report.charts import (
@@ -158,7 +159,7 @@ def test_is_well_formed_and_small_and_loads_nothing(name):
     assert name != "nasty names" or parsed.text.count(NASTY) >= 8
 
 
-@pytest.mark.skipif(not version("matplotlib").startswith("3.11."), reason="drawn by another")
+@pytest.mark.skipif(version("matplotlib") != PINS["matplotlib"], reason="drawn by another")
 @pytest.mark.parametrize(("name", "count", "total"), DRAWN)
 def test_charts_look_as_when_last_looked_at(name, count, total):
     """All numbers of the charts are summed up, each with a factor of its place."""

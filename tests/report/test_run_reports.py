@@ -1,10 +1,10 @@
 """What a run says before its first step, and `alload report` of what it has recorded."""
 
 import json
-from importlib.metadata import version
 
 import numpy as np
 import pytest
+from looks import assert_looks
 from PIL import Image
 
 from alload_jax.cli import main
@@ -123,21 +123,13 @@ def test_a_summary_adds_up_what_the_steps_recorded(tmp_path, capsys):
 # ---------------------------------------------------------------- pictures
 
 
-def draws(folder, name, file, rows, looked_at):
-    """Whether the picture of a report on these lines is as when it was last looked at.
-
-    Compared are its size, and the sum of its colours, each with a factor of its place.
-    """
+def draw(folder, name, file, rows):
+    """The picture of a report on these lines."""
     folder = folder / "run"  # its name is in the title
     folder.mkdir()
     (folder / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main(["report", name, str(folder)]) == 0
-    picture = Image.open(folder / f"{name}.png").convert("RGB")
-    values = np.asarray(picture.reduce(7)).ravel() / 255
-    found = (*picture.size, np.cos(np.arange(values.size)) @ values)
-    return found == pytest.approx(looked_at, abs=0.02) or not version("matplotlib").startswith(
-        "3.11."
-    )
+    return Image.open(folder / f"{name}.png")
 
 
 def test_shares_and_switches_to_sparse_layers_are_drawn(tmp_path, capsys):
@@ -147,7 +139,7 @@ def test_shares_and_switches_to_sparse_layers_are_drawn(tmp_path, capsys):
         | {"recall": [[0.9] * 2] * 2, "density": [[0.3, 0.6]] * 2}
         for number, (share, on) in enumerate(zip((0.1, 0.5, 0.9, 0.7), sparse, strict=True), 1)
     ]
-    assert draws(tmp_path, "sparsity", "layers.jsonl", rows, (1176, 498, 2.62))
+    assert_looks(draw(tmp_path, "sparsity", "layers.jsonl", rows), (1176, 498, 2.62))
     assert "step 40: 1 of 2 layers are sparse" in capsys.readouterr().out
 
 
@@ -163,7 +155,7 @@ def validation_rows(losses, first=10, measured="a"):
 
 def test_losses_of_the_last_set_are_drawn_and_the_lowest_has_a_ring(tmp_path, capsys):
     rows = validation_rows([0.1, 0.2], measured="old") + validation_rows([0.9, 0.8, 0.85], first=30)
-    assert draws(tmp_path, "validation", "metrics.jsonl", rows, (1400, 588, 1.84))
+    assert_looks(draw(tmp_path, "validation", "metrics.jsonl", rows), (1400, 588, 1.84))
     assert "lowest loss at step 40 of 50" in capsys.readouterr().out
 
 
