@@ -17,7 +17,7 @@ from alload_jax.errors import InputError
 from alload_jax.models.common.config import ImageConfig, TextConfig
 from alload_jax.models.hunyuan_video.transformer import HunyuanVideoConfig
 from alload_jax.models.wan.transformer import WanConfig
-from alload_jax.sampling.encoders import Encoders, as_latent, read_picture
+from alload_jax.sampling.encoders import Encoders, as_latent, find_encoders, read_picture
 from alload_jax.sampling.requests import (
     RawRequest,
     Request,
@@ -60,6 +60,20 @@ def test_guidance_leads_away_from_what_training_knows(tmp_path, trained_null, te
         assert check_request(named, target(**fields)).negative == "blue"
 
 
+def test_bytes_need_no_folder_where_the_data_were_made_of_them():
+    made_of = {"text": {"name": "bytes", "width": 6, "length": 5}}
+    no_text, bytes_of_model = dataclasses.replace(MODEL, text=None), ByteText(64, 16)
+    for model, origin, folder, expected in (
+        (MODEL, made_of, None, ByteText(6, 5)),
+        (MODEL, {"text": made_of["text"] | {"name": "umt5"}}, None, None),
+        (no_text, made_of, None, None),
+        (MODEL, {}, Path("bytes"), bytes_of_model),
+    ):
+        assert find_encoders(model, origin, text=folder).text == expected
+    with pytest.raises(InputError, match="the model's condition is classes; leave it out"):
+        find_encoders(no_text, {}, text=Path("bytes"))
+
+
 def test_image_embeddings_beside_a_picture_to_encode_are_refused(tmp_path):
     save_file({"image": np.zeros((5, 4), np.float32)}, tmp_path / "i")
     save_file({"text": np.zeros((2, 64), np.float32)}, tmp_path / "p")
@@ -70,20 +84,25 @@ def test_image_embeddings_beside_a_picture_to_encode_are_refused(tmp_path):
         check_request(RawRequest(values), target(model, encoders=Encoders(image=object())))
 
 
+WORDS = r"GB for \d+ at a time, and .* choose a smaller size"
+
+
 @pytest.mark.parametrize(
-    ("size", "batch"),
+    ("size", "batch", "words"),
     [
-        ({"height": 2**25}, 1),
-        ({"frames": 2**23, "out": Path("x.gif")}, 1),
-        ({"height": 8192, "width": 8192}, 1),
-        ({"height": 1024, "width": 1024}, 1000),
+        ({"height": 2**25}, 1, WORDS),
+        ({"frames": 2**23, "out": Path("x.gif")}, 1, WORDS),
+        ({"height": 8192, "width": 8192}, 1, WORDS),
+        ({"height": 1024, "width": 1024}, 1000, WORDS),
+        ({"height": 2**31 + 4}, 1, "height is .*; it must be at most 2147483648"),
+        ({"height": 2**26, "width": 12}, 1, "has more than 2147483648 values"),
+        ({"height": 2**26, "width": 8}, 1, WORDS),
     ],
 )
-def test_what_no_device_holds_is_refused_before_it_is_compiled(size, batch):
-    """The number of values is within bounds."""
+def test_what_no_device_holds_is_refused_before_it_is_compiled(size, batch, words):
     model = WanConfig(in_channels=3, num_classes=10, patch_size=(1, 4, 4))
     raw = RawRequest(SIZE | {"class": (1,)} | size)
-    with pytest.raises(InputError, match=r"GB for \d+ at a time, and .* choose a smaller size"):
+    with pytest.raises(InputError, match=words):
         check_request(raw, target(model, batch=batch))
     check_request(RawRequest(SIZE | {"class": (1,)}), target(model, batch=batch))
 
