@@ -17,6 +17,7 @@ from alload_jax.planning.metrics import plan_metrics
 from alload_jax.planning.policies.bucketed import DualConstraint, EqualTokens, Fixed
 from alload_jax.planning.policies.ladder import choose_ladder
 from alload_jax.planning.settings import PlanningConfig
+from alload_jax.planning.workloads import make_workload
 
 LENGTHS = st.lists(st.integers(1, 100_000), min_size=1, max_size=12)
 COST = QuadraticCost(0.05, 1.7e-5, 1.0e-9, 5e-4)
@@ -170,3 +171,25 @@ def test_short_sequences_are_bounded_by_the_memory_of_their_conditions():
     epoch = make_plan(PlanningConfig("equal_tokens", m_mem=100_000), samples, 1, 0, costs).epoch(0)
     share = epoch.rows * (epoch.padded_len + 30) / (100_000 * (1 + 30 / 256))
     assert 0.5 < share.max() <= 1
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "total"),
+    [
+        ("fixed", {"rows": 2}, -111965.28),
+        ("equal_tokens", {}, 127790.06),
+        ("sorted", {}, 49692.98),
+        ("dual_constraint", {}, 96600.33),
+        ("dual_constraint", {"ranks_mode": "independent"}, 1049.99),
+        ("first_fit", {}, 279280.26),
+        ("balanced", {}, -12802.59),
+        ("balanced", {"context": 4, "m_mem": 20_000}, 25576.85),
+    ],
+)
+def test_plans_are_those_of_earlier_versions(policy, options, total):
+    """Else a run would go on with other steps. All places are summed up, each with a factor."""
+    config = PlanningConfig(policy=policy, **{"m_mem": 80_000} | options)
+    epoch = make_plan(config, make_workload("wan-480p", 300, seed=3), 4, seed=1).epoch(1)
+    part = epoch.micro_batch_of_part()
+    columns = (epoch.step[part], epoch.rank[part], epoch.sample, epoch.part_offsets())
+    assert np.cos(np.arange(len(part))) @ sum(columns) == pytest.approx(total, abs=0.01)
