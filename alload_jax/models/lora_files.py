@@ -175,7 +175,7 @@ def _apart(
     module: str, found: dict[str, np.ndarray], parts: list[Tensor]
 ) -> list[dict[str, np.ndarray]]:
     """What a file holds for each of the layers that are one there; empty where it does nothing."""
-    if len(parts) < 2 and not any(part.outputs for part in parts):
+    if not any(part.outputs for part in parts):
         return [found]
     if found.keys() & _LOKR:
         raise InputError(f"{module} has LoKr for several layers at once, which is not supported")

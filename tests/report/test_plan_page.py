@@ -34,7 +34,8 @@ def bars(step: int = 3, ranks: int = 8, cost: float = 1.0) -> StepBars:
     parts = []
     for rank in range(ranks):
         parts += [(rank, cost * 0.5, 4096, "split"), (rank, cost * (rank + 1) / 8, 256, "whole")]
-        parts += [(rank, cost * 0.05, 64, "padding")]
+        parts += [(rank, cost * 0.05, 64, "padding"), (rank, cost * 0.03, 256, "whole")]
+        parts += [(rank, cost * 0.001, 4096, "whole")] * 2
     return StepBars(step, ranks, parts)
 
 
@@ -93,12 +94,12 @@ PAGES = {
 
 
 DRAWN = [
-    ("plain", 9388, -31.7696),
-    ("one policy, one rank, one step", 2446, -18.9944),
-    ("costs are zero", 4840, -111.9149),
-    ("1,024 ranks", 15406, -35.0589),
-    ("nine policies", 12775, -79.8942),
-    ("long names", 10057, -81.6386),
+    ("plain", 9803, -67.6413),
+    ("one policy, one rank, one step", 2454, 36.8270),
+    ("costs are zero", 4840, -112.4167),
+    ("1,024 ranks", 16957, -21.4450),
+    ("nine policies", 13392, -65.7521),
+    ("long names", 10331, -34.3317),
 ]
 
 

@@ -110,11 +110,12 @@ def test_a_summary_adds_up_what_the_steps_recorded(tmp_path, capsys):
         assert short["loss_last"] == pytest.approx(loss(slice(count - half, count)))
         assert short["updates_skipped"] == count
         assert "peak_memory_bytes" not in short
-    print_summary(found | {"imbalance": 0.1234}, tmp_path)
+    print_summary(found | {"imbalance": 0.1234}, folder := tmp_path / ("x" * 99))
     shown = " ".join(capsys.readouterr().out.split())
     for line in ("accuracy │ 0.5000", "imbalance │ 12.34%", "seconds │ 1,234.6"):
         assert line in shown
     assert "peak memory bytes │ 7,000" in shown
+    assert f"{folder}: finished at step 130" in shown
     assert "pictures:" not in shown
     with pytest.raises(InputError, match="nothing to summarise"):
         summarise([], 1, {}, None, 0.0)

@@ -173,6 +173,7 @@ def test_wrong_settings_are_refused():
         ({"rank": 0}, r"model.lora.rank is 0"),
         ({"alpha": -1.0}, r"model.lora.alpha is -1.0"),
         ({"alpha": 0.0}, r"model.lora.alpha is 0.0"),
+        ({"alpha": float("inf")}, r"model.lora.alpha is inf"),
         ({"dropout": 1.0}, r"model.lora.dropout is 1.0"),
         ({"dropout": -0.1}, r"model.lora.dropout is -0.1"),
         ({"targets": ("(",)}, "is not a regular expression"),
