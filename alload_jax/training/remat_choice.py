@@ -176,8 +176,8 @@ def require_fit(
     optimizer: OptimizerConfig,
     mesh: MeshConfig,
     *,
-    replicas: int = 1,
-    single: bool = True,
+    replicas: int,
+    single: bool,
 ) -> None:
     """Refuses a model whose step is predicted not to fit, by more than a prediction may err.
 

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from alload_jax.cli import main
 from alload_jax.data.manifest import read_manifest
 from alload_jax.errors import InputError
+from alload_jax.run import epoch
 from alload_jax.run.epoch import WARM_UP, figures_of
 
 ROOT = Path(__file__).parents[2]
@@ -45,6 +47,17 @@ def run_files(folder, seconds, tokens, samples, losses):
     rows = [dict(zip(names, row, strict=True)) | {"padding": 0.25} for row in columns]
     rows.insert(2, {"step": 2, "validation/loss": 9.0})
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+
+@pytest.mark.parametrize(("total", "seconds", "last"), [(20, 99, 10), (9, 99, 5), (40, 4.5, 8)])
+def test_a_run_ends_after_half_of_its_steps_or_so_many_seconds(monkeypatch, total, seconds, last):
+    watch, run = epoch._Watch(seconds, found := {}), SimpleNamespace(total=total, done=0)
+    monkeypatch.setattr(epoch.time, "monotonic", lambda: run.done)  # a step takes a second
+    with pytest.raises(epoch._EnoughError):
+        while True:
+            run.done += 1
+            watch.on_step_end(run, SimpleNamespace(batches=()), {})
+    assert (run.done, found["whole_epoch"]) == (last, seconds == 99)
 
 
 def test_figures_count_all_steps_but_the_first_of_which_there_must_be_enough(tmp_path):

@@ -55,9 +55,10 @@ class Notes(Callback):
     """What callbacks are told of the steps that count."""
 
     def __init__(self, most):
-        self.most, self.steps, self.problems = most, {}, []
+        self.most, self.steps, self.problems, self.waits = most, {}, [], {}
 
     def on_step_start(self, run, step):
+        self.waits.setdefault(step.number, []).append(step.wait_seconds)
         new = [each for each in step.problems if each not in self.problems]
         self.problems += new
         if new and len(self.problems) > self.most:
@@ -146,6 +147,8 @@ def test_steps_are_those_without_their_bad_samples(name, tmp_path):
     ]
     assert named == [each & HUGE.keys() for each in planned]
     assert set.union(*named) == HUGE.keys()
+    # A step that begins again after a repair has waited for its data once.
+    assert 0.0 in [wait for waits in ours.notes.waits.values() for wait in waits[1:]]
 
 
 def test_more_bad_samples_than_allowed_refuse_the_step_and_keep_what_is_done(tmp_path):

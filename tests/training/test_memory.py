@@ -34,7 +34,7 @@ from alload_jax.training.device_memory import (
 )
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.parameters import ParametersConfig
-from alload_jax.training.remat_choice import require_fit, trained_of
+from alload_jax.training.remat_choice import replicas_of, require_fit, trained_of
 from alload_jax.training.state import TrainingSpec, TrainState, abstract_state
 from pallas_kernels.first_use import COMPARISONS
 
@@ -101,13 +101,16 @@ H100 = 63.5e9
 """Of 80 GB, what JAX uses unless it is told otherwise."""
 
 
-def refusal(model=WAN_14B, tokens=32_760, budget=H100, fsdp=4, replicas=1, **optimizer):
+def refusal(
+    model=WAN_14B, tokens=32_760, budget=H100, fsdp=4, replicas=1, single=True, **optimizer
+):
     """What is said of a step; empty if it may fit."""
     try:
         require_fit(
             *(model, tokens, budget, ParametersConfig(), OptimizerConfig(**optimizer)),
             MeshConfig(fsdp=fsdp),
             replicas=replicas,
+            single=single,
         )
     except InputError as error:
         return str(error)
@@ -161,6 +164,11 @@ def test_replicas_share_the_state_but_not_the_weights():
     assert refusal(small, 8_000, 22.7e9, fsdp=1)
     assert refusal(small, 8_000, 22.7e9, fsdp=1, replicas=8) == ""
     assert refusal(small, 8_000, 6e9, fsdp=1, replicas=10_000)
+    for axes, expected in (({}, 8), ({"fsdp": 2, "tensor": 2}, 2), ({"fsdp": 8}, 1)):
+        assert replicas_of(MeshConfig(**axes)) == expected
+    # Of several micro-batches, one gradient more is held.
+    assert refusal(small, 8_000, 10.5e9, fsdp=1, replicas=8) == ""
+    assert refusal(small, 8_000, 10.5e9, fsdp=1, replicas=8, single=False)
 
 
 def test_a_run_is_refused_before_it_compiles(runs):
