@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -53,7 +54,7 @@ def run_files(folder, seconds, tokens, samples, losses):
 def test_a_run_ends_after_half_of_its_steps_or_so_many_seconds(monkeypatch, total, seconds, last):
     watch, run = epoch._Watch(seconds, found := {}), SimpleNamespace(total=total, done=0)
     monkeypatch.setattr(epoch.time, "monotonic", lambda: run.done)  # a step takes a second
-    with pytest.raises(epoch._EnoughError):
+    with suppress(epoch._EnoughError):
         while True:
             run.done += 1
             watch.on_step_end(run, SimpleNamespace(batches=()), {})
