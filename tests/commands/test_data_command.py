@@ -10,9 +10,7 @@ from PIL import Image
 from source_files import make_samples, write_fastvideo, write_musubi, write_tensor_files
 
 from alload_jax.data.manifest import read_manifest, read_paths
-from alload_jax.data.pixel_latents import fold_frames
 from alload_jax.data.store import StoreWriter
-from alload_jax.report.pictures import latent_colours
 
 SIZES = [(1, 16, 16), (5, 16, 32), (5, 16, 32), (9, 16, 16)]
 
@@ -118,37 +116,6 @@ def test_the_sheet_is_a_picture_which_force_alone_replaces(data, tmp_path, chann
     assert (tmp_path / "sheet.png").read_bytes() == first
     data("store", "--sheet", "sheet.png", "--samples", 3, "--force")
     assert (tmp_path / "sheet.png").read_bytes() == first
-
-
-def read_sheet(folder):
-    with Image.open(folder / "sheet.png") as sheet:
-        return np.asarray(sheet)
-
-
-@pytest.mark.parametrize("colour", [(1, -1, -1), (0.5,)])
-def test_all_frames_of_a_latent_are_on_the_sheet(data, tmp_path, colour):
-    clip = np.full((5, 8, 8, len(colour)), -1, np.float16)
-    clip[[0, 3]] = colour
-    with StoreWriter(tmp_path / "store", vae_stride=(4, 1, 1)) as writer:
-        writer.add(fold_frames(clip, 4), np.zeros(1, np.int32), (5, 8, 8))
-    data("store", "--sheet", "sheet.png")
-    pixels = read_sheet(tmp_path)
-    shown = np.rint((np.resize(colour, 3) + 1) * 127.5)
-    row = (pixels[pixels.shape[0] - 100] == shown).all(axis=1)
-    begins = np.flatnonzero(np.diff(row.astype(int)) == 1)
-    assert row.sum() == 2 * 150
-    assert np.diff(begins).tolist() == [3 * 156]
-
-
-@pytest.mark.parametrize("channels", [1, 2, 3, 16])
-def test_latents_are_spread_over_the_range_of_colours(channels):
-    latents = np.random.default_rng(0).normal(5, 3, (2, 20, 20, channels)).astype(np.float16)
-    colours = latent_colours(latents)
-    assert (colours.shape, colours.dtype) == ((2, 20, 20, 3), np.uint8)
-    for channel in range(3):
-        spread = (0, 255) if channel < channels else (0, 0)
-        assert (colours[..., channel].min(), colours[..., channel].max()) == spread
-    assert not latent_colours(np.zeros((1, 2, 2, 3), np.float16)).any()
 
 
 def test_stores_are_merged_with_their_names_on_demand(data, tmp_path):

@@ -144,13 +144,6 @@ def mass(clip):
     return (clip + 1).sum(axis=(1, 2))
 
 
-def centroids(clip):
-    """Where the light of each frame is, [frames, 2]."""
-    light = clip + 1
-    rows, columns = (light.sum(axis=3 - n) @ np.arange(clip.shape[n]) for n in (1, 2))
-    return np.stack([rows, columns], axis=1) / light.sum(axis=(1, 2))[:, None]
-
-
 scan_numbers = st.integers(0, len(SCANS) - 1)
 seeds = st.integers(0, 2**32 - 1)
 motions = st.sampled_from(["circle", "drift"])
@@ -165,18 +158,6 @@ def test_each_of_two_digits_keeps_to_its_own_part(number, second, side, seed, mo
     first_half, second_half = np.split(clip, 2, axis=1 + int(side[1] > side[0]))
     own, other = (second_half, first_half) if second else (first_half, second_half)
     assert (mass(other) < 0.15 * mass(own)).all()  # corners turn over the border
-
-
-@settings(max_examples=30)
-@given(scan_numbers, st.sampled_from([16, 24, 32]), st.sampled_from([21, 25, 33]), seeds)
-def test_digits_go_round_clockwise_from_the_top(number, side, frames, seed):
-    path = centroids(draw(SCANS[[number]], frames, side, side, seed, "circle"))
-    centre = path[:20].mean(axis=0)  # of a whole circle
-    rows, columns = (path - centre).T
-    radius = 0.375 * (side - 8)
-    np.testing.assert_allclose(np.hypot(rows, columns), radius, atol=0.05)
-    angle = np.unwrap(np.arctan2(columns, -rows))
-    np.testing.assert_allclose(angle, 2 * np.pi / 20 * np.arange(frames), atol=0.03)
 
 
 @pytest.mark.parametrize(("motion", "moves"), [("circle", 1), ("drift", 20)])

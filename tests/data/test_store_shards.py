@@ -57,20 +57,6 @@ def go_on(folder, samples, mode="resume", **options):
     return before
 
 
-@settings(max_examples=3)
-@given(st.lists(st.integers(0, 9), max_size=3), st.integers(1, 4))
-def test_a_writer_that_failed_goes_on_to_the_same_bytes(stops, samples_per_shard):
-    samples = random_samples(9)
-    with tempfile.TemporaryDirectory() as folder:
-        options = {"samples_per_shard": samples_per_shard, "origin": {"made": (1, 2)}}
-        whole = write_store(Path(folder) / "whole", samples, **options)
-        store = Path(folder) / "store"
-        for stop in sorted(stops):
-            write_and_fail(store, samples[:stop], mode="resume", **options)
-        assert go_on(store, samples, **options) == max([0, *stops])
-        assert contents(store) == contents(whole)
-
-
 @pytest.mark.parametrize(
     ("before", "name"),
     [(0, "rename"), (0, "replace"), (0, "unlink"), (2, "replace"), (2, "rmdir"), (2, "unlink")],

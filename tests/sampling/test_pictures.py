@@ -6,8 +6,7 @@ import av
 import numpy as np
 import pytest
 import safetensors
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from looks import assert_looks
 from PIL import Image, ImageSequence
 
 from alload_jax.errors import InputError
@@ -164,6 +163,17 @@ def cell(page, row, column, columns, height, width):
     return page[top:bottom, left:right]
 
 
+def test_grids_are_as_large_as_fits_with_headers_above(tmp_path):
+    for rows, columns, height, width, looks in (
+        (2, 12, 5, 40, (532, 48, -0.36)),
+        (3, 2, 40, 8, (892, 6642, -6.77)),
+        (1, 300, 8, 8, (3604, 42, -1.54)),
+    ):
+        clips = clip(rows * columns, height, width, 1).reshape(rows, columns, 1, height, width, 1)
+        write_grid(tmp_path / "x.png", clips, [f"{n}" for n in range(columns)])
+        assert_looks(Image.open(tmp_path / "x.png"), looks)
+
+
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("frames", [1, 3])
 def test_cells_show_their_samples_frame_by_frame_enlarged_but_not_blurred(
@@ -180,33 +190,6 @@ def test_cells_show_their_samples_frame_by_frame_enlarged_but_not_blurred(
         zoom = found.shape[0] // 4
         expected = np.broadcast_to(levels, (4, 8, 3)).repeat(zoom, 0).repeat(zoom, 1)
         np.testing.assert_allclose(found, expected, rtol=0, atol=1)
-
-
-@settings(max_examples=12, deadline=None)
-@given(st.integers(1, 4), st.integers(1, 12), st.sampled_from([5, 40]), st.sampled_from([8, 40]))
-def test_pages_hold_all_cells_as_large_as_fits(tmp_path_factory, rows, columns, height, width):
-    clips = np.full((rows, columns, 1, height, width, 1), -1.0)
-    row, column = rows - 1, columns // 2
-    clips[row, column] = 1
-    (page,) = grid(tmp_path_factory.mktemp("page"), clips, [""] * columns)
-    places = np.argwhere((page == WHITE).all(axis=-1))
-    (top, left), (bottom, right) = places.min(axis=0), places.max(axis=0) + 1
-    assert cell_box(row, column, columns, height, width) == (left, top, right, bottom)
-    zoom = (right - left) // width
-    assert len(places) == (bottom - top) * (right - left) == height * width * zoom**2
-    assert 910 >= page.shape[1] > 880 - columns * width
-    black = (page == 0).all(axis=-1).sum()
-    assert black == (rows * columns - 1) * height * width * zoom**2
-    assert page.shape[0] < 40 + rows * (height * zoom + 10)
-
-
-def test_headers_are_written_above_the_cells_and_change_nothing_else(tmp_path):
-    clips = np.ones((1, 3, 1, 8, 8, 1))
-    pages = [grid(tmp_path, clips, [name] * 3)[0] for name in ("a", "b")]
-    changed = np.flatnonzero((pages[0] != pages[1]).any(axis=(1, 2)))
-    assert 0 < changed.min() <= changed.max() < cell_box(0, 0, 3, 8, 8)[1]
-    many = grid(tmp_path, np.ones((1, 300, 1, 8, 8, 1)))[0]
-    assert (many == 255).all(-1).sum() == 300 * 64
 
 
 def test_a_grid_of_clips_becomes_an_mp4_with_its_frames(tmp_path):
