@@ -133,9 +133,7 @@ def long_samples_are_in_tiles_and_others_in_none(batch):
 
 
 def has_no_more_long_segments_than_is_static(batch):
-    split = batch.metadata.split
-    of_rank = [split.from_rank(0)] if split else []
-    for segments, lengths in (*bounded(batch), *((each.query, each.lengths) for each in of_rank)):
+    for segments, lengths in bounded(batch):
         above, most = np.transpose(lengths)
         assert (np.diff(above) > 0).all()
         assert (np.diff(most) < 0).all()

@@ -200,6 +200,7 @@ def test_each_part_asks_with_its_own_tokens_of_every_segment(lengths, gap, parts
             assert not len(places) or offset[slot] == places[0]
         assert all((length > above).sum() <= most for above, most in found.lengths)
         assert found.lengths[-1] == (min(max(lengths), together * region), 0)
+        assert sorted(set(above := [each[0] for each in found.lengths])) == above
         assert found.longest_key == max(lengths)
     assert seen == np.asarray(packed.query.ids)[0].tolist()
 
