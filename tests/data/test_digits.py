@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alload_jax.data.datasets import prepare_dataset
-from alload_jax.data.datasets.digits import Digits, load_digits, render_clip
+from alload_jax.data.datasets.digits import Digits, load_digits
 from alload_jax.data.manifest import MANIFEST_NAME, read_manifest
 from alload_jax.data.pixel_latents import fold_frames, pixel_channels, unfold_frames
 from alload_jax.data.store import StoreReader
@@ -130,43 +130,6 @@ def test_what_cannot_be_drawn_is_refused(monkeypatch, tmp_path):
     with pytest.raises(InputError, match=r"scikit-learn; install alload-jax\[digits\]"):
         Digits().write(tmp_path / "digits")
     assert not list(tmp_path.iterdir())
-
-
-def draw(digit, frames, height, width, seed, motion):
-    rng = np.random.default_rng(seed)
-    clip = render_clip(np.asarray(digit, np.float32), frames, height, width, rng, motion)
-    assert clip.shape == (frames, height, width, 1)
-    assert clip.dtype == np.float16
-    return clip[..., 0].astype(np.float32)
-
-
-def mass(clip):
-    return (clip + 1).sum(axis=(1, 2))
-
-
-scan_numbers = st.integers(0, len(SCANS) - 1)
-seeds = st.integers(0, 2**32 - 1)
-motions = st.sampled_from(["circle", "drift"])
-
-
-@settings(max_examples=30)
-@given(scan_numbers, st.booleans(), st.sampled_from([(16, 32), (32, 16)]), seeds, motions)
-def test_each_of_two_digits_keeps_to_its_own_part(number, second, side, seed, motion):
-    blank = np.full((8, 8), -1)
-    pair = [blank, SCANS[number]] if second else [SCANS[number], blank]
-    clip = draw(np.stack(pair), 17, *side, seed, motion)
-    first_half, second_half = np.split(clip, 2, axis=1 + int(side[1] > side[0]))
-    own, other = (second_half, first_half) if second else (first_half, second_half)
-    assert (mass(other) < 0.15 * mass(own)).all()  # corners turn over the border
-
-
-@pytest.mark.parametrize(("motion", "moves"), [("circle", 1), ("drift", 20)])
-def test_digits_move_alike_on_circles_alone(motion, moves):
-    for side in ((8, 8), (8, 16), (16, 16)):
-        clips = {draw(SCANS[[7]], 17, *side, seed, motion).tobytes() for seed in range(20)}
-        assert len(clips) == moves
-    pair = draw(SCANS[[7, 7]], 17, 16, 32, 0, motion)
-    assert np.array_equal(*np.split(pair, 2, axis=2)) == (moves == 1)
 
 
 @pytest.mark.parametrize(("motion", "total"), [("circle", 30.86), ("drift", -2.86)])

@@ -15,12 +15,9 @@ from looks import PINS
 
 from alload_jax.errors import InputError
 from alload_jax.report.charts import (
-    COLOURS,
     compact,
-    new_axes,
     percent,
     show_cost,
-    svg,
 )
 from alload_jax.report.plan_charts import PolicyPart, StepBars, rank_totals
 from alload_jax.report.plan_page import PlanPage, render, show, speedup, write_page
@@ -268,16 +265,6 @@ def test_fits_the_window(tmp_path):
 
 
 # ---------------------------------------------------------------- parts of charts
-
-
-def test_colours_are_those_of_the_style_sheet():
-    assert len(set(COLOURS.values())) == len(COLOURS) >= 15
-    figure, (axes,) = new_axes(300, 200)
-    axes.axhspan(0, 1, facecolor=COLOURS["s3"])
-    text = svg(figure, "name", 'a "label"')
-    assert "fill: var(--s3)" in text
-    assert COLOURS["s3"] not in text
-    assert 'aria-label="a &quot;label&quot;"' in text
 
 
 def test_numbers_are_short():
