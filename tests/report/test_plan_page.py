@@ -272,8 +272,8 @@ def test_numbers_are_short():
         (compact, (0, 640, 4400, 29_000, 1.5e6, 2e11), "0 640 4.4k 29k 1.5M 200G"),
         (compact, (1e9, 999_600), "1G 1M"),
         (percent, (0, 1e-6, 0.0012, 0.392, 7.1), "0% <0.01% 0.12% 39.2% 710%"),
-        (lambda v: show_cost(v, "s"), (2e-5, 0.02, 90), "20 µs 20 ms 90 s"),
-        (lambda v: show_cost(v, "s"), (900, 9e4), "15 min 25 h"),
+        (lambda v: show_cost(v, "s"), (2e-5, 1e-3, 0.999, 1, 179), "20 µs 1 ms 999 ms 1 s 179 s"),
+        (lambda v: show_cost(v, "s"), (180, 10_740, 10_800), "3 min 179 min 3 h"),
         (lambda v: show_cost(v, ""), (5.72e9,), "5.72×10⁹"),
         (lambda v: show("idle", v), (None,), "–"),
     ):
