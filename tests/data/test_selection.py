@@ -201,7 +201,7 @@ def test_the_first_pattern_that_matches_counts_and_weights_of_1_change_nothing()
     assert with_weights(SAMPLES, [], None) is SAMPLES
     assert with_weights(SAMPLES, [SourceWeight("portraits", 1)], PATHS) is SAMPLES
     assert weights_identity([SourceWeight("portraits", 1)]) == {}
-    assert weights_identity([SourceWeight("portraits", 2)])
+    assert weights_identity([SourceWeight("portraits", 1), SourceWeight("landscapes", 2)])
     weights = [SourceWeight("portraits", 2), SourceWeight("landscapes", 0.5)]
     shares = source_shares(SAMPLES, weights, PATHS)
     assert [(s.path, s.samples, s.epoch_samples, s.epoch_tokens) for s in shares] == [

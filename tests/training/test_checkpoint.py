@@ -28,6 +28,7 @@ from alload_jax.training.checkpoint_files import (
     CHECKSUMS_NAME,
     as_input_error,
     check_identity,
+    checksum,
     damage,
 )
 from alload_jax.training.parameters import ALL_TRAINED
@@ -60,6 +61,17 @@ def saved(tmp_path_factory, made):
     with opened(folder) as checkpoints:
         checkpoints.save(3, made[0])
     return folder / "3"
+
+
+def test_sums_of_arrays_are_those_of_earlier_versions():
+    """Which are stored beside the arrays."""
+    rng, expected = np.random.default_rng(0), 0
+    tree = [rng.normal(size=(3, 5)).astype("f4"), rng.normal(size=(2, 3, 4)).astype("f2")]
+    for number, array in enumerate(tree):
+        bits = array.view(f"u{array.itemsize}").ravel().tolist()
+        mixed = [(b + 0x9E3779B9) * (2 * n + 1) % 2**32 for n, b in enumerate(bits)]
+        expected += sum(each ^ (each >> 15) for each in mixed) % 2**32 * (2 * number + 1)
+    assert checksum(tree) == expected % 2**32
 
 
 @pytest.fixture

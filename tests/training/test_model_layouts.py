@@ -230,6 +230,16 @@ def test_a_calibrated_step_has_what_the_model_takes():
     assert batch.latents.shape == (2, 3, 4, 4, 2)
     assert batch.given.shape == (2, 3, 4, 4, GIVEN)
     assert batch.image.shape == (2, 257, IMAGES[1])
+    text = dataclasses.replace(CLASSES, text=TextConfig(dim=6, length=4))
+    batch = jax.eval_shape(lambda: random_batch(text, (2, 3, 4, 4)))
+    assert (batch.given, batch.image, batch.condition.shape) == (None, None, (2, 4, 6))
+    batch = random_batch(JOINT, (2, 3, 4, 4))  # whose images are condition tokens
+    assert (batch.given.shape, batch.image) == ((2, 3, 4, 4, 3), None)
+    for part in JOINT.condition_parts():
+        values, (offset, length, ids) = batch.condition[part.name]
+        assert values.shape == (2, part.length, part.width)
+        assert (length == part.length).all()
+        assert not np.concatenate([offset, ids], axis=1).any()
 
 
 # ---------------------------------------------------------------- sparse attention
