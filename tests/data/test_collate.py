@@ -95,7 +95,11 @@ def test_every_row_holds_its_sample_or_padding_where_it_is_damaged(case, longer,
     text_length, ranks = case.manifest.longest_text() + longer, range(case.plan.topology.ranks)
     collate = collator(reader, ranks, case.plan, text_length)
     problems, shown, weight = [], [], 0
-    compiled = [signature(shape) for shape in collate.collation.shapes(case.plan)]
+    shapes = collate.collation.shapes(case.plan)
+    compiled = [signature(shape) for shape in shapes]
+    # The largest come first; a token has four values.
+    tokens = [each.tokens if isinstance(each, PackedBatch) else each.latents for each in shapes]
+    assert sorted(sizes := [each.size for each in tokens], reverse=True) == sizes
     for step in case.epoch_steps(epoch):
         host = collate(step)
         planned = planned_rows(step, ranks)

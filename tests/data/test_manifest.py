@@ -128,12 +128,15 @@ def test_notes_that_are_missing_or_no_json_or_of_other_types_are_refused(store):
     for name, value in (
         *(("vae_stride", [1, 1]), ("vae_stride", [1, 0, 1]), ("vae_stride", "111")),
         *(("shard_bytes", ["a"]), ("shard_bytes", {"a": "b"}), ("origin", 3)),
-        *(("text_dim", 10**9), ("text_dim", "wide"), ("given_channels", -2)),
+        *(("text_dim", 2**16 + 1), ("text_dim", "wide"), ("given_channels", -2)),
         *(("image_shape", [257]), ("parts", {"a": 0}), ("parts", [1]), ("text_dim", True)),
     ):
         edit_notes(store, lambda notes, name=name, value=value: notes.update({name: value}))
         refused(store, f"note {name}", "prepare the data again")
         path.write_bytes(content)
+    edit_notes(store, lambda notes: notes.update({"given_channels": 2**16}))
+    assert read_manifest(store).form.given_channels == 2**16
+    path.write_bytes(content)
     for name in ("vae_stride", "shard_bytes", "origin"):
         edit_notes(store, lambda notes, name=name: notes.pop(name))
         refused(store, f"the note {name}")

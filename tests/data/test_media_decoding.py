@@ -242,6 +242,8 @@ def test_pictures_of_every_mode_become_rgb_on_white(media, tmp_path):
     palette.putpalette([0, 0, 0, 200, 0, 0])
     palette.save(media / "clear gif.gif", transparency=0)
     write_video(media / "clear mkv.mkv", [picture], pix_fmt="bgra")
+    opaque = np.dstack([picture[..., :3], np.full((32, 32), 255, np.uint8)])
+    write_video(media / "opaque.mkv", [opaque], pix_fmt="bgra")
     for codec in ("libvpx", "libvpx-vp9"):
         flags = {"auto-alt-ref": "0", "b": "4M"}
         write_video(media / f"clear {codec}.webm", [picture], 16, codec, "yuva420p", **flags)

@@ -47,6 +47,7 @@ def held_out(sums, share):
     try:
         return {sums[n] for n in np.flatnonzero(is_held_out(manifest_with(sums), share))}
     except InputError:
+        assert len({each < share for each in positions(np.array(sums, np.uint32))}) == 1
         return None
 
 
