@@ -90,14 +90,15 @@ PAGES = {
 }
 
 
-DRAWN = [
-    ("plain", 9803, -67.6413),
-    ("one policy, one rank, one step", 2454, 36.8270),
-    ("costs are zero", 4840, -112.4167),
-    ("1,024 ranks", 16957, -21.4450),
-    ("nine policies", 13392, -65.7521),
-    ("long names", 10331, -34.3317),
-]
+DRAWN = {
+    "plain": (9803, -67.6413),
+    "one policy, one rank, one step": (2454, 36.8270),
+    "costs are zero": (4840, -112.4167),
+    "1,024 ranks": (16957, -21.4450),
+    "nine policies": (13392, -65.7521),
+    "long names": (10331, -34.3317),
+}
+"""Of charts when last looked at: how many numbers, and their sum, each with a factor of place."""
 
 
 @functools.cache
@@ -139,7 +140,7 @@ def parse(text: str) -> Balanced:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_is_well_formed_and_small_and_loads_nothing(name):
+def test_is_well_formed_and_small_loads_nothing_and_looks_as_ever(name):
     text = text_of(name)
     parsed = parse(text)
     ids = [attrs["id"] for _, attrs in parsed.tags if "id" in attrs]
@@ -153,16 +154,11 @@ def test_is_well_formed_and_small_and_loads_nothing(name):
     # Names that users give are escaped.
     assert [tag for tag, _ in parsed.tags].count("script") == 1
     assert name != "nasty names" or parsed.text.count(NASTY) >= 8
-
-
-@pytest.mark.skipif(version("matplotlib") != PINS["matplotlib"], reason="drawn by another")
-@pytest.mark.parametrize(("name", "count", "total"), DRAWN)
-def test_charts_look_as_when_last_looked_at(name, count, total):
-    """All numbers of the charts are summed up, each with a factor of its place."""
-    drawn = "".join(re.findall("(?s)<svg.*?</svg>", text_of(name)))
-    numbers = np.array(re.findall(r"\d+(?:\.\d+)?", drawn), float)
-    assert len(numbers) == count
-    assert np.cos(np.arange(count)) @ np.log1p(numbers) == pytest.approx(total, abs=2e-3)
+    if name in DRAWN and version("matplotlib") == PINS["matplotlib"]:
+        drawn = "".join(re.findall("(?s)<svg.*?</svg>", text))
+        numbers = np.array(re.findall(r"\d+(?:\.\d+)?", drawn), float)
+        found = len(numbers), np.cos(np.arange(len(numbers))) @ np.log1p(numbers)
+        assert found == pytest.approx(DRAWN[name], abs=2e-3)
 
 
 def test_every_chart_has_a_text_alternative_and_the_best_of_a_row_is_bold():
