@@ -149,14 +149,14 @@ def validation_rows(losses, first=10, measured="a"):
     return [{"step": number, "loss": 1.0} for number in range(1, 50)] + [
         {"step": first + 10 * number, "validation/set": measured, "validation/samples": 3}
         | {"validation/loss": loss, "validation/loss/1x8x8": loss + 0.1}
-        | {"validation/loss/sigma_0.5": loss - 0.1}
+        | {"validation/loss/5x8x8": loss + 0.2, "validation/loss/sigma_0.5": loss - 0.1}
         for number, loss in enumerate(losses)
     ]
 
 
 def test_losses_of_the_last_set_are_drawn_and_the_lowest_has_a_ring(tmp_path, capsys):
     rows = validation_rows([0.1, 0.2], measured="old") + validation_rows([0.9, 0.8, 0.85], first=30)
-    assert_looks(draw(tmp_path, "validation", "metrics.jsonl", rows), (1400, 588, 1.84))
+    assert_looks(draw(tmp_path, "validation", "metrics.jsonl", rows), (1400, 588, -0.97))
     assert "lowest loss at step 40 of 50" in capsys.readouterr().out
 
 
