@@ -26,9 +26,13 @@ TORCH_CASES: tuple[Json, ...] = (
     {"precision": "bf16_copy", "attention": "flash", "compile": "blocks", "remat": "full"},
     {"precision": "autocast", "attention": "cudnn", "compile": "blocks", "remat": "full"},
     {"precision": "bf16_copy", "attention": "cudnn", "compile": "blocks", "remat": "none"},
-    {"precision": "bf16_copy", "attention": "cudnn", "compile": "blocks", "remat": "attention"},
 )
 """PyTorch at its best is not known beforehand: all of these are measured."""
+
+SELECTIVE_CASES: tuple[Json, ...] = (
+    {"precision": "bf16_copy", "attention": "cudnn", "compile": "blocks", "remat": "attention"},
+)
+"""Further cases of Wan: selective checkpointing, which keeps the outputs of attention."""
 
 MASKED_CASES: tuple[Json, ...] = (
     {"precision": "bf16_copy", "attention": "default", "compile": "blocks", "remat": "full"}
@@ -66,7 +70,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def variants(model: str) -> tuple[Json, ...]:
     """The variants of PyTorch for a model of `harness.MODELS`."""
-    return TORCH_CASES + (MASKED_CASES if _kind(model) == "hunyuan_video" else ())
+    further = MASKED_CASES if _kind(model) == "hunyuan_video" else SELECTIVE_CASES
+    return TORCH_CASES + further
 
 
 def torch_cases(options: argparse.Namespace) -> Iterator[bench_step.Case]:
