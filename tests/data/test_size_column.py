@@ -1,5 +1,6 @@
 """Columns of sizes: every sample in each pass, in another order, without reading the whole file."""
 
+import os
 import pickle
 from itertools import islice
 
@@ -59,7 +60,11 @@ def test_all_samples_are_listed_in_each_pass(folder):
         ("size.npy", np.zeros((2, 2), int), ["size.npy", "must be [N]"]),
         ("size.npy", np.zeros(3), ["float64", "whole numbers"]),
         ("size.npy", np.array([None]), ["cannot be read", "numpy.save"]),
-        ("sizes.npy", np.zeros((2, 2), int), ["sizes.npy", "must be [K, 3]"]),
+        ("sizes.npy", np.zeros((2, 2), int), ["sizes.npy", "whole numbers [K, 3]"]),
+        ("sizes.npy", np.zeros((0, 3), int), ["sizes.npy", "shape (0, 3)"]),
+        ("sizes.npy", [[1, 4, 4], [0, 4, 4]], ["size 1 is 0×4×4", "from 1 to 65,536"]),
+        ("sizes.npy", [[1, 4, -4]], ["size 0 is 1×4×-4"]),
+        ("sizes.npy", np.array([[1, 2**63, 4]], np.uint64), ["size 0 is 1×9223372036854775808"]),
     ],
 )
 def test_files_that_cannot_be_used_are_refused(name, values, words, folder):
@@ -68,4 +73,20 @@ def test_files_that_cannot_be_used_are_refused(name, values, words, folder):
         SizeColumn(folder).entry(0)
     (folder / name).unlink()
     with says(name, "cannot be read"):
+        SizeColumn(folder)
+
+
+@pytest.mark.parametrize("shape", ["(1" + 30 * "0" + ",)", "(True,)", "(" * 300])
+def test_a_header_that_is_none_is_refused(shape, folder):
+    text = f"{{'descr': '|u1', 'fortran_order': False, 'shape': {shape}}}".encode()
+    content = b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + bytes(64)
+    (folder / "size.npy").write_bytes(content)
+    with says("size.npy: cannot be read"):
+        SizeColumn(folder)
+
+
+def test_a_pipe_is_refused(folder):
+    (folder / "size.npy").unlink()
+    os.mkfifo(folder / "size.npy")
+    with says("size.npy: is not a regular file"):
         SizeColumn(folder)

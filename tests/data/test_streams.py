@@ -138,8 +138,10 @@ def test_samples_beyond_those_that_were_drawn_have_the_sizes_of_the_source():
         (listed(lambda n: entry(n) | {"frames": 0.5}), SIZES, ["whole numbers"]),
         (listed(lambda n: entry(n) | {"key": [1, 2]}), SIZES, ["equally many"]),
         (listed(), SIZES[:2], ["sample", "5×4×4", "none of the source's sizes; add it"]),
-        (listed(), [], ["sizes must be"]),
-        (listed(), [(0, 4, 4)], ["sizes must be"]),
+        (listed(), [], ["sizes are", "whole numbers [K, 3]"]),
+        (listed(), [(1, 4), (5, 4), (9, 8)], ["sizes are", "of shape (3, 2)"]),
+        (listed(), [(1.5, 4, 4)], ["sizes are float64"]),
+        (listed(), [(0, 4, 4)], ["size 0 is 0×4×4", "from 1 to"]),
     ],
 )
 def test_a_stream_that_cannot_be_used_is_refused(entries, sizes, words):

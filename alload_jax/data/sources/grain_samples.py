@@ -16,6 +16,7 @@ from alload_jax.data.manifest import Manifest
 from alload_jax.data.record import GIVEN, IMAGE, LABELS, LATENTS, TEXT, SampleForm
 from alload_jax.data.sources import SampleSource
 from alload_jax.data.sources.arrays import checked_sample
+from alload_jax.data.sources.size_column import checked_sizes
 from alload_jax.data.store import BadRecordError
 from alload_jax.errors import InputError
 from alload_jax.files import Json
@@ -151,8 +152,7 @@ _DRAWN = 2**14
 _CHUNK = 2**10
 """Samples that are read between two states of a stream, at least."""
 _SIZE = ("frames", "height", "width")
-_LARGEST = 2**20
-_CODES = np.array([_LARGEST**2, _LARGEST, 1])
+_CODES = np.array([2**40, 2**20, 1])
 """Times a size: a number of its own, in the order of the sizes."""
 
 
@@ -192,9 +192,7 @@ class GrainStream(SampleSource, Feed):
           InputError: an entry, a size or the first sample is not as it must be.
         """
         self._entries, self._arrays, self._name = entries, arrays, "stream"
-        self._sizes = np.unique(np.array(sizes, np.int64).reshape(-1, 3), axis=0)
-        if not len(self._sizes) or not 1 <= self._sizes.min() <= self._sizes.max() < _LARGEST:
-            raise InputError(f"{self._name}: sizes must be (frames, height, width) of at least 1")
+        self._sizes = np.unique(checked_sizes(sizes, f"{self._name}:"), axis=0)
         self._rows = np.arange(len(self._sizes))
         drawn, count = [], 0
         with closing(self.chunks(None)) as chunks:

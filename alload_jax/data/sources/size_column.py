@@ -2,16 +2,19 @@
 
 import sys
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any, Self
 
 import numpy as np
 
 from alload_jax.data.record import mixed
-from alload_jax.errors import InputError
+from alload_jax.errors import InputError, first_line
+from alload_jax.files import require_regular
 
 SIZES, SIZE = "sizes.npy", "size.npy"
 """Files of a folder: every (frames, height, width) that occurs, [K, 3]; and of each sample the row
 there, [N]."""
+LARGEST_SIZE = 2**16
 _PER_ENTRY = 2**13
 """Samples that are listed at a time."""
 _ROUNDS = 4
@@ -36,10 +39,8 @@ class SizeColumn:
         """
         self._given = folder, seed
         self._path, self._seed = Path(folder) / SIZE, seed
-        self.sizes = _mapped(Path(folder) / SIZES).astype(np.int64)
+        self.sizes = checked_sizes(_mapped(Path(folder) / SIZES), f"{folder}/{SIZES}:")
         self._rows = _mapped(self._path)
-        if self.sizes.ndim != 2 or self.sizes.shape[1] != 3 or not len(self.sizes):
-            raise InputError(f"{folder}/{SIZES}: has shape {self.sizes.shape}; it must be [K, 3]")
         if self._rows.ndim != 1 or not len(self._rows):
             raise InputError(f"{self._path}: has shape {self._rows.shape}; it must be [N]")
 
@@ -87,13 +88,35 @@ class SizeColumn:
 
 def _mapped(path: Path) -> np.ndarray:
     """An array of whole numbers in a file, without reading it."""
+    require_regular(path, "write it with numpy.save")
     try:
         found = np.lib.format.open_memmap(path, mode="r")  # which knows no pickles
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: cannot be read ({error}); write it with numpy.save") from error
+    except (OSError, ValueError, TypeError, OverflowError, TokenError) as error:
+        reason = first_line(error)
+        raise InputError(f"{path}: cannot be read ({reason}); write it with numpy.save") from error
     if found.dtype.kind not in "iu":
         raise InputError(f"{path}: holds {found.dtype}; it must hold whole numbers")
     return found
+
+
+def checked_sizes(sizes: Any, place: str) -> np.ndarray:
+    """Sizes of samples, (frames, height, width) in pixels, as [K, 3] int64.
+
+    Raises:
+      InputError: they are something else, or out of range.
+    """
+    found = np.asarray(sizes)
+    if found.dtype.kind not in "iu" or found.shape[1:] != (3,) or not len(found):
+        raise InputError(
+            f"{place} sizes are {found.dtype} of shape {found.shape}; they must be whole numbers "
+            "[K, 3]: frames, height, width"
+        )
+    if (wrong := np.flatnonzero(((found < 1) | (found > LARGEST_SIZE)).any(axis=1))).size:
+        raise InputError(
+            f"{place} size {wrong[0]} is {'×'.join(map(str, found[wrong[0]]))} (frames, height, "
+            f"width); each must be from 1 to {LARGEST_SIZE:,}"
+        )
+    return found.astype(np.int64)
 
 
 def shuffled(places: np.ndarray, count: int, seed: list[int]) -> np.ndarray:
