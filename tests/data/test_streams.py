@@ -129,6 +129,11 @@ def test_samples_beyond_those_that_were_drawn_have_the_sizes_of_the_source():
     assert shown.manifest.shape.tolist() == [list(SIZES[key % 3]) for key in window.keys.tolist()]
 
 
+def test_keys_of_64_bits_stay_whole_numbers():
+    source = stream(listed(lambda n: entry(n) | {"key": 2**63 + n}))
+    assert set((plan_of(source).step(0).window.keys - 2**63).tolist()) <= set(range(100))
+
+
 @pytest.mark.parametrize(
     ("entries", "sizes", "words"),
     [
@@ -137,6 +142,8 @@ def test_samples_beyond_those_that_were_drawn_have_the_sizes_of_the_source():
         (listed(lambda n: entry(n) | {"key": 0.5}), SIZES, ["0.5", "whole number or text"]),
         (listed(lambda n: entry(n) | {"frames": 0.5}), SIZES, ["whole numbers"]),
         (listed(lambda n: entry(n) | {"key": [1, 2]}), SIZES, ["equally many"]),
+        (listed(lambda n: entry(n, text=n % 2)), SIZES, ["of one type"]),
+        (listed(lambda n: entry(n) | {"key": n << 57}), SIZES, ["uint64", "of one type"]),
         (listed(), SIZES[:2], ["sample", "5×4×4", "none of the source's sizes; add it"]),
         (listed(), [], ["sizes are", "whole numbers [K, 3]"]),
         (listed(), [(1, 4), (5, 4), (9, 8)], ["sizes are", "of shape (3, 2)"]),

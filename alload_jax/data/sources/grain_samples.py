@@ -191,7 +191,7 @@ class GrainStream(SampleSource, Feed):
         Raises:
           InputError: an entry, a size or the first sample is not as it must be.
         """
-        self._entries, self._arrays, self._name = entries, arrays, "stream"
+        self._entries, self._arrays, self._name, self._kind = entries, arrays, "stream", ""
         self._sizes = np.unique(checked_sizes(sizes, f"{self._name}:"), axis=0)
         self._rows = np.arange(len(self._sizes))
         drawn, count = [], 0
@@ -240,6 +240,12 @@ class GrainStream(SampleSource, Feed):
             raise InputError(
                 f"{self._name}: gives {reprlib.repr(entry)}; key must be a whole number or text, "
                 f"{', '.join(_SIZE)} whole numbers, or equally many of each"
+            )
+        self._kind = self._kind or keys.dtype.kind
+        if keys.dtype.kind != self._kind:  # NumPy would join them as floats, or as text
+            raise InputError(
+                f"{self._name}: gives {reprlib.repr(entry)}, whose key is {keys.dtype}, unlike "
+                "those before; give all keys of one type: int64, uint64 or text"
             )
         return keys, np.stack(size, axis=1).astype(np.int64)
 
