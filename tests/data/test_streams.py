@@ -86,6 +86,15 @@ def test_steps_go_on_from_the_state_of_grain(batch, text):
     assert {keys.count(key) for key in set(keys)} <= {upto // 100, upto // 100 + 1}
 
 
+def test_a_state_of_other_entries_is_refused():
+    """Whose first samples may be the same."""
+    shuffled = grain.experimental.WindowShuffleIterDataset(listed(), window_size=2, seed=0)
+    plan = plan_of(stream(shuffled))
+    start = plan.round_start(plan.first_step(8))
+    with says("stream: cannot go on", "entries as they were"):
+        plan_of(stream(listed()), start).step(start.step)
+
+
 def window_keys(plan, number):
     return plan.step(plan.first_step(number)).window.keys.tolist()
 

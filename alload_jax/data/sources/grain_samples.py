@@ -212,7 +212,13 @@ class GrainStream(SampleSource, Feed):
     def chunks(self, state: Any) -> Generator[Chunk, None, None]:
         iterator = iter(self._entries)
         if state is not None:
-            iterator.set_state(copy.deepcopy(state))
+            try:
+                iterator.set_state(copy.deepcopy(state))
+            except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+                raise InputError(
+                    f"{self._name}: cannot go on from a checkpoint's state of other entries "
+                    f"({reprlib.repr(error)}); give the entries as they were"
+                ) from error
         with closing(iterator):
             while True:
                 keys, sizes, count = [], [], 0
