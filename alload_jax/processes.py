@@ -33,11 +33,16 @@ def quiet_imports() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def hush_resource_tracker() -> None:
-    """Keeps Python's helper from printing that it cleans up after a run that ended at once.
+def allow_workers() -> None:
+    """Lets Grain start processes. To call before the first one.
 
-    To call before the first worker starts: the helper gets the options for warnings.
+    They need absl's flags, which nothing else parses. Python's helper, which gets the options for
+    warnings, is kept from printing that it cleans up after a run that ended at once.
     """
+    from absl import flags  # where it is needed: every command imports this file
+
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()
     option = "ignore:resource_tracker:UserWarning"
     if option not in sys.warnoptions:
         sys.warnoptions.append(option)

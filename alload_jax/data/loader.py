@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
-from absl import flags
 from jax.sharding import Mesh
 from typing_extensions import override
 
@@ -23,7 +22,7 @@ from alload_jax.distributed.cluster import Cluster, Consensus, Decision
 from alload_jax.errors import require_fields, require_positive
 from alload_jax.planning.epoch import Step, WindowContent
 from alload_jax.planning.plan import Plan
-from alload_jax.processes import follow_parent, hush_resource_tracker, waits
+from alload_jax.processes import allow_workers, follow_parent, waits
 from alload_jax.sharding.mesh import batch_sharding
 
 WAITS = (0.1, 0.5, 2.0)
@@ -117,11 +116,7 @@ class StepLoader:
         steps = grain.MapDataset.range(numbers.start, numbers.stop).map(plan.step)
         dataset = steps.map(collate).to_iter_dataset(reading)
         if config.processes:
-            hush_resource_tracker()
-            if (
-                not flags.FLAGS.is_parsed()
-            ):  # Grain's workers need absl's flags, which nothing else parses
-                flags.FLAGS.mark_as_parsed()
+            allow_workers()
             dataset = dataset.mp_prefetch(
                 grain.MultiprocessingOptions(
                     num_workers=config.processes, per_worker_buffer_size=config.read_ahead

@@ -7,6 +7,7 @@ from dataclasses import asdict
 import grain
 import numpy as np
 import pytest
+from absl import flags
 from data_helpers import PATCH, classes, says
 
 from alload_jax.data.collate import Collator, collation_for
@@ -163,6 +164,13 @@ def test_keys_of_64_bits_stay_whole_numbers():
 def test_a_stream_that_cannot_be_used_is_refused(entries, sizes, words):
     with says("stream", *words):
         stream(entries, sizes=sizes)
+
+
+def test_entries_may_come_from_processes():
+    """Which Grain starts when absl's flags are parsed only."""
+    flags.FLAGS.unparse_flags()
+    stream(listed())
+    assert flags.FLAGS.is_parsed()
 
 
 def test_a_stream_whose_first_sample_cannot_be_read_is_refused():

@@ -23,7 +23,7 @@ from alload_jax.files import Json
 from alload_jax.planning.epoch import WindowContent
 from alload_jax.planning.samples import Triple
 from alload_jax.planning.stream import Chunk, Feed
-from alload_jax.processes import waits
+from alload_jax.processes import allow_workers, waits
 
 _AXES = {LATENTS: 4, TEXT: 2, LABELS: 1, GIVEN: 4, IMAGE: 2}
 """Number of axes of each array."""
@@ -192,6 +192,7 @@ class GrainStream(SampleSource, Feed):
           InputError: an entry, a size or the first sample is not as it must be.
         """
         self._entries, self._arrays, self._name, self._kind = entries, arrays, "stream", ""
+        allow_workers()  # entries may have some
         self._sizes = np.unique(checked_sizes(sizes, f"{self._name}:"), axis=0)
         self._rows = np.arange(len(self._sizes))
         drawn, count = [], 0
