@@ -14,7 +14,7 @@ from data_helpers import assert_holds, random_samples, says, write_store
 from alload_jax.data.loader import PatientReader
 from alload_jax.data.manifest import read_captions
 from alload_jax.data.sources.opening import open_source
-from alload_jax.data.store import BadRecordError
+from alload_jax.data.store import BadRecordError, ShardWriter, finish_store, merge_stores
 
 SAMPLES = random_samples(10)
 
@@ -89,6 +89,23 @@ def test_what_cannot_be_reached_is_refused(folder):
     shard.unlink()
     with says("shard-00002.arrayrecord: this shard is missing"):
         opened(folder)
+
+
+def test_nothing_is_written_into_object_storage(folder, tmp_path, monkeypatch):
+    """Neither there nor into a folder of this machine that is called s3:."""
+    monkeypatch.chdir(tmp_path)
+    other = write_store(tmp_path / "other", SAMPLES)
+    before = sorted(tmp_path.rglob("*"))
+    for write in (
+        lambda: write_store("s3://far/new", SAMPLES),
+        lambda: write_store("s3://far/new", SAMPLES, mode="append"),
+        lambda: merge_stores([folder, other], "s3://far/new"),
+        lambda: ShardWriter("s3://far/new", 0, vae_stride=(1, 1, 1)),
+        lambda: finish_store("s3://far/new", shards=1),
+    ):
+        with says("is no folder of this machine; name one"):
+            write()
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 class Objects(http.server.SimpleHTTPRequestHandler):

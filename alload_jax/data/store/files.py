@@ -51,7 +51,13 @@ def shard_number(name: str) -> int | None:
 
 
 def partial_folder(folder: Path) -> Path:
-    """The folder in which the shards of `folder` are written."""
+    """The folder in which the shards of `folder` are written.
+
+    Raises:
+      InputError: it is the address of object storage.
+    """
+    if any(part.endswith(":") for part in folder.parts[:1]):  # Path has made one / of ://
+        raise InputError(f"{folder}: is no folder of this machine; name one, and copy it there")
     return folder.with_name(folder.name + ".partial")
 
 
