@@ -165,7 +165,12 @@ def run_media(options: argparse.Namespace) -> int:
 def _check_places(options: argparse.Namespace) -> None:
     from alload_jax.data.prepare.inputs import SETS, set_places
     from alload_jax.data.prepare.pipeline import is_skipped_list
+    from alload_jax.data.store.remote import is_address
 
+    if is_address(options.out):
+        raise InputError(
+            f"--out is {options.out}, no folder of this machine; name one, and copy it there"
+        )
     out, place = Path(os.path.realpath(options.out)), Path(options.input)
     for source in set_places(place) if place.suffix.lower() in SETS else [place]:
         if source.is_dir() and out.is_relative_to(os.path.realpath(source)):

@@ -288,6 +288,7 @@ def test_places_that_make_no_sense_are_refused(media, tmp_path, alload):
     for flags, named in (
         (["--out", tmp_path / "out", "--report", media / "mine.parquet"], "would be lost"),
         (["--out", media / "out"], "lies in the input folder"),
+        (["--out", "s3://bucket/out"], "--out is s3://bucket/out, no folder of this machine"),
         (["--out", tmp_path / "out", "--report", tmp_path / "none" / "list"], "--report"),
         (["--out", tmp_path / "out", "--report", media / "clip 0.txt"], "would be lost"),
     ):
