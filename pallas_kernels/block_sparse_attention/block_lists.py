@@ -161,7 +161,7 @@ def invert(blocks: BlockLists) -> InvertedLists:
     n_key, groups = blocks.key_tokens.shape[1], -(-n_query // _GROUP)
     query = jnp.arange(n_query, dtype=jnp.int32)[:, None]
     bit = jnp.left_shift(jnp.int32(1), query % _GROUP)
-    named = jnp.arange(most) < blocks.counts.reshape(-1, n_query)[..., None]
+    named = jnp.arange(most) < blocks.counts.reshape(rows * heads, n_query)[..., None]
     head = jnp.arange(rows * heads, dtype=jnp.int32)[:, None, None]
     number = (head * groups + query // _GROUP) * n_key + blocks.indices.reshape(named.shape)
     size = rows * heads * groups * n_key

@@ -77,7 +77,8 @@ def pool_blocks(x: jax.Array, tokens: jax.Array, *, block: int) -> jax.Array:
     return total / jnp.maximum(tokens, 1)[..., None, None]
 
 
-_STATIC = ("k_max", "query_block", "key_block", "own", "implementation", "interpret")
+_BLOCKS = ("query_block", "key_block")
+_STATIC = ("k_max", *_BLOCKS, "own", "implementation", "interpret")
 
 
 @partial(jax.jit, static_argnames=_STATIC)
@@ -123,13 +124,17 @@ def top_k_blocks(
       keys. No gradient passes.
 
     Raises:
-      ValueError: a shape or dtype does not fit, or scores are not pooled for the kernel.
+      ValueError: a shape, dtype or size does not fit, or the kernel gets scores that are not
+        pooled, or split over a mesh by other means than `jax.shard_map`.
       NotImplementedError: this device cannot run the kernel, or its width does not fit.
     """
     scores, k = jax.lax.stop_gradient((scores, jnp.asarray(k)))
     rows, n_query, n_key, heads = _checked_sizes(scores, k, segments, query_tokens, key_tokens)
-    most = min(k_max, n_key)
     sizes = (query_block, key_block)
+    for name, value, least in zip(("k_max", *_BLOCKS), (k_max, *sizes), (0, 1, 1), strict=True):
+        if value < least:
+            raise ValueError(f"top_k_blocks: {name} is {value}; it must be {least} or more")
+    most = min(k_max, n_key)
     if not rows * heads * n_query * most:
         none = jnp.zeros((rows, heads, n_query, k_max), jnp.int32)
         return BlockLists(none, none.sum(axis=-1), query_tokens, key_tokens, *sizes)
@@ -233,9 +238,12 @@ class CountedSelection(Selection):
         width = scores.queries.shape[-1]
         if width < 16 or width & (width - 1):
             return NotImplementedError(f"the width {width} is no power of two from 16; use 'xla'")
-        return devices.unsupported_sharding(
-            scores.queries, None, name="scores.queries"
-        ) or devices.unsupported_triton(scores.queries, interpret=call.options.interpret)
+        if devices.unsupported_sharding(scores.queries, None):
+            return ValueError(
+                "tracing cannot see how scores.queries is split over the mesh; call it within "
+                "jax.shard_map, or use 'xla'"
+            )
+        return devices.unsupported_triton(scores.queries, interpret=call.options.interpret)
 
     @override
     def faster_than_reference(
@@ -283,6 +291,9 @@ def _checked_sizes(
     for name, array, _ in of_blocks:
         if array.dtype != jnp.int32:
             raise ValueError(f"top_k_blocks: {name} is {array.dtype}; it must be int32")
+    for name, array, _ in expected if isinstance(scores, PooledScores) else ():
+        if not jnp.issubdtype(array.dtype, jnp.floating):  # products of integers may overflow
+            raise ValueError(f"top_k_blocks: {name} is {array.dtype}; it must be floating-point")
     for name, array, shape in (*expected, *of_blocks):
         if array.shape != shape:
             raise ValueError(f"top_k_blocks: {name} is {array.shape}; it must be {shape}")

@@ -14,6 +14,7 @@ from pallas_kernels.block_sparse_attention import (
     tile_order,
     top_k_blocks,
 )
+from pallas_kernels.block_sparse_attention.block_lists import BlockLists, invert
 from pallas_kernels.block_sparse_attention.selection_triton import rank_of
 
 IDS, TOKENS = jnp.zeros((1, 4), jnp.int32), jnp.full((1, 4), 64, jnp.int32)
@@ -233,10 +234,35 @@ def test_selections_that_do_not_fit_are_refused():
         ({"segments": BlockSegments(IDS[:, :2], IDS)}, "segments.queries is"),
         ({"scores": POOLED}, "scores.keys is"),
         ({"implementation": "triton", "interpret": True}, "'triton' cannot run, scores are an arr"),
+        ({"scores": PooledScores(*(jnp.ones((1, 4, 2, 16), jnp.int8),) * 2)}, "queries is int8"),
+        ({"k_max": -1}, "k_max is -1; it must be 0 or more"),
+        ({"key_block": 0}, "key_block is 0; it must be 1 or more"),
     ):
         given = {"scores": jnp.zeros((1, 2, 4, 4)), "k": 2, "segments": SEGMENTS}
+        given |= {"query_tokens": TOKENS, "key_tokens": TOKENS, "k_max": 2}
         with pytest.raises(ValueError, match=message):
-            top_k_blocks(**given | {"query_tokens": TOKENS, "key_tokens": TOKENS} | change, k_max=2)
+            top_k_blocks(**given | change)
+
+
+def test_the_kernel_says_how_it_runs_on_a_mesh():
+    mesh = jax.make_mesh((2,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,))
+    split = jax.NamedSharding(mesh, jax.P(None, None, "heads"))
+    scores = jax.device_put(PooledScores(*(jnp.ones((1, 4, 2, 16)),) * 2), split)
+    with pytest.raises(ValueError, match=r"call it within jax\.shard_map, or use 'xla'"):
+        top_k_blocks(
+            scores, 2, SEGMENTS, TOKENS, TOKENS, k_max=2, implementation="triton", interpret=True
+        )
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 2), (3, 0, 0), (3, 4, 0)])
+def test_empty_lists_are_inverted(shape):
+    """Of no blocks of queries, of no blocks of keys, and of no place."""
+    n_query, n_key, most = shape
+    counts = jnp.zeros((1, 2, n_query), jnp.int32)
+    tokens = [jnp.full((1, number), 64, jnp.int32) for number in (n_query, n_key)]
+    found = invert(BlockLists(jnp.zeros((1, 2, n_query, most), jnp.int32), counts, *tokens))
+    assert found.queries.shape == (1, 2, n_query * most)
+    assert found.offsets.tolist() == [[[0] * (n_key + 1)] * 2]
 
 
 def test_a_selection_passes_no_gradient_and_holds_nothing_of_the_size_of_all_pairs():
