@@ -201,12 +201,16 @@ def _not_connected(process: ProcessInfo, reason: str) -> str:
     )
 
 
+_OF_KUBERNETES = {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"}
+
+
 def _process_info(config: ClusterConfig) -> ProcessInfo | None:
     if config.coordinator is not None:
         assert config.processes is not None
         assert config.process is not None
         return ProcessInfo(config.coordinator, config.processes, config.process)
-    if config.detect and _task_count("JAX_NUM_PROCESSES") > 1:
+    by_variables = config.detect and "JAX_NUM_PROCESSES" in os.environ
+    if by_variables and _task_count("JAX_NUM_PROCESSES") > 1:
         return _process_of_variables()
     # What torchrun starts in a step of Slurm is more than the step's tasks. Scripts that set only
     # ranks leave it to Slurm which GPUs a task has.
@@ -221,7 +225,7 @@ def _process_info(config: ClusterConfig) -> ProcessInfo | None:
         launcher = "Slurm"
     elif config.detect and _task_count("OMPI_COMM_WORLD_SIZE") > 1:
         launcher = "Open MPI"
-    elif config.detect and os.environ.keys() >= {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"}:
+    elif config.detect and not by_variables and os.environ.keys() >= _OF_KUBERNETES:
         launcher = "Kubernetes"
     elif count > 1:
         raise InputError(

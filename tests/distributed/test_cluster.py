@@ -140,6 +140,9 @@ def test_kubeflows_variables_identify_the_process(monkeypatch):
     with pytest.raises(InputError, match=r"JAX_PROCESS_ID is None, which .*--cluster.coordinator"):
         initialize_module._process_info(ClusterConfig())
     assert initialize_module._process_info(ClusterConfig(detect=False)) is None
+    # One host needs no rights to ask Kubernetes about its pods.
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "1")
+    assert initialize_module._process_info(ClusterConfig()) is None
 
 
 def test_a_port_that_is_taken_is_named():
