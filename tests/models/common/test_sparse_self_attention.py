@@ -639,6 +639,8 @@ def test_invalid_values_are_named():
         ({"capacities": (0.0,)}, r"capacities is \(0.0,\); each must be above 0 and at most 1"),
         ({"min_sparsity": 0.4}, r"min_sparsity is 0.4; it must be at least 1 - max_density, 0.7: "),
         ({"min_density": 0.6}, "min_density is 0.6; it must be at most max_density, 0.3"),
+        ({"head_exchange": "fast"}, "head_exchange is fast; it must be most, or fastest with"),
+        ({"head_exchange": "fastest", "balance_heads": False}, "head_exchange is fastest; it must"),
         ({"forced": (0.5, 1.5)}, r"forced is \(0.5, 1.5\); each must be above 0"),
     ):
         with pytest.raises(InputError, match=f"model.sparse_attention.{message}"):

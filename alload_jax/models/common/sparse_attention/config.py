@@ -93,6 +93,9 @@ class SparseAttentionConfig:
         shares = "decay min_sparsity min_recall hysteresis"
         require(shares, lambda value: 0 <= value <= 1, "from 0 to 1")
         require("min_density", lambda value: value <= most, f"at most max_density, {most}")
+        exchanges = ("most", "fastest") if self.balance_heads else ("most",)
+        bound = "most, or fastest with balance_heads"
+        require("head_exchange", lambda value: value in exchanges, bound)
         if self.forced is None:
             bound = (
                 f"at least 1 - max_density, {1 - most:g}: a layer that is less sparse needs "

@@ -205,8 +205,7 @@ class SparseSelfAttention(nnx.Module):
         ranks, tensor = (mesh.shape.get(axis, 1) for axis in (CONTEXT, TENSOR))
         exchanges = head_exchanges(ranks, num_heads // tensor)
         equal = self.config.forced is not None or self.config.selector == "all"  # densities
-        chooses = self.config.head_exchange == "fastest" and self.config.balance_heads
-        if equal or len(exchanges) == 1 or not chooses:
+        if equal or len(exchanges) == 1 or self.config.head_exchange == "most":
             return exchanges[:1], 0
         kinds = {device.name: device for device in DEVICES.values()}
         seconds = partial(
