@@ -252,5 +252,6 @@ def _show(options: argparse.Namespace) -> int:
     for line in damaged_records(source):
         print(line)
         damaged += 1
-    print(f"{len(manifest):,} records read, {damaged:,} damaged")
+    read = len(manifest) - len(source.stand_ins)
+    print(f"{read:,} records read, {damaged:,} damaged")
     return 1 if damaged else 0

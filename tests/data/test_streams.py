@@ -14,6 +14,7 @@ from alload_jax.data.collate import Collator, collation_for
 from alload_jax.data.loader import PatientReader
 from alload_jax.data.sources import grain_samples
 from alload_jax.data.sources.grain_samples import GrainStream
+from alload_jax.data.store import damaged_records
 from alload_jax.models.wan.transformer import WanConfig
 from alload_jax.planning.cost import PowerCost
 from alload_jax.planning.policies import balanced
@@ -164,6 +165,12 @@ def test_keys_of_64_bits_stay_whole_numbers():
 def test_a_stream_that_cannot_be_used_is_refused(entries, sizes, words):
     with says("stream", *words):
         stream(entries, sizes=sizes)
+
+
+def test_a_size_that_no_sample_has_yet_is_no_damage():
+    damaged = list(damaged_records(stream(listed())))
+    assert damaged
+    assert all("stream: sample 13 cannot be read" in line for line in damaged)
 
 
 def test_entries_may_come_from_processes():

@@ -38,7 +38,13 @@ class SampleReader(Protocol):
 
 
 class SampleSource(SampleReader, Protocol):
-    """Random access to samples, and what is known of them."""
+    """Random access to samples, and what is known of them.
+
+    Attributes:
+      stand_ins: rows of the manifest without content, for sizes of which no sample is known yet.
+    """
+
+    stand_ins: range = range(0)
 
     def captions(self, samples: Sequence[int]) -> list[str | None]:
         """Returns the captions of these samples; None where there is none that can be read."""

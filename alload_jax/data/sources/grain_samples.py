@@ -203,6 +203,7 @@ class GrainStream(SampleSource, Feed):
         kinds = np.concatenate([chunk.rows for chunk in drawn])
         keys = np.concatenate([chunk.keys for chunk in drawn])
         lacking = np.setdiff1d(self._rows, kinds)  # behind the first sample, which is read
+        self.stand_ins = range(1, 1 + len(lacking))
         kinds = np.insert(kinds, 1, lacking)
         self._keys = np.insert(keys, 1, keys[:1].repeat(len(lacking)))
         _, self._rows = np.unique(kinds, return_index=True)
@@ -271,7 +272,7 @@ class GrainStream(SampleSource, Feed):
     def of_window(self, window: WindowContent) -> Self:
         found = copy.copy(self)
         found.manifest = replace(self.manifest.subset(window.rows), numbers=None)
-        found._keys = window.keys
+        found._keys, found.stand_ins = window.keys, range(0)
         return found
 
     @override
