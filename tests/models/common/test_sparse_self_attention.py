@@ -458,11 +458,9 @@ def test_fewer_ranks_exchange_heads_where_waiting_costs_more_than_sending():
 @pytest.mark.parametrize(
     ("ranks", "num_heads", "exchanged", "selector", "joint"),
     [
-        (3, 4, 1, "pooled", False),
         (3, 4, 1, "pooled", True),
         (8, 12, 4, "predictor", False),
         (8, 4, 2, "pooled", True),
-        (2, 4, 1, "predictor", False),
         (2, 4, 2, "pooled", False),
         (4, 4, 1, "random", False),
     ],
