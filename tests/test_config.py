@@ -250,9 +250,9 @@ def test_some_wrong_values_of_keys_are_one_line():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(4))
-def test_every_key_has_its_turn_with_every_third_wrong_value(part):
-    for named, key, value in PAIRS[3 * part :: 12]:
+@pytest.mark.parametrize("part", range(2))
+def test_every_key_has_its_turn_with_every_sixth_wrong_value(part):
+    for named, key, value in PAIRS[6 * part :: 12]:
         refusal([*BASE, *named, f"--{key}", value])
 
 
