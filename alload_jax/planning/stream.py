@@ -127,8 +127,10 @@ class StreamPlan(Plan):
 
     @override
     def __reduce__(self) -> tuple[type[Plan], tuple[object, ...]]:
-        inputs = (self.samples, self.policy, self.topology, self.seed, self.feed)
-        return StreamPlan, (*inputs, self._rounds[self.beginning.epoch])
+        return StreamPlan, self._inputs(self._rounds[self.beginning.epoch])
+
+    def _inputs(self, start: RoundStart) -> tuple[Any, ...]:
+        return (self.samples, self.policy, self.topology, self.seed, self.feed, start)
 
     @override
     def identity(self) -> dict[str, object]:
@@ -150,8 +152,7 @@ class StreamPlan(Plan):
 
     def starting_at(self, start: RoundStart) -> "StreamPlan":
         """The same plan for steps of this round and later ones."""
-        inputs = (self.samples, self.policy, self.topology, self.seed, self.feed)
-        return StreamPlan(*inputs, start)
+        return StreamPlan(*self._inputs(start))
 
     @override
     def _planned_epoch(self, number: int, done: np.ndarray | None) -> EpochPlan:
