@@ -19,6 +19,8 @@ from pallas_kernels.op import Call, Implementation, Registry
 
 NAME = "choose_blocks"
 """Of the kernel, as profilers and lowered modules show it."""
+HELD_BLOCKS = 2048
+"""Blocks of keys whose scores the kernel keeps; it computes those of more again for each bit."""
 _LEAST_CHUNK = 16
 """Blocks of queries for which scores are computed at a time, at least."""
 
@@ -115,7 +117,7 @@ def top_k_blocks(
       own: whether a list begins with the block of keys that holds the first of its own tokens, as
         in self-attention, if that is in its segment.
       implementation: "triton" (a kernel that sorts nothing, for pooled scores), "xla" (sorts), or
-        "auto": the kernel where it can run.
+        "auto": the kernel where it can run, up to `HELD_BLOCKS` blocks of keys.
       interpret: run the kernel in Pallas's interpreter, which is slow and needs no GPU.
 
     Returns:
@@ -206,7 +208,7 @@ class SortedSelection(Selection):
             """Lists [R, H, C, most] and counts [R, H, C] of the blocks of queries [C]."""
             place = jnp.minimum(chunk, n_query - 1)
             same = asking[:, place][..., None] == usable[:, None]
-            ranked = _between_infinities(scores_of(scores, place))
+            ranked = between_infinities(scores_of(scores, place))
             number = (place * query_block // key_block)[:, None] if options.own else -1
             is_own = jnp.arange(n_key) == number
             ranked = jnp.where(same[:, None], jnp.where(is_own, jnp.inf, ranked), -jnp.inf)
@@ -249,7 +251,8 @@ class CountedSelection(Selection):
     def faster_than_reference(
         self, operands: SelectionOperands, call: Call[SelectionOptions]
     ) -> bool:
-        return True
+        """Where it keeps the scores; longer rows were not measured."""
+        return operands.usable.shape[1] <= HELD_BLOCKS
 
     @override
     def run(
@@ -318,7 +321,7 @@ def scores_of(scores: PooledScores | jax.Array, place: jax.Array) -> jax.Array:
     return scores.astype(jnp.float32)
 
 
-def _between_infinities(scores: jax.Array) -> jax.Array:
+def between_infinities(scores: jax.Array) -> jax.Array:
     """Finite scores, NaN the lowest: infinite ones say which blocks must and which must not be."""
     most = jnp.finfo(jnp.float32).max
     scores = jnp.where(jnp.isnan(scores), -most, jnp.clip(scores, -most, most))

@@ -19,16 +19,18 @@ from jaxtyping import PyTree
 
 from pallas_kernels.block_sparse_attention.block_lists import divide
 from pallas_kernels.block_sparse_attention.selection import (
+    HELD_BLOCKS,
     NAME,
     PooledScores,
     SelectionOperands,
     SelectionOptions,
+    between_infinities,
 )
 from pallas_kernels.op import Ref
 
 _KEYS, WARPS = 128, 8
 """Blocks of keys of a tile of scores; warps of a program."""
-_HELD = 16
+_HELD = HELD_BLOCKS // _KEYS
 """Tiles of scores, at most, that a program keeps."""
 _QUERIES, _MORE_QUERIES = 16, 64
 """Blocks of queries of a program that keeps the scores, and of one that computes them again."""
@@ -115,23 +117,18 @@ def _kernel(
     fold = _folds(launch, ranked)
     none = jnp.zeros((queries, _KEYS), jnp.int32)
 
-    def allowed_of(number: jax.Array | int, rank: jax.Array, total: jax.Array) -> jax.Array:
-        del number
-        return total + (rank != _LOWEST)
+    def counted(holds: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        """For how many keys of each query it holds, by their ranks."""
+        return fold(lambda _, rank, total: total + holds(rank), none).sum(axis=1)
 
-    k = jnp.minimum(k, fold(allowed_of, none).sum(axis=1))
+    k = jnp.minimum(k, counted(lambda rank: rank != _LOWEST))
 
     def search(carry: _Search) -> _Search:
         """One bit of the k-th highest rank, seen as unsigned."""
         bit, found, exact = carry
         tried = jnp.where(exact, found, found | lax.shift_left(jnp.int32(1), bit))
         least = tried ^ _LOWEST
-
-        def as_high(number: jax.Array | int, rank: jax.Array, total: jax.Array) -> jax.Array:
-            del number
-            return total + (rank >= least[:, None])
-
-        count = fold(as_high, none).sum(axis=1)
+        count = counted(lambda rank: rank >= least[:, None])
         return bit - 1, jnp.where(count >= k, tried, found), exact | (count == k)
 
     def goes_on(carry: _Search) -> jax.Array:
@@ -142,11 +139,7 @@ def _kernel(
     start = (jnp.int32(31), jnp.where(k == 0, -1, 0), k == 0)
     least = lax.while_loop(goes_on, search, start)[1] ^ _LOWEST
 
-    def higher(number: jax.Array | int, rank: jax.Array, total: jax.Array) -> jax.Array:
-        del number
-        return total + (rank > least[:, None])
-
-    equals = k - fold(higher, none).sum(axis=1)
+    equals = k - counted(lambda rank: rank > least[:, None])
     first = jnp.zeros(queries, jnp.int32)
     if launch.options.own:
         first = plgpu.load(usable_ref.at[row, own], mask=own < launch.n_key, other=-2)
@@ -173,9 +166,7 @@ def _kernel(
 
 def rank_of(score: jax.Array) -> jax.Array:
     """float32 → int32 in the same order, NaN lowest, 0 and −0 equal; above the lowest int32."""
-    most = jnp.finfo(jnp.float32).max
-    score = jnp.where(jnp.isnan(score), -most, jnp.clip(score, -most, most))
-    bits = lax.bitcast_convert_type(jnp.where(score == 0, 0.0, score), jnp.int32)
+    bits = lax.bitcast_convert_type(between_infinities(score), jnp.int32)
     return jnp.where(bits < 0, bits ^ jnp.iinfo(jnp.int32).max, bits)
 
 

@@ -183,6 +183,18 @@ def test_the_compiled_kernel_chooses_what_a_sort_chooses(case):
     test_the_kernel_chooses_what_a_sort_chooses(case)
 
 
+@pytest.mark.parametrize(("blocks", "kernels"), [(2048, 1), (2049, 0)])
+def test_auto_takes_the_kernel_where_it_keeps_the_scores(blocks, kernels, monkeypatch):
+    monkeypatch.setattr("pallas_kernels.devices.unsupported_triton_device", lambda: None)
+    ids, tokens = jnp.zeros((1, blocks), jnp.int32), jnp.full((1, blocks), 64, jnp.int32)
+    scores = PooledScores(*(jnp.zeros((1, blocks, 1, 16)),) * 2)
+
+    def chosen(scores):
+        return top_k_blocks(scores, 2, BlockSegments(ids, ids), tokens, tokens, k_max=2).indices
+
+    assert str(jax.make_jaxpr(chosen)(scores)).count("pallas_call[") == kernels
+
+
 @pytest.mark.gpu
 def test_the_compiled_kernel_chooses_the_best_of_any_scores():
     """Against float64: what is chosen is as good, but for the rounding of TF32."""
