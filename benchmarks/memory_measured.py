@@ -1,6 +1,6 @@
 """Trains adapters in a part of a GPU's memory, to see which clips fit smaller GPUs.
 
-    python benchmarks/memory_measured.py --out benchmarks/results/memory_measured_h200.json
+    python benchmarks/memory_measured.py --cases 0 1 2 3 --out memory_24gb_h200.json
 
 Runs `python train.py` on the ready configs with random weights of the released sizes and random
 latents. JAX may use 95 % of the memory of the GPU that a case stands for. The rest is for what
@@ -94,7 +94,7 @@ host's memory."""
 
 def main() -> int:
     """Writes weights and data, runs the cases and writes the results after each."""
-    parser = benchmark_parser(__doc__, "memory_measured.json")
+    parser = benchmark_parser(__doc__, "memory.json")
     parser.add_argument("--scratch", help="where weights are written, such as /dev/shm")
     parser.add_argument("--cases", type=int, nargs="+", help="numbers of cases, from 0")
     options = parser.parse_args()

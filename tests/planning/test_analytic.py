@@ -143,23 +143,25 @@ def test_predicted_memory_matches_measurements():
     assert packed["peak_bytes"] < found < 1.05 * packed["peak_bytes"]
 
 
-def test_runs_of_adapters_take_the_predicted_memory_and_fit_where_it_says_so():
-    content = json.loads((RESULTS / "memory_measured_h200.json").read_text())
+@pytest.mark.parametrize("gpu", ["24gb", "80gb"])
+def test_runs_of_adapters_take_the_predicted_memory_and_fit_where_it_says_so(gpu):
+    content = json.loads((RESULTS / f"memory_{gpu}_h200.json").read_text())
     for case in content["cases"]:
         name, given = case["config"], case["flags"]
         flags = dict(zip(given[::2], given[1::2], strict=True))
-        architecture, trained = WAN_14B if "14b" in name else WAN, ALL_TRAINED
-        if "lora" in name:
-            dim, ffn = architecture.dim, architecture.ffn_dim
-            count = 32 * architecture.num_layers * (8 * 2 * dim + 2 * (dim + ffn))
-            dtype = flags.get("--parameters.frozen_dtype", "bfloat16")
-            trained = Trained(count, dtype, STATE_BYTES - 4)  # without a moving average
+        architecture = WAN_14B if "14b" in name else WAN
+        dim, ffn = architecture.dim, architecture.ffn_dim
+        count = 32 * architecture.num_layers * (8 * 2 * dim + 2 * (dim + ffn))
+        dtype = flags.get("--parameters.frozen_dtype", "bfloat16")
+        trained = Trained(count, dtype, STATE_BYTES - 4)  # without a moving average
         remat = flags.get("--model.remat", "full")
         found = step_memory(architecture, H200, remat, trained=trained)
-        memory = case["memory_gb"] * 1e9 * content["share_for_jax"]
-        assert (found.max_tokens(memory, 0.05) >= case["tokens"]) == case["fits"], case
-        if case["fits"]:  # when a step took a little more
-            assert 0.9 < found.bytes_of(case["tokens"]) / case["peak_bytes"] < 1, case
+        longest = found.max_tokens(case["memory_gb"] * 1e9, 1 - content["share_for_jax"])
+        assert case["fits"]
+        assert case["tokens"] <= longest
+        # Those of 81 frames are not at the edge: the next clip has 1560 tokens more.
+        assert (longest < case["tokens"] + 1560) == (case["frames"] != 81)
+        assert 1 < found.bytes_of(case["tokens"]) / case["peak_bytes"] < 1.08, case
 
 
 def test_shards_share_the_state_and_replicas_all_of_it_but_the_weights():
