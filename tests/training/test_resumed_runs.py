@@ -4,14 +4,13 @@ import json
 import shutil
 import signal
 import sys
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
 import yaml
 from layouts import write_samples
-from patience import PATIENCE, wait_until
+from patience import PATIENCE, alive, wait_until
 from training_runs import Runs, computed, descendants, forget_last, lines_of, metrics_of
 
 from alload_jax.cli import main
@@ -227,13 +226,6 @@ def test_a_run_resumed_in_the_middle_of_a_switch_goes_on_as_if_never_stopped(run
 
 
 # ---------------------------------------------------------------- processes that are left
-
-
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
