@@ -64,39 +64,6 @@ def refusal(argv):
     return ""
 
 
-@pytest.fixture
-def kept_parsers(monkeypatch):
-    """Builds one parser for each choice of parts: building takes four fifths of the time."""
-    make, type_of, kept = config_parser._Parser, config_parser._typed, {}
-
-    class Kept:
-        def __init__(self, **options):
-            self.options, self.flags = options, []
-
-        def __getattr__(self, name):
-            return getattr(self.parser, name)
-
-        def add_argument(self, *names, **options):
-            self.flags.append((names, options))
-
-        def add_class_arguments(self, kind):
-            if kind not in kept:
-                kept[kind] = make(**self.options)
-                for names, options in self.flags:
-                    kept[kind].add_argument(*names, **options)
-                kept[kind].add_class_arguments(kind)
-            vars(kept[kind]).update(vars(self))
-            self.parser = kept[kind]
-
-    def typed(*choice):
-        if str(choice) not in kept:
-            kept[str(choice)] = type_of(*choice)
-        return kept[str(choice)]
-
-    monkeypatch.setattr(config_parser, "_Parser", Kept)
-    monkeypatch.setattr(config_parser, "_typed", typed)
-
-
 @pytest.mark.parametrize(("text", "words"), WRONG_FILES, ids=[t[:50] for t, _ in WRONG_FILES])
 def test_a_wrong_file_is_one_line(text, words, tmp_path):
     file = tmp_path / "mine.yaml"
@@ -203,7 +170,6 @@ def test_the_last_file_and_the_flags_win_and_aliases_are_values(tmp_path, monkey
     assert read_config(["--config", DIGITS, "--config=digits"]).run.steps == 7
 
 
-@pytest.mark.usefixtures("kept_parsers")
 @pytest.mark.parametrize("folder", sorted(GOLDEN.glob("*/*/transformer")))
 def test_the_architecture_is_that_of_the_weights_where_the_model_gives_none(folder, tmp_path):
     """Keys that a file or flag gives win; a run's own config needs no weights."""
@@ -277,7 +243,6 @@ def keys():
 PAIRS = [(*key, value) for key in keys() for value in WRONG_VALUES]
 
 
-@pytest.mark.usefixtures("kept_parsers")
 @pytest.mark.parametrize("every", [pytest.param(6, marks=pytest.mark.slow), 240])
 def test_every_key_has_its_turn_with_some_wrong_values_which_are_one_line(every):
     for named, key, value in PAIRS[::every]:
