@@ -85,14 +85,26 @@ def kept_parsers():
         def add_argument(self, *names, **options):
             self.flags.append((names, options))
 
+        def built(self):
+            parser = make(**self.options)
+            for names, options in self.flags:
+                parser.add_argument(*names, **options)
+            parser.add_class_arguments(self.kind)
+            return parser
+
         def add_class_arguments(self, kind):
-            if kind not in kept:
-                kept[kind] = make(**self.options)
-                for names, options in self.flags:
-                    kept[kind].add_argument(*names, **options)
-                kept[kind].add_class_arguments(kind)
-            vars(kept[kind]).update(vars(self))
-            self.parser = kept[kind]
+            self.kind, place = kind, (kind, self.options["prog"])
+            if place not in kept:
+                kept[place] = self.built()
+            vars(kept[place]).update(vars(self))
+            self.parser = kept[place]
+
+        def set_defaults(self, defaults):
+            if defaults:  # which a parser keeps
+                parser = self.built()
+                vars(parser).update(vars(self))
+                self.parser = parser
+                parser.set_defaults(defaults)
 
     def typed(kind, kinds, prefix=""):
         choice = (kind, *kinds.items(), prefix)
