@@ -300,7 +300,7 @@ def test_a_model_of_classes_moves_to_other_data_and_classes(runs):
 
 
 @pytest.mark.slow
-def test_two_experts_are_two_runs_that_are_drawn_merged_and_continued_as_one(lora, capsys):
+def test_two_experts_are_two_runs_that_are_drawn_merged_and_continued_as_one(lora):
     shutil.copytree(WEIGHTS, "WAN/transformer")
     other = {key: value + 0.1 for key, value in load_file(next(WEIGHTS.glob("*.safe*"))).items()}
     shutil.copytree(WEIGHTS, "WAN/transformer_2")
