@@ -4,6 +4,7 @@ import contextlib
 import random
 import socket
 import time
+from pathlib import Path
 
 PATIENCE = 3600
 """Seconds after which a test or a whole run hangs, on the busiest machine."""
@@ -20,6 +21,14 @@ def wait_until(condition, process=None, ended=False):
         assert time.monotonic() < end, "nothing happened"
         time.sleep(0.002)
     return found
+
+
+def alive(pid):
+    """Whether a process runs; one that has ended and that nobody waits for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def free_port():

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import random
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -244,15 +243,9 @@ def keys():
 PAIRS = [(*key, value) for key in keys() for value in WRONG_VALUES]
 
 
-def test_some_wrong_values_of_keys_are_one_line():
-    for named, key, value in random.Random(0).sample(PAIRS, 30):
-        refusal([*BASE, *named, f"--{key}", value])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part", range(2))
-def test_every_key_has_its_turn_with_every_sixth_wrong_value(part):
-    for named, key, value in PAIRS[6 * part :: 12]:
+@pytest.mark.parametrize("every", [pytest.param(6, marks=pytest.mark.slow), 240])
+def test_every_key_has_its_turn_with_some_wrong_values_which_are_one_line(every):
+    for named, key, value in PAIRS[::every]:
         refusal([*BASE, *named, f"--{key}", value])
 
 

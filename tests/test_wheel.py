@@ -49,9 +49,6 @@ def test_alload_runs_from_a_clean_environment(wheel, tmp_path):
     printed = run(binaries / "alload", *plan, "--report", page, cwd=tmp_path)
     assert "balanced" in printed
     assert "<style>" in page.read_text()
-    run(binaries / "alload", "prepare", "digits", "--out", tmp_path / "digits", cwd=tmp_path)
-    code = "from alload_jax.models.families import FAMILIES; FAMILIES.get('wan').config()"
-    run(binaries / "python", "-c", code, cwd=tmp_path)
     small = ("--run.steps", "2", "--planning.policy", "balanced", "--sampling.grids", "[]")
     small += ("--evaluators", "[]", "--data.dataset.mix", "[[1, 8, 8, 40], [5, 8, 8, 20]]")
     run(binaries / "alload", "train", "--config", "digits", *small, cwd=tmp_path)

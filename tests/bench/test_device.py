@@ -6,7 +6,6 @@ import signal
 import statistics
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.profiler import ProfileData
-from patience import PATIENCE, wait_until
+from patience import PATIENCE, alive, wait_until
 
 from alload_jax.bench import device as device_load
 from alload_jax.bench.device import load_of, sampling
@@ -58,14 +57,6 @@ def program(tmp_path, monkeypatch):
     return write
 
 
-def runs(pid):
-    """Whether a process does; one that nobody waits for does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 def test_samples_what_the_program_says_until_the_end(program, tmp_path):
     program(
         f"echo '1600, 1980, 690.5, 700'; printf '\\377\\n17'; : > {tmp_path}/told; exec sleep 60"
@@ -95,7 +86,7 @@ def test_a_program_that_does_not_end_is_killed(program, tmp_path, monkeypatch):
     with sampling() as lines:
         wait_until((tmp_path / "told").exists)
     assert load_of(lines) is None
-    wait_until(lambda: not runs((tmp_path / "pid").read_text().strip()))
+    wait_until(lambda: not alive((tmp_path / "pid").read_text().strip()))
 
 
 def test_it_ends_where_its_process_is_killed(program, tmp_path):
@@ -108,7 +99,7 @@ def test_it_ends_where_its_process_is_killed(program, tmp_path):
     process.wait()
     sampler = int((tmp_path / "pid").read_text())
     try:
-        wait_until(lambda: not runs(sampler))
+        wait_until(lambda: not alive(sampler))
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(sampler, signal.SIGKILL)

@@ -265,6 +265,11 @@ def test_an_unused_filter_is_the_planning_model_and_a_restored_one_goes_on():
         restored.add(row["cost_terms"], row["step_seconds"])
     for found in ("fitted", "state"):
         assert getattr(restored, found)() == getattr(whole, found)()
+    for times, counts in ((1.49, True), (1.51, False)):  # what takes so long is no usual step
+        terms, steps = row["cost_terms"], whole.steps
+        usual = np.dot(terms, PLANNED.coefficients) * (1 + whole.drift(PLANNED))
+        whole.add(tuple(terms), times * usual)
+        assert (whole.steps > steps) == counts
 
 
 def test_noise_does_not_bias_the_fit():

@@ -13,7 +13,7 @@ from alload_jax.diffusion.schedules import noise_levels
 from alload_jax.diffusion.timesteps import TimestepConfig
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ImageConfig, TextConfig
-from alload_jax.models.families import abstract_model, build_model
+from alload_jax.models.families import abstract_model
 from alload_jax.models.wan.transformer import WanConfig
 from alload_jax.sampling.config import SamplingConfig
 from alload_jax.sampling.flow import Condition, LowNoise, make_flow
@@ -31,9 +31,8 @@ LABELS = Condition(np.array([[3]])), Condition(np.array([[PLAIN.num_classes]]))
 
 
 def values_of(config, seed):
-    params = nnx.to_pure_dict(nnx.state(build_model(config, nnx.Rngs(seed)), nnx.Param))
-    rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda leaf: leaf + 0.2 * rng.normal(size=leaf.shape), params)
+    shapes, rng = abstract_model(config).params, np.random.default_rng(seed)
+    return jax.tree.map(lambda leaf: np.float32(0.3 * rng.normal(size=leaf.shape)), shapes)
 
 
 def normal(seed, *shape):
@@ -53,6 +52,11 @@ def euler(velocity, noise, first=None):
 
 def model_of(config, values):
     return nnx.merge(abstract_model(config).graph, values)
+
+
+@nnx.jit
+def forward(model, *arguments):
+    return model.forward(*arguments).velocity
 
 
 def test_a_shift_of_the_config_takes_the_place_of_that_of_training():
@@ -78,7 +82,7 @@ def test_given_channels_and_images_reach_the_model_at_every_step():
     def velocity(latents, sigma, is_null):
         inputs = jnp.concatenate([latents, given], axis=-1)
         words = jnp.zeros_like(text) if is_null else text
-        return model.forward(inputs, jnp.full(1, 1000 * sigma), words, image).velocity
+        return forward(model, inputs, jnp.full(1, 1000 * sigma), words, image)
 
     flow = make_flow(GIVEN, "euler", SIGMAS, GUIDANCE)
     null = Condition(np.zeros_like(text), image, given)
@@ -92,7 +96,7 @@ def test_a_given_first_frame_stays_and_has_timestep_zero():
 
     def velocity(latents, sigma, is_null):
         frame_tokens = jnp.array([0.0, 1000 * sigma, 1000 * sigma]).repeat(4)[None]
-        return model.forward(latents, frame_tokens, LABELS[is_null].tokens).velocity
+        return forward(model, latents, frame_tokens, LABELS[is_null].tokens)
 
     conditions = (each._replace(first_frame=first) for each in LABELS)
     found = jax.jit(make_flow(PLAIN, "euler", SIGMAS, GUIDANCE))(values, noise, *conditions)
@@ -115,7 +119,7 @@ def test_each_expert_takes_its_noise_levels_by_the_timesteps_that_the_model_sees
         place = np.abs(SIGMAS[:-1] - sigma).argmin()
         number = int(place >= (1 if rounded else 3))
         labels = LABELS[is_null and number == 0].tokens
-        return models[number].forward(latents, jnp.full(1, timesteps[place]), labels).velocity
+        return forward(models[number], latents, jnp.full(1, timesteps[place]), labels)
 
     low = LowNoise(boundary, 1.0)
     flow = make_flow(PLAIN, "euler", SIGMAS, GUIDANCE, low, *([timesteps] if rounded else []))

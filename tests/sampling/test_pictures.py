@@ -21,8 +21,6 @@ from alload_jax.sampling.pictures import (
     write_grid,
 )
 
-WHITE = (255, 255, 255)
-
 
 def clip(*shape):
     """[frames, height, width, channels]."""

@@ -10,10 +10,8 @@ from PIL import Image, ImageSequence
 from safetensors.numpy import load_file
 from training_runs import Runs
 
-from alload_jax import cli
 from alload_jax.data.datasets.digits import Digits
 from alload_jax.data.pixel_latents import unfold_frames
-from alload_jax.errors import run_command
 from alload_jax.sampling.pictures import to_bytes
 
 GRIDS = [
@@ -46,15 +44,9 @@ def run(folded):
 
 
 @pytest.fixture
-def sample(run, tmp_path, monkeypatch, capsys):
+def sample(run, alload):
     """Runs `alload sample` on the run in an empty folder; returns its status and stderr."""
-    monkeypatch.chdir(tmp_path)
-
-    def draw(*argv):
-        command = ["sample", "--checkpoint", run, *SMALL, *argv]
-        return run_command(cli.main, [str(part) for part in command]), capsys.readouterr().err
-
-    return draw
+    return lambda *argv: alload("sample", "--checkpoint", run, *SMALL, *argv)[::2]
 
 
 def frames_of(path):

@@ -86,9 +86,9 @@ def assert_same_values(found, expected, atol=0.0):
         np.testing.assert_allclose(found[name], value, rtol=0, atol=atol)
 
 
-def released():
-    config = read_model_config(WEIGHTS / "config.json")
-    return flatten_dict(load_weights(WEIGHTS, config, one_device_mesh()), sep="/")
+def released(folder=WEIGHTS):
+    config = read_model_config(folder / "config.json")
+    return flatten_dict(load_weights(folder, config, one_device_mesh()), sep="/")
 
 
 def stored(folder):
@@ -121,16 +121,6 @@ def test_adapters_are_trained_beside_weights_that_checkpoints_leave_out(finished
 def test_what_cannot_be_meant_is_refused(lora, changes, words):
     assert words in lora.refused(**changes)
     assert not Path("run/config.yaml").exists()
-
-
-@pytest.mark.slow
-def test_a_run_starts_from_the_weights_and_changes_them_slowly(lora):
-    changes = {"model": {"lora": None}, "optimizer": {"learning_rate": 1e-6}}
-    folder = lora.train(**changes)
-    assert all(np.isfinite(row["loss"]) for row in metrics_of(folder))
-    golden = load_file(WEIGHTS / "diffusion_pytorch_model.safetensors")["proj_out.weight"]
-    distance = np.abs(values_of(folder)["head/out/kernel"].T - golden).max()
-    assert 0 < distance < 1e-5
 
 
 @pytest.mark.slow
@@ -195,7 +185,7 @@ def test_frozen_weights_that_are_others_or_have_moved_are_named(lora, data, caps
 
 
 @pytest.mark.slow
-def test_adapters_are_exported_sampled_and_trained_further(lora, folder, capsys):
+def test_adapters_are_exported_merged_and_trained_further(lora, folder, capsys):
     assert alload(["lora", "export", "--checkpoint", str(folder), "--out", "x.safetensors"]) == 0
     keys = ["--keys", "original", "--out", "y.safetensors"]
     assert alload(["lora", "convert", "x.safetensors", "--model", str(WEIGHTS), *keys]) == 0
@@ -204,31 +194,25 @@ def test_adapters_are_exported_sampled_and_trained_further(lora, folder, capsys)
     assert f"they belong to {WEIGHTS}" in printed
     assert "texts were padded to 7 tokens" in printed
 
-    text = np.random.default_rng(0).normal(size=(7, 10)).astype(np.float32)
-    save_file({"text": text}, "text.safetensors")
-    same = ["--frames", "1", "--height", "4", "--width", "4", "--vae-stride", "1", "1", "1"]
-    same += ["--prompt-embeds", "text.safetensors", "--guidance", "1", "--steps", "3"]
-    same += ["--sampler", "euler", "--shift", "1", "--dtype", "float32"]
+    def merged(*adapters, out):
+        merge = ["lora", "merge", "--model", str(WEIGHTS), "--lora", *adapters]
+        assert alload([*merge, "--out", out, "--dtype", "float32"]) == 0
+        return released(Path(out))
 
-    def drawn(name, place, *adapters):
-        source = ["--checkpoint", str(place), *(["--lora", *adapters] if adapters else [])]
-        assert alload(["sample", *source, *same, "--out", f"{name}.safetensors"]) == 0
-        return load_file(f"{name}.safetensors")["latents"]
-
-    run, plain, added = (
-        drawn("a", folder),
-        drawn("b", WEIGHTS),
-        drawn("c", WEIGHTS, "y.safetensors"),
-    )
-    twice = drawn("d", WEIGHTS, "x.safetensors:0.25", "y.safetensors:0.75")
-    np.testing.assert_allclose(added, twice, rtol=1e-4, atol=1e-5)
-    assert np.abs(added - plain).max() > 1e-2
-    assert np.abs(run - added).max() < 0.2 * np.abs(run - plain).max()
+    full = ["export", "--checkpoint", str(folder), "--out", "full", "--dtype", "float32"]
+    assert alload(full) == 0
+    added = merged("y.safetensors", out="added")
+    twice = merged("x.safetensors:0.25", "y.safetensors:0.75", out="twice")
+    assert_same_values(twice, added, atol=1e-6)
+    run, plain = released(Path("full")), released()
+    assert max(np.abs(added[name] - value).max() for name, value in plain.items()) > 1e-2
+    for name, value in added.items():  # the run's frozen weights are rounded to bfloat16
+        np.testing.assert_allclose(run[name], value, rtol=2**-7, atol=1e-4)
 
     begun = {"initial_lora": "x.safetensors", "steps": 1}
     further = lora.train(folder="same", run=begun, optimizer=STILL)
     first = values_of(folder, "ema")
-    assert_same_values({name: values_of(further)[name] for name in first}, first, atol=1e-6)
+    assert_same_values(values_of(further), first, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -316,7 +300,7 @@ def test_a_model_of_classes_moves_to_other_data_and_classes(runs):
 
 
 @pytest.mark.slow
-def test_two_experts_are_two_runs_that_are_drawn_merged_and_continued_as_one(lora, capsys):
+def test_two_experts_are_two_runs_that_are_drawn_merged_and_continued_as_one(lora):
     shutil.copytree(WEIGHTS, "WAN/transformer")
     other = {key: value + 0.1 for key, value in load_file(next(WEIGHTS.glob("*.safe*"))).items()}
     shutil.copytree(WEIGHTS, "WAN/transformer_2")
@@ -329,13 +313,12 @@ def test_two_experts_are_two_runs_that_are_drawn_merged_and_continued_as_one(lor
     weights = {"high_noise": "WAN/transformer", "low_noise": "WAN/transformer_2"}
     both = alone | {"experts": {"boundary": 0.6} | weights}
     folder = lora.train(**both)
-    for name, key in zip(weights, ("lowest", "highest"), strict=True):
-        own = {"run": {"initial_weights": weights[name]}, "sampling": {"prompts": []}}
-        own |= {"objective": {"timesteps": {key: 0.6}}}
-        single = lora.train(folder=f"alone/{name}", **(alone | own))
-        assert computed(folder / name) == computed(single)
+    own = {"run": {"initial_weights": "WAN/transformer"}, "sampling": {"prompts": []}}
+    own |= {"objective": {"timesteps": {"lowest": 0.6}}}
+    assert computed(folder / "high_noise") == computed(lora.train(folder="alone", **(alone | own)))
+    for name, level in zip(weights, (0.8, 0.3), strict=True):
         levels = {key for row in metrics_of(folder / name) for key in row if "sigma" in key}
-        assert levels == {f"validation/loss/sigma_{0.8 if name == 'high_noise' else 0.3}"}
+        assert levels == {f"validation/loss/sigma_{level}"}
     before = computed(folder / "low_noise")
     forget_last(folder / "low_noise", 4)
     assert run_here("--config", "run/config.yaml").returncode == 0
@@ -346,8 +329,8 @@ def test_two_experts_are_two_runs_that_are_drawn_merged_and_continued_as_one(lor
     one = ("--run.initial_weights", "WAN/transformer", "--run.folder")
     plain = run_here("--config", "run/config.yaml", "--experts", "null", *one, "run")
     assert "run: two experts were trained there" in plain.stderr
-    both = run_here("--config", "run/config.yaml", "--run.folder", "alone/high_noise")
-    assert "alone/high_noise: one model was trained there" in both.stderr
+    both = run_here("--config", "run/config.yaml", "--run.folder", "alone")
+    assert "alone: one model was trained there" in both.stderr
     export = ["lora", "export", "--checkpoint", "run", "--out", "x.safetensors"]
     (folder / "low_noise").rename("later")
     with pytest.raises(InputError, match="low_noise: is not there, so that the second expert"):
@@ -381,13 +364,12 @@ def test_two_experts_are_two_runs_that_are_drawn_merged_and_continued_as_one(lor
         return load_file("a.safetensors")["latents"]
 
     run, added = drawn("run"), drawn("WAN", "--lora", "y.safetensors")
-    np.testing.assert_allclose(drawn("full", "--boundary", "0.6"), run, rtol=1e-3, atol=1e-4)
     merged = drawn("merged", "--boundary", "0.6")
     np.testing.assert_allclose(merged, added, rtol=1e-4, atol=1e-5)
-    of_two = ["full/transformer", "--low-noise-checkpoint", "full/transformer_2"]
-    np.testing.assert_array_equal(
-        drawn(*of_two, "--boundary", "0.6"), drawn("full", "--boundary", "0.6")
-    )
+    full, of_two = ["full"], ["full/transformer", "--low-noise-checkpoint", "full/transformer_2"]
+    full, of_two = (drawn(*source, "--boundary", "0.6") for source in (full, of_two))
+    np.testing.assert_allclose(full, run, rtol=1e-3, atol=1e-4)
+    np.testing.assert_array_equal(of_two, full)
     assert np.abs(run - drawn("run/high_noise")).max() > 1e-2
     place = flags.index("--prompt-embeds")
     flags[place : place + 2] = ["--prompt", "a cat"]

@@ -110,10 +110,10 @@ def test_joint_attention_has_the_gradient_of_the_samples_one_by_one(joined):
         batches = batches_of(joint, model, policy, ranks, **options)
         assert sum(int((batch.weight > 0).sum()) for batch in batches) == COUNT
         assert_same(mean_gradient(model, mesh_of(ranks), batches), alone, ROUNDING)
-    # More ranks than heads.
-    batches = batches_of(joint, model, "balanced", 4, **SPLIT | {"context": 4})
-    assert any(batch.metadata.split is not None for batch in batches)
-    assert_same(mean_gradient(model, mesh_of(4, context=4), batches), alone, ROUNDING)
+    if model is JOINT:  # more ranks than heads
+        batches = batches_of(joint, model, "balanced", 4, **SPLIT | {"context": 4})
+        assert any(batch.metadata.split is not None for batch in batches)
+        assert_same(mean_gradient(model, mesh_of(4, context=4), batches), alone, ROUNDING)
     batches = batches_of(joint, model, "balanced", 2, **SPLIT)
     split = [batch.metadata.split for batch in batches if batch.metadata.split is not None]
     assert max(int(each.split.length.max()) for each in split) == 18
@@ -121,7 +121,7 @@ def test_joint_attention_has_the_gradient_of_the_samples_one_by_one(joined):
     assert_same(found, alone, ROUNDING)
     plan, collation = plan_of(joint, model, "balanced", 2, **SPLIT)
     assert len(programs) <= len(collation.shapes(plan)) == len(plan.epoch(0).packing.split_sizes)
-    assert any("all-to-all(" in program for program in programs)
+    assert any("all-to-all(" in program.as_text() for program in programs)
     assert_gathers_no_activations(programs, batches[0].tokens.shape[1])
 
 
@@ -202,7 +202,9 @@ def test_the_loss_is_that_of_the_other_frames_with_the_first_one_clean(tmp_path)
     always = FlowMatching(condition_dropout=0.0, given_first_frame=1.0)
     key = jax.random.key(3)
     sharding = jax.sharding.NamedSharding(mesh_of(), jax.sharding.PartitionSpec())
-    for batch in batches_of(manifest, CLASSES, "fixed"):
+
+    @nnx.jit
+    def losses(model, batch):
         noisy = noised(batch, key, always, CLASSES)
         frames, height, width = batch.latents.shape[1:4]
         latents, times = noisy.latents, jnp.full((1, frames), noisy.sigma[0] * 1000)
@@ -212,9 +214,11 @@ def test_the_loss_is_that_of_the_other_frames_with_the_first_one_clean(tmp_path)
             times, skipped = times.at[:, 0].set(0), 1
         by_token = jnp.repeat(times, height * width // 4, axis=1)
         found = model.forward(latents, by_token, noisy.condition).velocity
-        error = np.square(found - noisy.target)[:, skipped:].mean()
-        sums = always(model, jax.tree.map(jnp.asarray, batch), key, sharding)
-        np.testing.assert_allclose(sums.loss, error, rtol=1e-5)
+        error = jnp.square(found - noisy.target)[:, skipped:].mean()
+        return always(model, batch, key, sharding).loss, error
+
+    for batch in batches_of(manifest, CLASSES, "fixed"):
+        np.testing.assert_allclose(*losses(model, jax.tree.map(jnp.asarray, batch)), rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -277,11 +281,12 @@ def sums_of(model, mesh, batches, state=None):
 @pytest.mark.slow
 def test_packed_and_split_samples_attend_to_the_blocks_of_whole_ones(long):
     batches = batches_of(long, SPARSE, "fixed", m_mem=600)
-    alone, dense = (
-        sums_of(model, mesh_of(), batches) for model in (SPARSE, with_sparse(selector="all"))
-    )
+    alone, one = sums_of(SPARSE, mesh_of(), batches), max(batches, key=lambda b: b.latents.size)
     # A thousand times what is allowed between layouts.
-    ours, theirs = (each[1]["blocks"]["self_attention"] for each in (dense, alone))
+    ours, theirs = (
+        sums_of(model, mesh_of(), [one])[1]["blocks"]["self_attention"]
+        for model in (with_sparse(selector="all"), SPARSE)
+    )
     apart = optax.tree.norm(jax.tree.map(jnp.subtract, ours, theirs))
     assert apart > 0.01 * optax.tree.norm(theirs)
 
@@ -290,14 +295,10 @@ def test_packed_and_split_samples_attend_to_the_blocks_of_whole_ones(long):
     layout = batches[0].metadata.row_tiles
     assert (layout.covers_all, layout.longest) == (False, 10)
     assert_same(sums_of(SPARSE, mesh_of(), batches)[:2], alone[:2])
-    # The second exchanges as many heads as is predicted to be fast; the third divides no heads.
+    # The first exchanges as many heads as is predicted to be fast; the second divides no heads.
     switching = {"forced": None, "max_density": 0.3, "capacities": (), "head_exchange": "fastest"}
-    by_heads, groups = {"context": 2, "fsdp": 2, "tensor": 2}, ({"context": 2}, {"context": 3})
-    for axes, model in (
-        (by_heads, SPARSE),
-        (groups[0], with_sparse(**switching)),
-        (groups[1], SPARSE),
-    ):
+    by_heads = {"context": 2, "fsdp": 2, "tensor": 2}
+    for axes, model in ((by_heads, with_sparse(**switching)), ({"context": 3}, SPARSE)):
         mesh = mesh_of(math.prod(axes.values()), **axes)
         options = {"context": axes["context"], "m_mem": 700, "split_above": 0.3}
         batches = batches_of(long, SPARSE, "balanced", ranks_of(mesh), **options)

@@ -4,14 +4,13 @@ import json
 import shutil
 import signal
 import sys
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
 import yaml
 from layouts import write_samples
-from patience import PATIENCE, wait_until
+from patience import PATIENCE, alive, wait_until
 from training_runs import Runs, computed, descendants, forget_last, lines_of, metrics_of
 
 from alload_jax.cli import main
@@ -164,19 +163,19 @@ def test_a_lost_run_of_weighted_sources_continues_bit_for_bit(weighted):
 
 
 def test_independent_ranks_train_and_resume_bit_for_bit(runs):
-    flags = ["--planning.ranks_mode", "independent", "--mesh.fsdp", "2", "--run.steps", "5"]
-    flags += ["--planning.micro_batches_per_step", "1", "--checkpoint.every", "3"]
+    flags = ["--planning.ranks_mode", "independent", "--run.steps", "9"]
+    flags += ["--planning.micro_batches_per_step", "1", "--checkpoint.every", "5"]
     flags += ["--sampling.grids", "[]"]
-    assert "compiling 3/3" in runs.finish(*flags, devices=4).stdout
+    assert "compiling 3/3" in runs.finish(*flags, devices=2).stdout
     folder, rows = runs.folder / "run", runs.metrics()
     expected = computed(folder)
     epoch = [row for row in rows if row["epoch"] == 0]
-    assert len(epoch) < 5
+    assert len(epoch) < 9
     assert sum(row["samples"] for row in epoch) == 21
     assert max(row["imbalance"] for row in rows) > 0
-    forget_last(folder, 5)
-    again = runs.finish(*flags, devices=4)
-    assert "weights: checkpoint of step 3" in again.stdout
+    forget_last(folder, 9)
+    again = runs.finish(*flags, devices=2)
+    assert "weights: checkpoint of step 5" in again.stdout
     assert computed(folder) == expected
 
 
@@ -229,13 +228,6 @@ def test_a_run_resumed_in_the_middle_of_a_switch_goes_on_as_if_never_stopped(run
 # ---------------------------------------------------------------- processes that are left
 
 
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_killed_run_leaves_no_process_behind(runs):
     run = runs.start("--run.steps", "1000000", "--data.loader.processes", "2")
@@ -250,11 +242,17 @@ def test_a_killed_run_leaves_no_process_behind(runs):
 # ---------------------------------------------------------------- data that change
 
 
-@pytest.mark.parametrize("policy", ["balanced", "equal_tokens"])
-def test_a_run_goes_on_with_samples_that_join_and_without_those_that_leave(runs, policy):
+def test_a_run_goes_on_with_samples_that_join_and_without_those_that_leave(runs):
     data, run = runs.folder / "data", runs.folder / "run"
     shutil.copytree(runs.data, data)
-    flags = ("--data.folder", str(data), "--planning.policy", policy, "--validation.share", "0.2")
+    flags = (
+        "--data.folder",
+        str(data),
+        "--planning.policy",
+        "balanced",
+        "--validation.share",
+        "0.2",
+    )
     flags += ("--planning.micro_batches_per_step", "1", "--optimizer.final_fraction", "1.0")
     runs.finish(*flags, "--run.steps", "2")
     count, reader = len(read_rows(data)), StoreReader(read_manifest(data))

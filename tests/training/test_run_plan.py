@@ -143,27 +143,13 @@ def test_windows_follow_the_times_and_speeds_that_are_measured(planning):
         placed = [n for step in steps[number * each :][:each] for part in step for n in part]
         assert sorted(placed) == list(range(2400))
     assert base.first_step(2) == run.plan.first_step(2) == base.end_of_epoch(each)
-    unmoved, before = train_unlike(run_plan(planning(recalibrate=None), 2400, 4), 0, 2 * each)
+    plain = run_plan(planning(recalibrate=None), 2400, 4)
+    unmoved, before = train_unlike(plain, 0, 2 * each)
     assert unmoved == samples_of(base, 0, 2 * each)
+    assert plain.state(0) is None
     assert sum(seconds[each:]) < 0.92 * sum(before[each:])
     assert run.plan.revision(2 * each - 1).speed == SLOW
     assert abs(run.drift(2 * each - 1, (), seconds[-1])) < 0.1
-
-
-@pytest.mark.usefixtures("short_windows")
-def test_a_run_whose_windows_follow_times_continues_with_the_same_steps(planning):
-    config = planning(recalibrate="window")
-    whole = run_plan(config, 1600, 4)
-    stop, first = whole.plan.first_step(2), whole.plan.window(0).stop
-    end = whole.plan.window(first).stop
-    steps, _ = train_unlike(whole, 0, stop)
-    for cut in (first - 1, first, end + 5):
-        before = run_plan(config, 1600, 4)
-        assert train_unlike(before, 0, cut)[0] == steps[:cut]
-        after = resumed(before, run_plan(config, 1600, 4))
-        assert after.state(0) == before.state(0)
-        assert train_unlike(after, cut, stop)[0] == steps[cut:]
-        assert after.plan.revisions == whole.plan.revisions
 
 
 @pytest.mark.parametrize(
@@ -181,14 +167,6 @@ def test_speeds_of_ranks_are_medians_of_the_last_measurements(planning, probes, 
     for seconds in probes:
         run.add_probe(seconds)
     assert run.speeds() == found
-
-
-def test_without_recalibration_step_times_change_nothing(planning):
-    run = run_plan(planning(recalibrate=None))
-    plan, stop = run.plan, 2 * run.plan.steps_per_epoch
-    train(run, 0, stop)
-    assert run.plan is plan
-    assert run.state(0) is None
 
 
 def test_short_epochs_keep_their_model_until_enough_steps_are_timed(planning):
@@ -309,26 +287,38 @@ def test_an_epoch_is_planned_for_the_layers_that_have_become_sparse(planning, ti
     assert not drifts or max(map(abs, drifts)) < 1e-6
 
 
-@pytest.mark.parametrize("kind", ["dense", "sparse"])
+RUNS = {
+    "dense": (lambda planning: run_plan(planning()), train),
+    "sparse": (
+        lambda planning: sparse_run(planning(TERMS), wan()),
+        lambda *of: train_sparse(*of)[0],
+    ),
+    "windows": (
+        lambda planning: run_plan(planning(recalibrate="window"), 1600, 4),
+        lambda *of: train_unlike(*of)[0],
+    ),
+}
+"""What begins a run, and what trains steps of it."""
+
+
+@pytest.mark.usefixtures("short_windows")
+@pytest.mark.parametrize("kind", RUNS)
 def test_a_continued_run_trains_the_same_steps(kind, planning):
-    def begun():
-        return run_plan(planning()) if kind == "dense" else sparse_run(planning(TERMS), wan())
-
-    def follow(run, first, stop):
-        return train(run, first, stop) if kind == "dense" else train_sparse(run, first, stop)[0]
-
+    begun, follow = partial(RUNS[kind][0], planning), RUNS[kind][1]
     whole = begun()
-    end = whole.plan.end_of_epoch(0)
-    stop = 3 * whole.plan.steps_per_epoch
+    windows, end = kind == "windows", whole.plan.end_of_epoch(0)
+    first = whole.plan.window(0).stop if windows else end
+    stop = whole.plan.first_step(2) if windows else 3 * whole.plan.steps_per_epoch
     steps = follow(whole, 0, stop)
-    for cut in (end - 1, end, end + 7):  # at an epoch's end, it fits before it goes on
+    for cut in (first - 1, first, first + 7):  # at an epoch's end, it fits before it goes on
         before = begun()
         assert follow(before, 0, cut) == steps[:cut]
-        assert (before.plan.recalibrations == ()) == (cut <= end)
+        assert (before.plan.recalibrations == ()) == (windows or cut <= end)
         after = resumed(before, begun())
         assert after.metrics(cut) == before.metrics(cut)
         assert follow(after, cut, stop) == steps[cut:]
         assert after.plan.recalibrations == whole.plan.recalibrations
+        assert not windows or after.plan.revisions == whole.plan.revisions
 
 
 def test_all_processes_plan_by_what_the_first_one_knows(planning, monkeypatch):
@@ -355,15 +345,9 @@ def test_steps_are_predicted_for_the_layers_that_they_begin_with(planning):
     assert again.plan.recalibrations == ()
 
 
-def test_forced_densities_plan_from_the_first_step(planning):
-    planning, model = planning(TERMS), wan(forced=(1.0, 0.2, 0.1, 0.3))
-    cost = sparse_run(planning, model).plan.policy.cost
-    assert isinstance(cost, SparseCost)
-    assert cost.layers == SparseLayers(0.75, 0.2, 8_000, 64)
-    assert (cost.c3, cost.c2) == (TERMS.c3, PLANNED.c2)
-
-
-def test_layers_are_read_from_what_steps_log():
+def test_layers_are_read_from_what_steps_log_and_forced_ones_are_planned_for(planning):
+    cost = sparse_run(planning(TERMS), wan(forced=(1.0, 0.2, 0.1, 0.3))).plan.policy.cost
+    assert (cost.layers, cost.c3) == (SparseLayers(0.75, 0.2, 8_000, 64), TERMS.c3)
     assert first_layers(WanConfig(dim=32, num_heads=2)) is None
     assert first_layers(wan()) == SparseLayers(0.0, 1.0, 8_000, 64)
     assert first_layers(wan(forced=(1.0,) * 4)) == first_layers(wan())

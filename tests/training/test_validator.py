@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
-from layouts import batches_of, mesh_of
+from layouts import batches_of, disturbed, mesh_of
 from test_model_layouts import IMAGE_TO_VIDEO, model_of, write_given
 from training_runs import CLASS_MODEL
 
@@ -59,21 +59,11 @@ def source(tmp_path_factory):
     return StoreReader(read_manifest(folder))
 
 
-def disturbed(state):
-    """Gates and head of a new model are zero; those of a trained one are not."""
-
-    def moved(seed):
-        return lambda leaf: (
-            leaf + 0.1 * jax.random.normal(jax.random.key(leaf.size + seed), leaf.shape)
-        )
-
-    params, ema = (jax.tree.map(moved(seed), state.params) for seed in (0, 1))
-    return state._replace(params=params, ema=ema)
-
-
 @pytest.fixture(scope="module")
 def state():
-    return jax.jit(disturbed)(init_state(spec_of(), mesh_of(), seed=0))
+    new = init_state(spec_of(), mesh_of(), seed=0)
+    params = disturbed(new.params)
+    return new._replace(params=params, ema=disturbed(params))
 
 
 def validator_of(source, mesh, config=CONFIG, tokens=None, objective=OBJECTIVE):

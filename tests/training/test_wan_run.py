@@ -21,7 +21,7 @@ from alload_jax.training.parameters import split_parameters
     ],
 )
 def test_wan_configs_have_the_parameters_that_diffusers_has(name, count):
-    """Counts of diffusers' meta-device models; tests/parity/test_wan_parity.py checks them."""
+    """Counts of diffusers' meta-device models; tests/parity/test_models_parity.py checks them."""
     config = read_config(["--config", str(ROOT / "configs" / f"{name}.yaml")])
     assert parameter_count(config.model) == count
 

@@ -12,7 +12,7 @@ import jax
 import pyarrow as pa
 import pyarrow.parquet
 import yaml
-from patience import PATIENCE, free_port, wait_until
+from patience import PATIENCE, free_port
 
 from alload_jax.errors import run_command
 from alload_jax.run import main, training
@@ -144,13 +144,6 @@ class Runs:
     def refused(self, *flags, **options):
         """Runs in this process what must be refused in one line; returns the line."""
         return line_of(self.here(*flags, **options))
-
-    def kill_after(self, step, *flags, devices=1):
-        """Starts a process and kills it as soon as the checkpoint of a step is written."""
-        process = self.start(*flags, devices=devices)
-        wait_until((self.folder / "run" / "checkpoints" / str(step)).exists, process)
-        process.kill()
-        process.communicate()
 
     def spoil(self, sample):
         """A copy of the data in which one sample's manifest row has another checksum."""
