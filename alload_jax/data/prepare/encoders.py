@@ -57,18 +57,15 @@ class VaeEncoder(Protocol):
     Attributes:
       has_weights: whether it is made from a folder of weights. Then one process per GPU encodes for
         all workers; otherwise every worker encodes by itself.
+      patch_size: latents per token of models that train on these latents, for the sides of buckets.
     """
 
-    has_weights: ClassVar[bool]
+    has_weights: ClassVar[bool] = False
+    patch_size: ClassVar[Triple]
 
     @property
     def stride(self) -> Triple:
         """Pixels per latent along (frames, height, width)."""
-        ...
-
-    @property
-    def patch_size(self) -> Triple:
-        """Latents per token of models that train on these latents, for the sides of buckets."""
         ...
 
     @classmethod
@@ -104,7 +101,7 @@ class TextEncoder(Protocol):
       default_length: most tokens of a condition where none is asked for.
     """
 
-    has_weights: ClassVar[bool]
+    has_weights: ClassVar[bool] = False
     default_length: ClassVar[int]
 
     @classmethod
@@ -150,37 +147,6 @@ class Given(NamedTuple):
     image: np.ndarray | None
 
 
-class GivenEncoder(Protocol):
-    """Encodes the frames of a clip that are given to a model; pickled like a `VaeEncoder`."""
-
-    @classmethod
-    def make(cls, kind: str, vae_folder: Path, image_folder: Path | None) -> Self:
-        """Makes the encoder.
-
-        Args:
-          kind: value of `--image-to-video`.
-          vae_folder: local folder of the VAE, the one that encodes the frames.
-          image_folder: local folder of the image encoder; None for none.
-
-        Raises:
-          InputError: kind and folders do not fit the models.
-        """
-        ...
-
-    def origin(self) -> Json:
-        """What determines the given arrays beside the VAE, as JSON values."""
-        ...
-
-    def encode(self, first: np.ndarray, last: np.ndarray, frames: int) -> Given:
-        """Encodes the given frames of a clip.
-
-        Args:
-          first, last: [H, W, 3] uint8, its first and last frame.
-          frames: number of its frames; of one frame, that frame is given.
-        """
-        ...
-
-
 VAE_ENCODERS: Registry[type[VaeEncoder]] = Registry(
     "--vae",
     {
@@ -203,45 +169,44 @@ TEXT_ENCODERS: Registry[type[TextEncoder]] = Registry(
 )
 """Classes of `TextEncoder`s."""
 
-GIVEN_ENCODERS: Registry[type[GivenEncoder]] = Registry(
+GIVEN_ENCODERS: Registry[type["GivenFrames"]] = Registry(
     "--vae",
     {
         "wan": "alload_jax.data.prepare.encoders:WanGivenFrames",
         "hunyuan_video": "alload_jax.data.prepare.encoders:HunyuanVideoGivenFrames",
     },
 )
-"""Classes of `GivenEncoder`s by the name of the VAE: its models determine what they are given."""
+"""Classes of `GivenFrames` by the name of the VAE: its models determine what they are given."""
 
 
 @dataclass(frozen=True)
-class Pixels:
+class Pixels(VaeEncoder):
     """Stores pixels as float16 from −1 (black) to 1 (white); see `VaeEncoder`.
 
     Attributes:
       frames_per_latent: frames in the channels of a latent (`fold_frames`).
     """
 
-    has_weights: ClassVar[bool] = False
     patch_size: ClassVar[Triple] = PIXEL_PATCH
 
     frames_per_latent: int = 1
 
     @property
+    @override
     def stride(self) -> Triple:
-        """See `VaeEncoder.stride`."""
         return (self.frames_per_latent, 1, 1)
 
     @classmethod
+    @override
     def make(cls, options: EncoderOptions) -> Self:
-        """See `VaeEncoder.make`."""
         return cls(options.frames_per_latent)
 
+    @override
     def origin(self) -> Json:
-        """See `VaeEncoder.origin`."""
         return {"name": "none"}
 
+    @override
     def encode(self, frames: np.ndarray) -> np.ndarray:
-        """See `VaeEncoder.encode`."""
         levels = (np.arange(256) / 127.5 - 1).astype(np.float16)
         return fold_frames(levels[frames], self.frames_per_latent)
 
@@ -264,7 +229,6 @@ class ByteText(TextEncoder):
       length: most bytes of a caption; the rest is cut off between characters.
     """
 
-    has_weights: ClassVar[bool] = False
     default_length: ClassVar[int] = 256
 
     width: int = 64
@@ -315,7 +279,6 @@ class ClassText(TextEncoder):
         numbers themselves; other captions are numbered in sorted order.
     """
 
-    has_weights: ClassVar[bool] = False
     default_length: ClassVar[int] = 256
 
     classes: tuple[str, ...]
@@ -365,7 +328,7 @@ def _opened(kind: type[Vae], folder: Path) -> Vae:
 
 
 @dataclass(frozen=True)
-class VaeLatents:
+class VaeLatents(VaeEncoder):
     """Stores normalised latents of a VAE as float16; see `VaeEncoder`.
 
     Attributes:
@@ -383,22 +346,23 @@ class VaeLatents:
     made_from: Json
 
     @property
+    @override
     def stride(self) -> Triple:
-        """See `VaeEncoder.stride`."""
         return self.vae.stride
 
     @classmethod
+    @override
     def make(cls, options: EncoderOptions) -> Self:
-        """See `VaeEncoder.make`."""
         assert options.folder is not None
         vae = _opened(cls.vae_class, options.folder)
         require_packages(f"--vae {cls.vae_class.name}")
         return cls(vae, vae.origin())
 
+    @override
     def origin(self) -> Json:
-        """See `VaeEncoder.origin`."""
         return dict(self.made_from)
 
+    @override
     def encode(self, frames: np.ndarray) -> np.ndarray:
         """See `VaeEncoder.encode`; values that float16 cannot hold become infinite."""
         return as_float16(self.vae.encode(frames))
@@ -430,8 +394,8 @@ _NEEDS_NONE = 48  # channels of the VAE of Wan 2.2's 5B model
 
 
 @dataclass(frozen=True)
-class GivenFrames(GivenEncoder):
-    """Encodes the given frames of a clip by VAE and image encoder; see `GivenEncoder`.
+class GivenFrames:
+    """Encodes the frames of a clip that are given to a model; pickled like a `VaeEncoder`.
 
     Attributes:
       vae_class, image_class: the encoders that its models were trained with.
@@ -452,8 +416,17 @@ class GivenFrames(GivenEncoder):
     made_from: Json
 
     @classmethod
-    @override
     def make(cls, kind: str, vae_folder: Path, image_folder: Path | None) -> Self:
+        """Makes the encoder.
+
+        Args:
+          kind: value of `--image-to-video`.
+          vae_folder: local folder of the VAE, the one that encodes the frames.
+          image_folder: local folder of the image encoder; None for none.
+
+        Raises:
+          InputError: kind and folders do not fit the models.
+        """
         if kind not in _KINDS:
             raise InputError(f"--image-to-video is {kind}; choose {' or '.join(_KINDS)}")
         if kind == "first-last" and not cls.vae_class.takes_last_frame:
@@ -477,12 +450,17 @@ class GivenFrames(GivenEncoder):
         image = None if image_folder is None else cls.image_class(image_folder)
         return cls(kind, vae, image, {"given": kind} | ({"image": image.origin()} if image else {}))
 
-    @override
     def origin(self) -> Json:
+        """What determines the given arrays beside the VAE, as JSON values."""
         return dict(self.made_from)
 
-    @override
     def encode(self, first: np.ndarray, last: np.ndarray, frames: int) -> Given:
+        """Encodes the given frames of a clip.
+
+        Args:
+          first, last: [H, W, 3] uint8, its first and last frame.
+          frames: number of its frames; of one frame, that frame is given.
+        """
         pictures = [first] if self.kind == "first" else [first, last]
         given_last = last if self.kind == "first-last" and frames > 1 else None
         channels = as_float16(self.vae.encode_given(first, given_last, frames))
@@ -493,14 +471,14 @@ class GivenFrames(GivenEncoder):
 
 
 class WanGivenFrames(GivenFrames):
-    """Mask and latents of the given frames, and CLIP's embeddings; see `GivenEncoder`."""
+    """Mask and latents of the given frames, and CLIP's embeddings; see `GivenFrames`."""
 
     vae_class = WanVae
     image_class = conditions.ClipImage
 
 
 class HunyuanVideoGivenFrames(GivenFrames):
-    """Latents of the first frame and its mask, and SigLIP's embeddings; see `GivenEncoder`."""
+    """Latents of the first frame and its mask, and SigLIP's embeddings; see `GivenFrames`."""
 
     vae_class = HunyuanVideoVae
     image_class = conditions.SiglipImage

@@ -137,7 +137,7 @@ class _GpuEncoders(Encoders):
 
 @dataclass(frozen=True)
 class _RayEncoders:
-    """Has the method of `RemoteEncoders`, by an actor."""
+    """Has the method of `Encoders`, by an actor."""
 
     actor: Any
 

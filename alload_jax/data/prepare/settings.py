@@ -13,7 +13,7 @@ from alload_jax.data.prepare.encoders import (
     TEXT_ENCODERS,
     VAE_ENCODERS,
     EncoderOptions,
-    GivenEncoder,
+    GivenFrames,
     TextEncoder,
     VaeEncoder,
 )
@@ -177,7 +177,7 @@ class MediaSettings:
         folder = _folder("--text", self.text, text, self.text_folder)
         return made, text.make(EncoderOptions(folder, self._text_length, captions))
 
-    def given_frames(self) -> GivenEncoder | None:
+    def given_frames(self) -> GivenFrames | None:
         """The encoder of the frames that image-to-video models are given; None for none.
 
         Raises:

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.context import SpawnContext
-from multiprocessing.managers import BaseManager, BaseProxy
+from multiprocessing.managers import BaseManager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from alload_jax.data.prepare.captions import clean
 from alload_jax.data.prepare.encoders import (
     Encoded,
     Given,
-    GivenEncoder,
+    GivenFrames,
     TextEncoder,
     VaeEncoder,
 )
@@ -65,9 +65,13 @@ def deferred_interrupts() -> Iterator[None]:
 
 @contextmanager
 def encoding_processes(
-    vae: VaeEncoder, text: TextEncoder, given: GivenEncoder | None, context: SpawnContext
-) -> Iterator[list["RemoteEncoders"]]:
-    """Starts a process for each GPU, or one where there is none; ends them at the end."""
+    vae: VaeEncoder, text: TextEncoder, given: GivenFrames | None, context: SpawnContext
+) -> Iterator[list[Any]]:
+    """Starts a process for each GPU, or one where there is none; ends them at the end.
+
+    Yields:
+      proxies of their `Encoders`.
+    """
     managers: list[_Manager] = []
     try:
         for device in _devices():
@@ -99,9 +103,13 @@ def _begin(device: str | None) -> None:
 
 
 class Encoders:
-    """The encoders of an encoding process; a thread for each worker may call them."""
+    """The encoders of an encoding process; a thread for each worker may call them.
 
-    def __init__(self, **encoders: VaeEncoder | TextEncoder | GivenEncoder | None):
+    Its proxies may be pickled and sent to workers, whose calls are answered one by one. Their
+    frames are sent while others are encoded.
+    """
+
+    def __init__(self, **encoders: VaeEncoder | TextEncoder | GivenFrames | None):
         self._encoders = encoders
         self._lock = threading.Lock()
 
@@ -117,32 +125,11 @@ ENCODING_ENDED = (
 )
 
 
-class RemoteEncoders(BaseProxy):
-    """Encodes in another process; may be pickled and sent to workers.
-
-    The calls of several workers are answered one by one. Their frames are sent while others are
-    encoded.
-    """
-
-    _exposed_ = ("encode",)
-
-    def encode(self, name: str, method: str, *arguments: Any) -> Any:
-        """Calls a method of the encoder of that name in a `Job`.
-
-        Raises:
-          InputError: the process has ended; what the encoder raises is raised here too.
-        """
-        try:
-            return self._callmethod("encode", (name, method, *arguments))
-        except (EOFError, ConnectionError, FileNotFoundError) as error:
-            raise InputError(ENCODING_ENDED) from error
-
-
 class _Manager(BaseManager):
-    Encoders: Callable[..., RemoteEncoders]
+    Encoders: Callable[..., Any]
 
 
-_Manager.register("Encoders", Encoders, RemoteEncoders)
+_Manager.register("Encoders", Encoders, exposed=["encode"])
 
 
 @dataclass(frozen=True)
@@ -162,12 +149,8 @@ class Job:
     settings: MediaSettings
     vae: VaeEncoder
     text: TextEncoder
-    given: GivenEncoder | None = None
+    given: GivenFrames | None = None
     remote: Any = None
-
-    def encode_frames(self, frames: np.ndarray) -> np.ndarray:
-        """Encodes a clip, here or remotely; see `VaeEncoder.encode`."""
-        return np.asarray(self.call("vae", "encode", frames))
 
     def encode_caption(self, caption: str | None) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Encodes a caption, here or remotely: the condition, and tokens of further kinds by name.
@@ -185,11 +168,18 @@ class Job:
         return self.vae.has_weights or self.text.has_weights
 
     def call(self, name: str, method: str, *arguments: Any) -> Any:
-        """Calls a method of the encoder of that name, here or remotely."""
+        """Calls a method of the encoder of that name, here or remotely.
+
+        Raises:
+          InputError: the other process has ended; what the encoder raises is raised here too.
+        """
         encoder = getattr(self, name)
-        if self.remote is not None and getattr(encoder, "has_weights", True):
+        if self.remote is None or not getattr(encoder, "has_weights", True):
+            return getattr(encoder, method)(*arguments)
+        try:
             return self.remote.encode(name, method, *arguments)
-        return getattr(encoder, method)(*arguments)
+        except (EOFError, ConnectionError, FileNotFoundError) as error:
+            raise InputError(ENCODING_ENDED) from error
 
     def encoder_origins(self) -> Json:
         """What the encoders' outputs depend on, by encoder, as JSON values."""
@@ -326,7 +316,7 @@ def _encoded(job: Job, item: sources.Item, note: sources.Note) -> Iterator[_Clip
         size, given = (len(clip), clip.shape[1], clip.shape[2]), Given(None, None)
         if job.given is not None:
             given = job.call("given", "encode", clip[0], clip[-1], len(clip))
-        yield job.encode_frames(clip), given, size, clip
+        yield np.asarray(job.call("vae", "encode", clip)), given, size, clip
 
 
 def clip_sizes(
