@@ -246,19 +246,11 @@ def read_picture(path: Path, height: int, width: int) -> np.ndarray:
     Raises:
       InputError: the file is missing or no image.
     """
-    from alload_jax.data.prepare.sources import (
-        Bucket,
-        Fit,
-        Source,
-        UnusableError,
-        covering,
-        decode_image,
-    )
+    from alload_jax.data.prepare.sources import Bucket, Source, UnusableError, decode_image
 
-    bucket = Bucket(height, width)
     try:
         source = Source(path, 0, path.stat().st_size)
-        (picture,) = decode_image(source, lambda *size: Fit(bucket, covering(bucket, *size)))
+        (picture,) = decode_image(source, lambda *_: Bucket(height, width))
     except (OSError, UnusableError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise InputError(f"{path}: cannot be read as an image ({reason}); name another") from error

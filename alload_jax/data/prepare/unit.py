@@ -350,12 +350,7 @@ def _clips(
     yield from video_clips(
         item.source,
         choose,
-        fps=settings.rate,
-        frames=settings.frames,
-        min_frames=settings.min_frames,
-        stride=settings.stride,
-        max_clips=settings.max_clips,
-        scene_threshold=settings.cut_threshold,
+        settings,
         animated_image=is_image,
         times_only=times_only,
         note=note,
