@@ -140,11 +140,10 @@ def table_items(
         kind = table.suffix[1:].upper()
         raise InputError(f"{table}: cannot be read as {kind} ({short(error)}); fix it") from error
     names = list(dict.fromkeys(name for row in rows for name in row))
-    where = str(table)
-    path = require_column(where, names, PATH_COLUMNS, path_column, "--path-column")
+    path = require_column(table, names, PATH_COLUMNS, path_column, "--path-column")
     captions = rule.columns(name for name in names if name != path)
     if rule.column is not None and not captions:
-        require_column(where, names, CAPTION_COLUMNS, rule.column, "--caption-column")
+        require_column(table, names, CAPTION_COLUMNS, rule.column, "--caption-column")
     _require_once(table, names, (path, *captions))
     place = (root or table.parent).resolve()
 
@@ -240,7 +239,7 @@ def _parquet_rows(table: Path, path_column: str | None, rule: CaptionRule) -> It
         captions = rule.columns(held)
         names = [name for name in held if name.lower() in known or name in captions]
         if not names:
-            require_column(str(table), held, PATH_COLUMNS, None, "--path-column")
+            require_column(table, held, PATH_COLUMNS, None, "--path-column")
         for batch in file.iter_batches(columns=names):
             yield from batch.to_pylist()
 

@@ -103,9 +103,9 @@ def prepare_media(
             on_files([each.item for each in changes.found if each.now], True)
         units: list[Sequence[Item]] = [()] * first
         units += [items[at : at + size] for at in range(0, len(items), size)]
-        todo = []
+        todo, reports = [], work_folder.read_reports(out)
         for number, unit in enumerate(units[first:], first):
-            if is_finished(out, number) and work_folder.read_report(out, number) is not None:
+            if is_finished(out, number) and number in reports:
                 on_files(unit, True)
             else:
                 todo.append(number)
@@ -240,9 +240,7 @@ def _finish(
         write_skipped(path or own, total.skipped)
         work_folder.remove_work_folder(out)
         return total
-    found = [
-        work_folder.read_report(out, number) or work_folder.UnitReport() for number in range(units)
-    ]
+    found = [report for number, report in work_folder.read_reports(out).items() if number < units]
     # Reports of an earlier version have none: what follows them would get other captions.
     drawn = takewhile(lambda report: report.previews or not report.used, found)
     total = work_folder.UnitReport(

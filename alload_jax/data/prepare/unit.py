@@ -32,7 +32,6 @@ from alload_jax.data.prepare.videos import video_clips
 from alload_jax.data.prepare.work_folder import PREVIEWS, Skipped, UnitReport, preview, write_report
 from alload_jax.data.record import TEXT
 from alload_jax.data.store import ShardWriter
-from alload_jax.data.store.shard import Alternative
 from alload_jax.encoders.loading import device_count
 from alload_jax.errors import InputError
 from alload_jax.files import Json
@@ -183,8 +182,8 @@ class Job:
 
     def encoder_origins(self) -> Json:
         """What the encoders' outputs depend on, by encoder, as JSON values."""
-        found = {"vae": self.vae.origin(), "text": self.text.origin()}
-        return found if self.given is None else found | {"image_to_video": self.given.origin()}
+        encoders = {"vae": self.vae, "text": self.text, "image_to_video": self.given}
+        return {name: each.origin() for name, each in encoders.items() if each is not None}
 
     def origin(self) -> Json:
         """The provenance that the manifest stores, as JSON values."""
@@ -246,10 +245,8 @@ def _add_item(
     changes = set() if caption else {"no caption"}
     try:
         condition, parts = job.encode_caption(caption)
-        alternatives: list[Alternative] = []
-        for words in map(clean, item.alternatives):
-            other, other_parts = job.encode_caption(words)
-            alternatives.append((other, words, other_parts))
+        others = [(words, job.encode_caption(words)) for words in map(clean, item.alternatives)]
+        alternatives = [(other, words, of_other) for words, (other, of_other) in others]
         can_count = hasattr(job.text, "surplus_tokens")
         for words in map(clean, filter(None, (item.caption, *item.alternatives))):
             if can_count and (surplus := int(job.call("text", "surplus_tokens", words))):

@@ -205,7 +205,7 @@ class Update:
                 if same or "caption" not in row["reason"]:
                     one = Skipped(**row | {"path": each.item.name})
                     skipped[one.path][one.reason] = one
-        for number, report in read_reports(self._out):
+        for number, report in read_reports(self._out).items():
             for one in report.skipped:
                 files = now.get(one.path, ())
                 if any(not f.now or shard_number(f.now.rows[0]["shard"]) == number for f in files):

@@ -112,16 +112,11 @@ def claimed(out: Path, flags: Json, update: bool = False) -> Iterator[None]:
     shutil.rmtree(_removed(out), ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock, (folder / _WORKERS).open("w") as workers:
-        _lock(
-            lock, 0, f"{out}: another process is preparing it; wait for it, or name another folder"
-        )
+        other = "another process is preparing it; wait for it"
+        _lock(lock, 0, f"{out}: {other}, or name another folder")
         # The workers of a process that was killed end a little later.
-        _lock(
-            workers,
-            _SECONDS_FOR_WORKERS,
-            f"{out}: processes of an earlier command still write to it; end them, or name another "
-            "folder",
-        )
+        other = "processes of an earlier command still write to it; end them"
+        _lock(workers, _SECONDS_FOR_WORKERS, f"{out}: {other}, or name another folder")
         workers.close()
         _compare(out, folder / _SETTINGS, json.loads(json.dumps(flags)), update)
         yield
@@ -188,26 +183,19 @@ def _words(value: object) -> str:
 
 def write_report(out: Path, number: int, report: UnitReport) -> None:
     """Writes the report of a shard."""
-    _write(_report_path(out, number), asdict(report))
+    _write(work_folder(out) / f"report-{number:05d}.json", asdict(report))
 
 
-def read_report(out: Path, number: int) -> UnitReport | None:
-    """The report of a shard; None if there is none."""
-    try:
-        found = read_json(_report_path(out, number))
-    except InputError:
-        return None
-    if found is None:
-        return None
-    skipped = [Skipped(**row) for row in found.pop("skipped")]
-    return UnitReport(**found, skipped=skipped)
-
-
-def read_reports(out: Path) -> list[tuple[int, UnitReport]]:
-    """The reports of all shards that have one, by number."""
-    names = (path.stem.rpartition("-")[2] for path in work_folder(out).glob("report-*.json"))
-    found = ((number, read_report(out, number)) for number in sorted(map(int, names)))
-    return [(number, report) for number, report in found if report]
+def read_reports(out: Path) -> dict[int, UnitReport]:
+    """The reports of the shards that have one, by number, in order."""
+    reports: dict[int, UnitReport] = {}
+    numbered = ((int(path.stem[7:]), path) for path in work_folder(out).glob("report-*.json"))
+    for number, path in sorted(numbered):
+        with contextlib.suppress(InputError):  # one that is not whole is none
+            found = read_json(path)
+            skipped = [Skipped(**row) for row in found.pop("skipped")]
+            reports[number] = UnitReport(**found, skipped=skipped)
+    return reports
 
 
 def progress_note(out: Path, number: int) -> Callable[[int], None]:
@@ -215,7 +203,7 @@ def progress_note(out: Path, number: int) -> Callable[[int], None]:
 
     It writes only where the last time is a while ago. What an earlier process noted is removed.
     """
-    path, written = _progress_path(out, number), time.monotonic()
+    path, written = work_folder(out) / f"progress-{number:05d}", time.monotonic()
     path.unlink(missing_ok=True)
 
     def note(files: int) -> None:
@@ -230,23 +218,15 @@ def progress_note(out: Path, number: int) -> Callable[[int], None]:
 def read_progress(out: Path, number: int) -> int:
     """Files of a shard that are finished, as last noted; 0 without a note."""
     try:
-        return int(_progress_path(out, number).read_text(encoding="ascii") or 0)
+        return int((work_folder(out) / f"progress-{number:05d}").read_text("ascii"))
     except (FileNotFoundError, ValueError):  # not written yet, or half
         return 0
-
-
-def _progress_path(out: Path, number: int) -> Path:
-    return work_folder(out) / f"progress-{number:05d}"
 
 
 def remove_work_folder(out: Path) -> None:
     """Removes the work folder at once, which ends a preparation."""
     work_folder(out).rename(_removed(out))
     shutil.rmtree(_removed(out))
-
-
-def _report_path(out: Path, number: int) -> Path:
-    return work_folder(out) / f"report-{number:05d}.json"
 
 
 def _write(path: Path, value: Json) -> None:
