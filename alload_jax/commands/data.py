@@ -13,16 +13,7 @@ from rich.text import Text
 
 from alload_jax.bench.harness import console
 from alload_jax.commands.flags import require_place, source_config, triple, up_to, usual_model
-from alload_jax.data.manifest import (
-    CAPTION,
-    CAPTIONS,
-    FOUND,
-    PATH,
-    Manifest,
-    caption_counts,
-    read_manifest,
-    read_rows,
-)
+from alload_jax.data import manifest as manifests
 from alload_jax.data.sources.opening import open_source
 from alload_jax.errors import InputError, one_line
 from alload_jax.files import replacing
@@ -32,9 +23,9 @@ _MOST_BUCKETS = 30
 _LONGEST_VALUE = 100
 
 
-def store_table(manifest: Manifest, patch_size: Triple) -> Table:
+def store_table(manifest: manifests.Manifest, patch_size: Triple) -> Table:
     """A table of what a store holds."""
-    frames, captions = manifest.shape[:, 0], caption_counts(manifest)
+    frames, captions = manifest.shape[:, 0], manifests.caption_counts(manifest)
     count, fps = int(frames[frames > 1].sum()), manifest.fps
     video = f"{count:,} frames; the origin names no fps"
     if fps is not None:
@@ -72,7 +63,7 @@ def store_table(manifest: Manifest, patch_size: Triple) -> Table:
     return table
 
 
-def bucket_table(manifest: Manifest, patch_size: Triple) -> Table:
+def bucket_table(manifest: manifests.Manifest, patch_size: Triple) -> Table:
     """A table with a row for each size, those with the most tokens first."""
     sizes, first, counts = np.unique(manifest.shape, axis=0, return_index=True, return_counts=True)
     each = manifest.samples(patch_size).seq_len[first]
@@ -164,7 +155,7 @@ def _merge(options: argparse.Namespace) -> int:
     if options.out is None:
         raise InputError("alload data merge: --out is missing; name the folder to write")
     path = merge_stores(options.words[1:], options.out, add_names=options.add_names)
-    origins = {each: read_manifest(each).origin for each in options.words[1:]}
+    origins = {each: manifests.read_manifest(each).origin for each in options.words[1:]}
     if found := origin_differences(origins):
         more = f" and {len(found) - _DIFFERENCES} more" if len(found) > _DIFFERENCES else ""
         print(
@@ -197,8 +188,8 @@ def _captions(options: argparse.Namespace) -> int:
     require_place("alload data", "--out", Path(options.out))
     if Path(options.out).exists():
         raise InputError(f"alload data captions: --out {options.out}: exists already; name another")
-    rows = read_rows(place).to_pylist()
-    if None in (row.get(PATH) for row in rows):
+    rows = manifests.read_rows(place).to_pylist()
+    if None in (row.get(manifests.PATH) for row in rows):
         raise InputError(f"{place}: does not record the paths of its files, as prepare media does")
     with (
         replacing(Path(options.out)) as unfinished,
@@ -207,10 +198,14 @@ def _captions(options: argparse.Namespace) -> int:
         writer = csv.writer(file)
         writer.writerow(("path", "caption"))
         lines: dict[tuple[str, str], None] = {}
-        for row in sorted(rows, key=lambda row: str(row[PATH])):
-            words = row.get(FOUND) or row.get(CAPTIONS) or [row[CAPTION] or ""]
+        for row in sorted(rows, key=lambda row: str(row[manifests.PATH])):
+            words = (
+                row.get(manifests.FOUND)
+                or row.get(manifests.CAPTIONS)
+                or [row[manifests.CAPTION] or ""]
+            )
             several = json.dumps(words, ensure_ascii=False) if len(words) > 1 else words[0]
-            lines[row[PATH], several] = None
+            lines[row[manifests.PATH], several] = None
         writer.writerows(lines)
     print(options.out)
     return 0

@@ -6,15 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from alload_jax.commands import add_command
-from alload_jax.commands.flags import (
-    KEYS,
-    KEYS_HELP,
-    AddFlag,
-    add_run_flags,
-    add_skip_unknown,
-    run_each_expert,
-)
+from alload_jax.commands import add_command, flags
 
 if TYPE_CHECKING:  # these modules import JAX, which takes a second
     from alload_jax.models.common.config import ModelConfig
@@ -24,36 +16,36 @@ if TYPE_CHECKING:  # these modules import JAX, which takes a second
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the commands below this one and their flags."""
     actions = parser.add_subparsers(required=True, metavar="ACTION")
-    files = partial(run_each_expert, as_files=True)
+    files = partial(flags.run_each_expert, as_files=True)
 
     words = "Write the adapters of a run as a safetensors file."
     run = partial(files, _export, name="checkpoint")
     add = add_command(actions, "export", words, run).add_argument
     add("--checkpoint", required=True, help="run folder of a model with adapters (model.lora)")
-    add_run_flags(add, base=False)
+    flags.add_run_flags(add, base=False)
     _add_output(add)
     words = "Write a file of adapters with other keys."
     add = add_command(actions, "convert", words, partial(files, _convert, name="file")).add_argument
     add("file", help="file of adapters of diffusers, PEFT, ComfyUI or musubi-tuner")
     add("--model", required=True, help="transformer folder of the model; config.json is enough")
-    add_skip_unknown(add)
+    flags.add_skip_unknown(add)
     _add_output(add)
     words = "Add files of adapters to weights, for diffusers."
-    run = partial(run_each_expert, _merge, name="model")
+    run = partial(flags.run_each_expert, _merge, name="model")
     add = add_command(actions, "merge", words, run).add_argument
     add("--model", required=True, help="transformer folder of diffusers, or run folder")
     add("--lora", required=True, metavar="FILE[:SCALE]", nargs="+", help="files, with factors; "
         "default 1")  # fmt: skip
-    add_skip_unknown(add)
+    flags.add_skip_unknown(add)
     add("--out", required=True, help="folder to write; must be empty or not exist")
     add("--base", metavar="DIR", help="weights that a run of adapters was trained on; default: "
         "where they were in training")  # fmt: skip
     add("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="default bfloat16")
 
 
-def _add_output(add: AddFlag) -> None:
+def _add_output(add: flags.AddFlag) -> None:
     add("--out", required=True, metavar="FILE", help="safetensors file to write")
-    add("--keys", choices=KEYS, default="diffusers", help=KEYS_HELP)
+    add("--keys", choices=flags.KEYS, default="diffusers", help=flags.KEYS_HELP)
     add("--dtype", choices=["float32", "bfloat16"], default="float32", help="default float32")
     add("--force", action="store_true", help="replace a file that exists")
 

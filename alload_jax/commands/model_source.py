@@ -24,16 +24,7 @@ from alload_jax.models.weights import load_weights, read_transformer, require_fr
 from alload_jax.planning.samples import Triple
 from alload_jax.sampling.config import SamplingConfig
 from alload_jax.sampling.requests import family_fps
-from alload_jax.training.restore import (
-    CHECKPOINTS,
-    StepChoice,
-    WeightsKind,
-    described_model,
-    find_step,
-    one_device_mesh,
-    read_base,
-    restore_weights,
-)
+from alload_jax.training import restore
 from alload_jax.training.state import Weights
 
 ScaledLora = tuple[LoraFile, float]
@@ -84,7 +75,7 @@ class Source:
     config: ModelConfig
     run: Config | None = None
     step: int = 0
-    weights: WeightsKind = "raw"
+    weights: restore.WeightsKind = "raw"
     base: str | None = None
     loras: tuple[ScaledLora, ...] = ()
 
@@ -129,7 +120,7 @@ class Source:
             weights = Weights(params, {}, initial_variables(self.config))
         else:
             given = (self.config, self.run.parameters, mesh, self.weights, self.base)
-            weights = restore_weights(self.folder / CHECKPOINTS, self.step, *given)
+            weights = restore.restore_weights(self.folder / restore.CHECKPOINTS, self.step, *given)
         values = weights.merged()
         for file, scale in self.loras:
             values = merge_file(values, file, scale)
@@ -142,8 +133,8 @@ class Source:
           InputError: the checkpoint is damaged or belongs to another model.
         """
         assert self.run is not None
-        folder = self.folder / CHECKPOINTS
-        return restore_weights(
+        folder = self.folder / restore.CHECKPOINTS
+        return restore.restore_weights(
             *(folder, self.step, self.config, self.run.parameters, mesh, self.weights),
             trained_only=True,
         ).params
@@ -151,7 +142,7 @@ class Source:
     def base_name(self) -> str:
         """What a run's trained parameters belong to, in words: weights, or those of this run."""
         assert self.run is not None
-        base = read_base(self.folder.absolute() / CHECKPOINTS / str(self.step))
+        base = restore.read_base(self.folder.absolute() / restore.CHECKPOINTS / str(self.step))
         if base is not None:
             return base.weights
         begun = self.run.run.initial_weights
@@ -228,7 +219,7 @@ class Source:
 
 
 def find_source(
-    place: str | Path, weights: WeightsKind | None = None, step: StepChoice = None
+    place: str | Path, weights: restore.WeightsKind | None = None, step: restore.StepChoice = None
 ) -> Source:
     """Finds the source at a path, without reading its parameters.
 
@@ -267,7 +258,7 @@ def described_by(place: Path) -> ModelConfig:
     Raises:
       InputError: it is that of no model.
     """
-    if (config := described_model(place)) is None:
+    if (config := restore.described_model(place)) is None:
         raise InputError(
             f"{place}: holds no weights of a known model; name a transformer folder of diffusers, "
             "or a file of all of a model's weights"
@@ -276,7 +267,7 @@ def described_by(place: Path) -> ModelConfig:
 
 
 def find_run(
-    place: str | Path, weights: WeightsKind | None = None, step: StepChoice = None
+    place: str | Path, weights: restore.WeightsKind | None = None, step: restore.StepChoice = None
 ) -> Source:
     """Finds a run folder of train.py; arguments as `find_source`.
 
@@ -294,8 +285,10 @@ def find_run(
             f"{place}: the run keeps no moving average (optimizer.ema_decay is null), so --weights "
             "ema does not apply; leave it out"
         )
-    kind: WeightsKind = weights or ("ema" if averaged else "raw")
-    return Source(place, config.model, config, find_step(place / CHECKPOINTS, step), kind)
+    kind: restore.WeightsKind = weights or ("ema" if averaged else "raw")
+    return Source(
+        place, config.model, config, restore.find_step(place / restore.CHECKPOINTS, step), kind
+    )
 
 
 def completed(source: Source, base: str | None, loras: tuple[ScaledLora, ...]) -> Source:
@@ -342,7 +335,7 @@ def save_transformer(
     """
     fields = family_of(source.config).export_fields(source.config)
     require_free(Path(out))
-    values = source.values(one_device_mesh())
+    values = source.values(restore.one_device_mesh())
     if source.config.lora is not None:
         values = merge_adapters(values, source.config.lora)
     [file, *_] = save_weights(out, values, source.config, dtype, naming=keys)

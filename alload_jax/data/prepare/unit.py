@@ -182,7 +182,7 @@ class Job:
 
     def encoder_origins(self) -> Json:
         """What the encoders' outputs depend on, by encoder, as JSON values."""
-        encoders = {"vae": self.vae, "text": self.text, "image_to_video": self.given}
+        encoders: Json = {"vae": self.vae, "text": self.text, "image_to_video": self.given}
         return {name: each.origin() for name, each in encoders.items() if each is not None}
 
     def origin(self) -> Json:
