@@ -295,7 +295,7 @@ def _step(config: "Config", bounds: "Bounds") -> "Step":
     """Makes the step to measure; raises InputError first if its state cannot fit."""
     from alload_jax.bench.calibration import device_memory
     from alload_jax.data.sources.opening import open_source
-    from alload_jax.data.store.remote import is_address
+    from alload_jax.data.store.reader import is_address
     from alload_jax.models.families import abstract_model, parameter_count
     from alload_jax.planning.analytic import state_bytes
     from alload_jax.planning.cost import MemoryModel

@@ -19,7 +19,7 @@ from alload_jax.config_parser import build_named, read_yaml
 from alload_jax.data.manifest import VAE, Manifest
 from alload_jax.data.pixel_latents import holds_pixels
 from alload_jax.data.sources import SOURCES, SourceConfig
-from alload_jax.data.store.remote import is_address
+from alload_jax.data.store.reader import is_address
 from alload_jax.errors import InputError
 from alload_jax.files import require_regular
 from alload_jax.planning.samples import PIXEL_PATCH, Geometry, Triple

@@ -10,7 +10,7 @@ import numpy as np
 
 from alload_jax.commands.flags import holds_samples, require_package, source_config, usual_model
 from alload_jax.data.selection import SourceShare, SourceWeight, source_shares, with_weights
-from alload_jax.data.sources.size_column import SIZE, SizeColumn
+from alload_jax.data.sources.grain_samples import SIZE, SizeColumn
 from alload_jax.errors import InputError
 from alload_jax.planning import analytic
 from alload_jax.planning.architecture import Architecture, architecture_named, from_fields

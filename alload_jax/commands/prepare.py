@@ -165,7 +165,7 @@ def run_media(options: argparse.Namespace) -> int:
 def _check_places(options: argparse.Namespace) -> None:
     from alload_jax.data.prepare.inputs import SETS, set_places
     from alload_jax.data.prepare.pipeline import is_skipped_list
-    from alload_jax.data.store.remote import is_address
+    from alload_jax.data.store.reader import is_address
 
     if is_address(options.out):
         raise InputError(

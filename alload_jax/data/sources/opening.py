@@ -17,7 +17,7 @@ from alload_jax.data.sources import SOURCES, SampleSource, SourceConfig
 from alload_jax.data.sources.arrays import Reading, find_files, find_pickle, scan
 from alload_jax.data.sources.safetensors_folder import TensorNames, TensorSamples, read_header
 from alload_jax.data.store import StoreReader
-from alload_jax.data.store.remote import RemoteStore, is_address
+from alload_jax.data.store.reader import RemoteStore, is_address
 from alload_jax.errors import InputError, print_stderr
 from alload_jax.files import require_regular
 from alload_jax.processes import waits
