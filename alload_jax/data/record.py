@@ -165,14 +165,14 @@ class SampleForm(NamedTuple):
     def shapes(
         self, latents: tuple[int, ...], text_length: int, part_lengths: Sequence[int] = ()
     ) -> dict[str, tuple[int, ...]]:
-        """The shapes of a record's arrays beside the latents.
+        """The shapes of a record's arrays.
 
         Args:
           latents: (frames, height, width, channels) of the latents.
           text_length: number of condition tokens.
           part_lengths: number of tokens of each of `parts`.
         """
-        shapes: dict[str, tuple[int, ...]] = {}
+        shapes = {LATENTS: latents}
         if self.text_dim is None:
             shapes[LABELS] = (text_length,)
         else:

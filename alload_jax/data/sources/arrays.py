@@ -241,9 +241,8 @@ def checked_sample(
       BadRecordError: one is missing, its shape or dtype is not as the manifest says, or a value is
         not finite.
     """
-    latents = manifest.latent_shape(tuple(manifest.shape[sample]))
     found = {}
-    for name, shape in {LATENTS: latents, **manifest.record_shapes(sample)}.items():
+    for name, shape in manifest.record_shapes(sample).items():
         if name not in arrays:
             raise BadRecordError(f"{place} holds no {name}")
         array, is_condition = arrays[name], name in (TEXT, LABELS)

@@ -83,9 +83,7 @@ class StoreReader(SampleSource):
             arrays = records.decode(data)
         except ValueError as error:
             raise BadRecordError(f"{place} cannot be decoded: {error}") from error
-        latents = self.manifest.latent_shape(tuple(self.manifest.shape[sample]))
-        shapes = self.manifest.record_shapes(sample)
-        for name, shape in {records.LATENTS: latents, **shapes}.items():
+        for name, shape in self.manifest.record_shapes(sample).items():
             held = [arrays[name]] if name in arrays else []
             if held and name not in (records.LATENTS, records.GIVEN, records.IMAGE):
                 # Of several texts, the manifest has the length of the longest.
