@@ -215,8 +215,7 @@ def run(options: argparse.Namespace) -> int:
     config = _config(options)
     use_compilation_cache(config.run)
     memory = None if options.memory_gb is None else options.memory_gb * 1e9
-    limits = (options.seconds, options.shortest, options.longest, options.margin)
-    bounds = Bounds(*limits, memory)
+    bounds = Bounds(options.seconds, options.shortest, options.longest, options.margin, memory)
     step = _step(config, bounds)
     print("compiling small steps, to fit memory over tokens; --seconds counts from then on")
     calibration = Calibration(step, bounds)
@@ -253,8 +252,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> None:
     for name in ("out", "picture"):
-        value = getattr(options, name)
-        if value is not None:
+        if (value := getattr(options, name)) is not None:
             require_place(_COMMAND, f"--{name}", Path(value))
     if options.longest is not None and options.longest < 4 * options.shortest:
         raise InputError(
@@ -338,12 +336,11 @@ def _run_with_memory_check(options: argparse.Namespace) -> int:
 
     words = [word for word in options.argv if word != "--memory-check"]
     command = [sys.executable, "-m", "alload_jax.cli", *words]
-    interrupted = False
+    status, interrupted = None, False
     with subprocess.Popen(command) as child:
-        while True:
+        while status is None:
             try:
                 status = child.wait()
-                break
             except KeyboardInterrupt:  # the child got it too and writes its results so far
                 interrupted = True
     if status or interrupted:

@@ -3,7 +3,6 @@
 import argparse
 import csv
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ from alload_jax.bench.harness import console
 from alload_jax.commands.flags import require_place, source_config, triple, up_to, usual_model
 from alload_jax.data import manifest as manifests
 from alload_jax.data.sources.opening import open_source
-from alload_jax.errors import InputError, one_line
+from alload_jax.errors import InputError, one_line, print_stderr
 from alload_jax.files import replacing
 from alload_jax.planning.samples import Triple
 
@@ -158,10 +157,7 @@ def _merge(options: argparse.Namespace) -> int:
     origins = {each: manifests.read_manifest(each).origin for each in options.words[1:]}
     if found := origin_differences(origins):
         more = f" and {len(found) - _DIFFERENCES} more" if len(found) > _DIFFERENCES else ""
-        print(
-            f"note: the origins differ: {one_line(', '.join(found[:_DIFFERENCES]))}{more}",
-            file=sys.stderr,
-        )
+        print_stderr(f"note: the origins differ: {one_line(', '.join(found[:_DIFFERENCES]))}{more}")
     print(path)
     return 0
 

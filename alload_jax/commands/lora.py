@@ -1,12 +1,12 @@
 """`alload lora`: writes a run's adapters as a file, converts files, merges them into weights."""
 
 import argparse
-import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from alload_jax.commands import add_command, flags
+from alload_jax.errors import InputError, print_stderr
 
 if TYPE_CHECKING:  # these modules import JAX, which takes a second
     from alload_jax.models.common.config import ModelConfig
@@ -55,7 +55,6 @@ def _export(options: argparse.Namespace) -> int:
     from flax.traverse_util import flatten_dict
 
     from alload_jax.commands.model_source import find_run
-    from alload_jax.errors import InputError
     from alload_jax.models.common.lora import ADAPTER
     from alload_jax.models.lora_files import adapters_of
     from alload_jax.training.restore import one_device_mesh
@@ -70,21 +69,14 @@ def _export(options: argparse.Namespace) -> int:
     adapters = adapters_of(params, source.config.lora)
     others = [name for name in flatten_dict(params, sep="/") if not name.endswith(ADAPTER)]
     if others:
-        print(
+        print_stderr(
             f"note: {others[0]} and {len(others) - 1} more are trained too, which a file of "
-            "adapters cannot hold; `alload export` writes the whole model",
-            file=sys.stderr,
+            "adapters cannot hold; `alload export` writes the whole model"
         )
     text = source.config.text
     length = None if text is None else text.length
-    status = _write(
-        options,
-        adapters,
-        source.config,
-        f"step {source.step}",
-        base=source.base_name(),
-        text_length=length,
-    )
+    step = f"step {source.step}"
+    status = _write(options, adapters, source.config, step, source.base_name(), length)
     if length is not None:
         print(f"texts were padded to {length} tokens (max_sequence_length)")
     return status
@@ -92,7 +84,6 @@ def _export(options: argparse.Namespace) -> int:
 
 def _convert(options: argparse.Namespace) -> int:
     from alload_jax.commands.model_source import described_by, note_skipped
-    from alload_jax.errors import InputError
     from alload_jax.models.families import read_model_config
     from alload_jax.models.lora_files import read_lora
     from alload_jax.training import expert_places
@@ -139,16 +130,12 @@ def _write(
 
 
 def _merge(options: argparse.Namespace) -> int:
-    from alload_jax.commands.model_source import (
-        completed,
-        find_source,
-        read_loras,
-        save_transformer,
-    )
+    from alload_jax.commands import model_source
 
-    source = find_source(options.model)
-    loras = read_loras("--lora", options.lora, source.config, options.skip_unknown)
-    load = save_transformer(completed(source, options.base, loras), options.out, options.dtype)
+    source = model_source.find_source(options.model)
+    loras = model_source.read_loras("--lora", options.lora, source.config, options.skip_unknown)
+    source = model_source.completed(source, options.base, loras)
+    load = model_source.save_transformer(source, options.out, options.dtype)
     print(
         f"{options.out}: {options.model} with {', '.join(options.lora)}, {options.dtype}; load it "
         f"with {load}"

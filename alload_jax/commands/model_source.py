@@ -12,7 +12,6 @@ from jaxtyping import PyTree
 from alload_jax.commands.flags import lora_name
 from alload_jax.config import Config, read_config
 from alload_jax.data.manifest import fps_of
-from alload_jax.diffusion.schedules import Sampler
 from alload_jax.diffusion.timesteps import shift_of
 from alload_jax.errors import InputError
 from alload_jax.files import read_json
@@ -84,19 +83,11 @@ class Source:
         return family_of(self.config).sampling_defaults(self.config)
 
     @property
-    def sampler(self) -> Sampler:
-        """The sampler of the run's config, or the one that diffusers uses."""
-        return self.run.sampling.sampler if self.run else "unipc"
-
-    @property
-    def guidance(self) -> float:
-        """The guidance of the run's config, or the default of the model's family."""
-        return self.run.sampling.guidance if self.run else self._defaults.guidance
-
-    @property
-    def embedded_guidance(self) -> float:
-        """The scale that the run's config has for models that take one as an input, or 6."""
-        return (self.run.sampling if self.run else SamplingConfig()).embedded_guidance
+    def sampling(self) -> SamplingConfig:
+        """The run's settings of samples; else diffusers' sampler and the family's guidance."""
+        if self.run is not None:
+            return self.run.sampling
+        return SamplingConfig(sampler="unipc", guidance=self._defaults.guidance)
 
     def shift(self, seq_len: int) -> float:
         """The run's shift of noise levels for sequences of `seq_len` tokens.

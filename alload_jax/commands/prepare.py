@@ -75,11 +75,8 @@ def _add_media_arguments(parser: argparse.ArgumentParser) -> None:
     add("--media-root", type=Path, help="folder that a table's paths are relative to; default: "
         "the table's")  # fmt: skip
     add("--caption-column", help="column or JSON key of captions; default: found by its name")
-    add_settings(
-        parser,
-        MediaSettings,
-        special={"captions": {"choices": ["one", "all"]}, "area": {"nargs": "+"}},
-    )
+    special = {"captions": {"choices": ["one", "all"]}, "area": {"nargs": "+"}}
+    add_settings(parser, MediaSettings, special=special)
     add("--workers", type=up_to(_MOST_WORKERS), help="processes that decode; encoders with weights "
         "run in one for each GPU; default 1, with --engine ray one for each CPU of it")  # fmt: skip
     add("--engine", choices=["local", "ray"], default="local", help="what runs the processes: this "
@@ -112,10 +109,9 @@ def run_media(options: argparse.Namespace) -> int:
     settings = MediaSettings(**given)
     columns = (options.path_column, options.caption_column)
     if Path(options.input).suffix.lower() in SETS:
-        for flag in ("path_column", "caption_column", "media_root"):
-            if getattr(options, flag) is not None:
-                name = flag.replace("_", "-")
-                raise InputError(f"--{name} does not apply to a set; name it per folder there")
+        for flag in ("path-column", "caption-column", "media-root"):
+            if getattr(options, flag.replace("-", "_")) is not None:
+                raise InputError(f"--{flag} does not apply to a set; name it per folder there")
         items = set_items(Path(options.input), settings)
     else:
         every = settings.captions == "all"

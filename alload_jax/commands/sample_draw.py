@@ -63,23 +63,16 @@ def sample(options: argparse.Namespace) -> None:
             f"alload sample: {options.checkpoint} does not say from which noise level its expert "
             "is used; give --boundary, such as 0.875"
         )
-    source = completed(
-        source,
-        options.base,
-        read_loras("--lora", options.lora, source.config, options.skip_unknown),
-    )
+    added = read_loras("--lora", options.lora, source.config, options.skip_unknown)
+    source = completed(source, options.base, added)
     low_noise = _low_noise_source(options, source)
-    if options.guidance is None:
-        options.guidance = source.guidance
-    if options.embedded_guidance is None:
-        options.embedded_guidance = source.embedded_guidance
-    options.sampler = options.sampler or source.sampler
+    for name in ("guidance", "embedded_guidance", "sampler"):
+        if getattr(options, name) is None:
+            setattr(options, name, getattr(source.sampling, name))
     options.fps = options.fps or source.fps()
-    text, vae, image = (
-        Path(folder) if folder else None
-        for folder in (options.text_encoder, options.vae, options.image_encoder)
-    )
-    encoders = find_encoders(source.config, source.origin(), text=text, vae=vae, image=image)
+    named = {"text": options.text_encoder, "vae": options.vae, "image": options.image_encoder}
+    folders = {name: Path(folder) if folder else None for name, folder in named.items()}
+    encoders = find_encoders(source.config, source.origin(), **folders)
     stride, length = _data(options, source, encoders)
     given = {name: getattr(options, name) for name in (*_LISTED, "prompt", "prompt_embeds")}
     given |= {"class": options.classes and tuple(options.classes)}
