@@ -13,6 +13,7 @@ from alload_jax.commands.flags import add_settings, require_package, require_pla
 from alload_jax.data.datasets import DATASETS
 from alload_jax.data.manifest import MANIFEST_NAME
 from alload_jax.errors import InputError, one_line
+from alload_jax.files import Json
 
 if TYPE_CHECKING:
     from alload_jax.data.prepare.encoders import VaeEncoder
@@ -75,7 +76,7 @@ def _add_media_arguments(parser: argparse.ArgumentParser) -> None:
     add("--media-root", type=Path, help="folder that a table's paths are relative to; default: "
         "the table's")  # fmt: skip
     add("--caption-column", help="column or JSON key of captions; default: found by its name")
-    special = {"captions": {"choices": ["one", "all"]}, "area": {"nargs": "+"}}
+    special: dict[str, Json] = {"captions": {"choices": ["one", "all"]}, "area": {"nargs": "+"}}
     add_settings(parser, MediaSettings, special=special)
     add("--workers", type=up_to(_MOST_WORKERS), help="processes that decode; encoders with weights "
         "run in one for each GPU; default 1, with --engine ray one for each CPU of it")  # fmt: skip

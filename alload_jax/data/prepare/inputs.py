@@ -160,8 +160,8 @@ def table_items(
         relative = os.path.relpath(name, place) if os.path.isabs(name) else ".."
         return name if relative.startswith("..") else relative
 
-    paths = [within(readable_name(as_caption(row.get(path)) or "")) for row in rows]
-    return [_item(name, partial(find, name, row)) for name, row in zip(paths, rows, strict=True)]
+    named = ((within(readable_name(as_caption(row.get(path)) or "")), row) for row in rows)
+    return [_item(name, partial(find, name, row)) for name, row in named]
 
 
 def _require_once(table: Path, names: Iterable[str], used: Iterable[str]) -> None:
@@ -231,35 +231,28 @@ def _list_rows(table: Path, _: str | None, __: CaptionRule) -> Iterator[Json]:
 
 def _parquet_rows(table: Path, path_column: str | None, rule: CaptionRule) -> Iterator[Json]:
     with pyarrow.parquet.ParquetFile(table) as file:
-        # Tables of datasets often hold the media's bytes as well, which nobody wants in memory.
-        asked = (name.lower() for name in (path_column, rule.column) if name)
-        known = {*PATH_COLUMNS, *CAPTION_COLUMNS, *asked}
         held = file.schema_arrow.names
         _require_once(table, held, held)
-        captions = rule.columns(held)
-        names = [name for name in held if name.lower() in known or name in captions]
+        # Tables of datasets often hold the media's bytes as well, which nobody wants in memory.
+        asked = (name.lower() for name in (path_column, rule.column) if name)
+        known = {*PATH_COLUMNS, *CAPTION_COLUMNS, *asked, *map(str.lower, rule.columns(held))}
+        names = [name for name in held if name.lower() in known]
         if not names:
             require_column(table, held, PATH_COLUMNS, None, "--path-column")
         for batch in file.iter_batches(columns=names):
             yield from batch.to_pylist()
 
 
-def tar_items(tars: Sequence[Path], rule: CaptionRule) -> list[Item]:
-    """The media of uncompressed .tar files, in the order of their members.
+def tar_items(path: Path, rule: CaptionRule) -> list[Item]:
+    """The media of an uncompressed .tar file, in the order of its members.
 
-    Nothing is unpacked: members are read where they lie.
+    Nothing is unpacked: members are read where they lie. A file that is damaged, or no uncompressed
+    .tar, gives an item with the reason, after the items of the members before the damage.
 
     Args:
-      tars: the files, in order.
+      path: the file.
       rule: which captions are taken.
-
-    A file that is damaged, or no uncompressed .tar, gives an item with the reason, after the items
-    of the members before the damage.
     """
-    return [item for path in tars for item in _tar_items(path, rule)]
-
-
-def _tar_items(path: Path, rule: CaptionRule) -> list[Item]:
     members: list[tarfile.TarInfo] = []
     damage = ""
     try:
@@ -349,12 +342,14 @@ def find_items(
     elif _PACKED.search(place.name):
         raise InputError(f"{place}: {_UNPACK}")
     elif place.is_dir():
-        there = sorted(place.iterdir())
-        tars = [path for path in there if path.suffix.lower() == ".tar"]
-        packed = [path for path in there if _PACKED.search(path.name)]
-        items = tar_items([*tars, *packed], rule) if tars else folder_items(place, rule)
+        files = sorted(place.iterdir())
+        tars = [path for path in files if path.suffix.lower() == ".tar"]
+        packed = [path for path in files if _PACKED.search(path.name)]
+        archives = [*tars, *packed] if tars else []
+        items = [item for path in archives for item in tar_items(path, rule)]
+        items = items if tars else folder_items(place, rule)
     elif place.suffix.lower() == ".tar":
-        items = tar_items([place], rule)
+        items = tar_items(place, rule)
     else:
         raise InputError(
             f"{place}: is no input; give a folder, a table ({', '.join(TABLES)}) or a .tar file"
@@ -540,7 +535,7 @@ def set_items(place: Path, settings: MediaSettings) -> list[Item]:
         for item in find_items(source, folder.path_column, folder.caption_column, every, root):
             first, *others = captions = folder.captions_of(item)
             of_file = tuple(map(clean, (item.caption or "", *item.alternatives)))
-            item = replace(item, found=() if tuple(captions) == of_file else of_file)
+            item = replace(item, found=() if captions == of_file else of_file)
             item = replace(item, name=str(name / item.name), own=tuple(own.items()))
             item = replace(item, weight=folder.weight, dropout=folder.caption_dropout)
             caption = None if item.caption is None and not first else first

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import ray
 
@@ -131,8 +131,7 @@ class _GpuEncoders(unit.Encoders):
         return str(ray.get_runtime_context().get_node_id())
 
 
-@dataclass(frozen=True)
-class _RayEncoders:
+class _RayEncoders(NamedTuple):
     """Has the method of `Encoders`, by an actor."""
 
     actor: Any
