@@ -9,9 +9,9 @@ from typing import NamedTuple
 import numpy as np
 
 from alload_jax.data.batch import AnyBatch, Batch, PackedBatch, abstract
-from alload_jax.data.condition import Conditions, Tokens, put_condition
+from alload_jax.data.condition import Conditions, Tokens, put_condition, whole_windows
 from alload_jax.data.manifest import Manifest
-from alload_jax.data.packed import PackedCollation, Place
+from alload_jax.data.packed import PackedCollation, Place, RowSizes
 from alload_jax.data.record import GIVEN, IMAGE, LATENTS, Arrays, with_text_of_epoch
 from alload_jax.data.sources import SampleReader
 from alload_jax.data.store import BadRecordError
@@ -45,8 +45,12 @@ class BucketedCollation:
         """Returns the collation of a bucketed plan."""
         _, tokens, shape = plan.bucket_shapes()
         lengths = np.unique(tokens[~shape.any(axis=1)]).tolist()
-        seq_len, given = plan.samples.seq_len, (manifest, model, conditions)
-        merged = {n: PackedCollation.of_single_samples(seq_len, n, *given) for n in lengths}
+        equal = 0 if conditions.parts else conditions.length
+        windows, given = int(whole_windows(equal, equal)), (manifest, model, conditions)
+        merged = {}
+        for length in lengths:  # rows of one sample each
+            sizes = RowSizes(length, windows, lengths=((0, 1), (length, 0)))
+            merged[length] = PackedCollation.of_sizes({0: sizes}, plan.samples.seq_len, *given)
         return cls(manifest, conditions, merged)
 
     def shapes(self, plan: Plan) -> list[AnyBatch]:

@@ -282,32 +282,10 @@ class PackedCollation:
         assert packing is not None
         equal = 0 if conditions.parts else conditions.length
         sizes = {size: row_sizes(plan, equal, size) for size in packing.split_sizes}
-        return cls._of(sizes, plan.samples.seq_len, manifest, model, conditions)
+        return cls.of_sizes(sizes, plan.samples.seq_len, manifest, model, conditions)
 
     @classmethod
-    def of_single_samples(
-        cls,
-        seq_len: np.ndarray,
-        tokens: int,
-        manifest: Manifest,
-        model: ModelConfig,
-        conditions: Conditions,
-    ) -> "PackedCollation":
-        """Returns the collation of rows of one sample each, padded to a number of tokens.
-
-        Args:
-          seq_len: [N] int64, tokens of every sample in a row.
-          tokens: of a row.
-          manifest: of the samples.
-          model: config of the model.
-          conditions: shape and dtype of the rows' conditions.
-        """
-        length = 0 if conditions.parts else conditions.length
-        sizes = RowSizes(tokens, int(whole_windows(length, length)), lengths=((0, 1), (tokens, 0)))
-        return cls._of({0: sizes}, seq_len, manifest, model, conditions)
-
-    @classmethod
-    def _of(
+    def of_sizes(
         cls,
         sizes: dict[int, RowSizes],
         seq_len: np.ndarray,
@@ -315,6 +293,7 @@ class PackedCollation:
         model: ModelConfig,
         conditions: Conditions,
     ) -> "PackedCollation":
+        """The collation of rows of these sizes, of samples of `seq_len` [N] tokens."""
         frames, height, width = (
             manifest.geometry(model.patch_size).token_grid(*manifest.shape.T).max(axis=0).tolist()
         )

@@ -66,7 +66,6 @@ class VaeEncoder(Protocol):
     @property
     def stride(self) -> Triple:
         """Pixels per latent along (frames, height, width)."""
-        ...
 
     @classmethod
     def make(cls, options: EncoderOptions) -> Self:
@@ -75,11 +74,9 @@ class VaeEncoder(Protocol):
         Raises:
           InputError: the options do not fit it.
         """
-        ...
 
     def origin(self) -> Json:
         """Its name and what else determines the latents (a digest of weights), as JSON values."""
-        ...
 
     def encode(self, frames: np.ndarray) -> np.ndarray:
         """Encodes a clip; equal clips give equal latents.
@@ -90,7 +87,6 @@ class VaeEncoder(Protocol):
         Returns:
           [t, h, w, channels] floats, normalised as models train on them.
         """
-        ...
 
 
 class TextEncoder(Protocol):
@@ -111,11 +107,9 @@ class TextEncoder(Protocol):
         Raises:
           InputError: the options or the captions do not fit it.
         """
-        ...
 
     def origin(self) -> Json:
         """Its name and what else determines the conditions, as JSON values."""
-        ...
 
     def encode(self, caption: str | None) -> Encoded:
         """Encodes a cleaned caption; None for a file without one.
@@ -127,7 +121,6 @@ class TextEncoder(Protocol):
         Raises:
           UnusableError: a file with this caption, or without one, cannot be used.
         """
-        ...
 
     def surplus_tokens(self, caption: str) -> int:
         """How many tokens of a cleaned caption `encode` cuts off."""

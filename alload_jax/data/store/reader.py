@@ -194,15 +194,7 @@ class RemoteStore(StoreReader):
                 "data.folder and the credentials"
             ) from error
         super().__init__(manifest or read_manifest(self._copies, has_shards=False))
-        if manifest is None:
-            self._check_sizes()
-
-    @override
-    def __reduce__(self) -> tuple[type[Self], tuple[Any, ...]]:
-        return type(self), (self._address, self.manifest)
-
-    def _check_sizes(self) -> None:
-        sizes = self.manifest.shard_bytes
+        sizes = self.manifest.shard_bytes if manifest is None else {}
         found = self._files.get_file_info([f"{self._root}/{shard}" for shard in sizes])
         for info, (shard, size) in zip(found, sizes.items(), strict=True):
             if info.size != size:
@@ -211,6 +203,10 @@ class RemoteStore(StoreReader):
                     f"{self._place}/{shard}: this shard {held} where the manifest says {size} "
                     "bytes; copy it there again"
                 )
+
+    @override
+    def __reduce__(self) -> tuple[type[Self], tuple[Any, ...]]:
+        return type(self), (self._address, self.manifest)
 
     @override
     def path(self, shard: str) -> Path:
