@@ -195,12 +195,9 @@ def run(options: argparse.Namespace) -> int:
 
 def _show_memory(options: argparse.Namespace) -> int:
     """Prints what a step needs on a device, without data."""
-    if given := [
-        name
-        for name in ("manifest", "workload", "weights", "out", "report")
-        if getattr(options, name)
-    ]:
-        raise InputError(f"alload plan: --memory needs no data; leave --{given[0]} out")
+    for name in ("manifest", "workload", "weights", "out", "report"):
+        if getattr(options, name):
+            raise InputError(f"alload plan: --memory needs no data; leave --{name} out")
     name, cases = memory_cases(options)
     if options.json:
         print(json.dumps({"model": name, "cases": cases}, indent=2))

@@ -84,32 +84,23 @@ class MediaSettings:
     files_per_shard: int = 32
 
     def __post_init__(self) -> None:
-        near = max(1, round((self.frames - 1) / 4) * 4 + 1)
+        frames, folded = self.frames, self.frames_per_latent
+        near = max(1, round((frames - 1) / 4) * 4 + 1)
         stride, threshold = self.stride_seconds, self.scene_threshold
+        folds = folded == 1 or (folded in (2, 4) and self.vae == "none")
+        is_ratio = threshold is None or 1 <= threshold < math.inf
+        usual = f"at least 1 and finite, such as {DEFAULT_SCENE_THRESHOLD}"
         if threshold is not None and not self.scenes:
             raise InputError(f"--scene-threshold is {threshold}, but --scenes is missing; add it")
         for flag, fits, wanted in (
-            ("frames", self.frames > 0 and self.frames % 4 == 1, f"4n + 1, such as {near}"),
-            (
-                "min-frames",
-                1 <= self.min_frames <= self.frames,
-                f"from 1 to --frames {self.frames}",
-            ),
-            (
-                "frames-per-latent",
-                self.frames_per_latent == 1
-                or (self.frames_per_latent in (2, 4) and self.vae == "none"),
-                "1, or with --vae none 2 or 4",
-            ),
+            ("frames", frames > 0 and frames % 4 == 1, f"4n + 1, such as {near}"),
+            ("min-frames", 1 <= self.min_frames <= frames, f"from 1 to --frames {frames}"),
+            ("frames-per-latent", folds, "1, or with --vae none 2 or 4"),
             ("max-clips", self.max_clips is None or self.max_clips > 0, "at least 1"),
             ("files-per-shard", self.files_per_shard > 0, "at least 1"),
             ("max-enlarge", 0 < self.max_enlarge < math.inf, "above 0 and finite"),
             ("stride-seconds", stride is None or 0 < stride < math.inf, "above 0 and finite"),
-            (
-                "scene-threshold",
-                threshold is None or 1 <= threshold < math.inf,
-                f"at least 1 and finite, such as {DEFAULT_SCENE_THRESHOLD}",
-            ),
+            ("scene-threshold", is_ratio, usual),
         ):
             if not fits:
                 value = getattr(self, flag.replace("-", "_"))

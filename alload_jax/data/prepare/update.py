@@ -133,8 +133,7 @@ class Update:
             self.todo.append(item)
         places = (out, partial_folder(out))
         names = (path.name for place in places if place.is_dir() for path in place.iterdir())
-        numbers = [n for name in names if (n := shard_number(name)) is not None]
-        self.first = max(numbers, default=-1) + 1
+        self.first = max(map(shard_number, names), default=-1) + 1
 
     def commit(self) -> str:
         """Writes the manifest of what is stored now; returns what has changed, in words."""

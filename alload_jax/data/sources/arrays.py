@@ -132,9 +132,7 @@ Layout = Literal["CTHW", "TCHW", "THWC"]
 _LARGEST_AXIS = 10**6
 READ_ERRORS = (pa.ArrowException, OSError, ValueError, OverflowError)
 """What reading a damaged file raises."""
-FLOATS = frozenset(
-    np.dtype(one) for one in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)
-)
+FLOATS = frozenset(map(np.dtype, (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)))
 """Dtypes that latents and text embeddings may have."""
 
 

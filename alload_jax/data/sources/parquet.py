@@ -137,11 +137,8 @@ class ParquetSamples(arrays.FileSamples):
                 classes = np.array(labels if isinstance(labels, list) else [labels])
                 return latents, classes, place
             text, mask = array_of(values, config.text), config.mask_in(values)
-            return (
-                latents,
-                arrays.text_tokens(text, array_of(values, mask) if mask else None),
-                place,
-            )
+            kept = array_of(values, mask) if mask else None
+            return latents, arrays.text_tokens(text, kept), place
         except arrays.READ_ERRORS as error:
             raise BadRecordError(f"{place} cannot be read: {first_line(error)}") from error
 

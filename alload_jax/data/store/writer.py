@@ -88,13 +88,9 @@ class StoreWriter(SampleWriter):
         super().__init__(vae_stride, origin)
         self._shard: ShardWriter | None = None
         self._follow([*stored, *self._kept])
-        present = [files.shard_number(path.name) for path in self.folder.glob("*.arrayrecord")]
-        numbers = [
-            *files.stored_numbers(self.folder),
-            *present,
-            *(shard.number for shard in self._kept),
-        ]
-        self._next_number = max((n for n in numbers if n is not None), default=-1) + 1
+        numbers = files.stored_numbers(self.folder) + [shard.number for shard in self._kept]
+        numbers += [files.shard_number(path.name) for path in self.folder.glob("*.arrayrecord")]
+        self._next_number = max(numbers, default=-1) + 1
 
     def __enter__(self) -> Self:
         files.remove_unfinished(self.folder)
