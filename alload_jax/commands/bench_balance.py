@@ -63,12 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=tuple(CASES),
         help=f"of {', '.join(CASES)} (default: all); :M_MEM replaces --m-mem in one case",
     )
-    add(
-        "--model",
-        choices=tuple(harness.MODELS),
-        default="1.3b",
-        help=f"{harness.NAMES} (default 1.3b)",
-    )
+    models = f"{harness.NAMES} (default 1.3b)"
+    add("--model", choices=tuple(harness.MODELS), default="1.3b", help=models)
     add("--layers", type=COUNT, help="number of layers, if fewer than the model has")
     add("--m-mem", type=COUNT, default=81_920, help="tokens of a micro-batch (default 81,920)")
     add("--samples", type=COUNT, default=4000, help="samples of the epoch (default 4000)")

@@ -49,12 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_case_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags that say which steps of one shape are measured."""
     add = parser.add_argument
-    add(
-        "--model",
-        choices=tuple(harness.MODELS),
-        default="1.3b",
-        help=f"{harness.NAMES} (default 1.3b)",
-    )
+    models = f"{harness.NAMES} (default 1.3b)"
+    add("--model", choices=tuple(harness.MODELS), default="1.3b", help=models)
     add("--layers", type=COUNT, help="fewer layers than the model has")
     add("--batch", type=COUNT, default=1, help="rows (default 1)")
     add(

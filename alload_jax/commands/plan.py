@@ -111,15 +111,9 @@ def _add_costs(group: argparse._ArgumentGroup) -> None:
 
 def _add_policies(group: argparse._ArgumentGroup) -> None:
     policies = policy_names()
-    special: dict[str, dict[str, object]] = {
-        "policy": {"type": _policy},
-        "ranks": {
-            "type": up_to(MOST_RANKS),
-            "nargs": "+",
-            "default": None,
-            "help": "numbers of data-parallel ranks (GPUs), one or several",
-        },
-    }
+    ranks = "numbers of data-parallel ranks (GPUs), one or several"
+    special: dict[str, dict[str, object]] = {"policy": {"type": _policy}}
+    special["ranks"] = {"type": up_to(MOST_RANKS), "nargs": "+", "default": None, "help": ranks}
     declared: set[str] = {"ranks_per_group", "recalibrate", "options"}
     for kind in setting_types():
         add_settings(group, kind, declared, special)

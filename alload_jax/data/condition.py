@@ -226,14 +226,9 @@ def _conditions_in_parts(model: ModelConfig, manifest: Manifest) -> Conditions:
         # Every model with parts embeds texts, for which attention needs a token of padding.
         least = 1 if part.name == TEXT else 0
         found.append(part._replace(length=max(least, longest)))
-    return Conditions(
-        sum(part.length for part in found),
-        _embedding_dtype(model),
-        None,
-        model.num_classes,
-        model.given_channels,
-        parts=tuple(found),
-    )
+    length, dtype = sum(part.length for part in found), _embedding_dtype(model)
+    given, parts = model.given_channels, tuple(found)
+    return Conditions(length, dtype, None, model.num_classes, given, parts=parts)
 
 
 def _held(manifest: Manifest, name: str) -> tuple[int | None, np.ndarray]:

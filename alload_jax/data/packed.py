@@ -412,14 +412,10 @@ class PackedCollation:
         if self.tiling is None or not behind:
             return None
         slots = sizes.whole if sizes.split_tokens else sizes.slots
-        whole = [
-            [
-                (sample, offset - row.split_tokens)
-                for sample, offset, is_split in zip(held, row.offsets, row.is_split, strict=True)
-                if not is_split
-            ]
-            for row, held in zip(rows, samples, strict=True)
-        ]
+        whole = []
+        for row, held in zip(rows, samples, strict=True):
+            placed = zip(held, row.offsets, row.is_split, strict=True)
+            whole.append([(n, at - row.split_tokens) for n, at, split in placed if not split])
         return self.tiling.layout(whole, behind, slots)
 
     def _split(
@@ -442,13 +438,8 @@ class PackedCollation:
             whole[:, row, : behind.shape[1]] = behind - [[sizes.split_tokens], [0]]
         together, tiles = sizes.context * sizes.split_tokens, None
         if self.tiling is not None:
-            of_group = [
-                [
-                    (n, offset)
-                    for n, (offset, _) in zip(row.split_samples, row.split_segments, strict=True)
-                ]
-                for row in rows
-            ]
+            placed = (zip(row.split_samples, row.split_segments, strict=True) for row in rows)
+            of_group = [[(sample, offset) for sample, (offset, _) in each] for each in placed]
             in_group = self.tiling.layout(of_group, together, sizes.split, ordered=True)
             tiles = segments.SplitTiles(self._row_tiles(sizes, rows, samples), in_group)
         return segments.SplitRows(

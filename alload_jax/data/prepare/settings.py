@@ -156,12 +156,8 @@ class MediaSettings:
         Raises:
           InputError: a name is unknown, or an encoder refuses the options or captions.
         """
-        captions = tuple(
-            clean(caption)
-            for item in items
-            for caption in (item.caption, *item.alternatives)
-            if caption is not None
-        )
+        every = (caption for item in items for caption in (item.caption, *item.alternatives))
+        captions = tuple(clean(caption) for caption in every if caption is not None)
         vae, text = VAE_ENCODERS.get(self.vae), TEXT_ENCODERS.get(self.text)
         folder = _folder("--vae", self.vae, vae, self.vae_folder)
         made = vae.make(EncoderOptions(folder, frames_per_latent=self.frames_per_latent))

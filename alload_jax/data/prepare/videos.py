@@ -403,13 +403,8 @@ def _small(frame: av.VideoFrame, like: np.ndarray | None) -> np.ndarray:
     size = [max(1, round(side * scale)) for side in (frame.height, frame.width)]
     height, width = size if like is None else like.shape[:2]
     with damage_named("pixel format that cannot be converted"):
-        return frame.reformat(
-            width=width,
-            height=height,
-            format="bgr24",
-            interpolation=Interpolation.AREA,
-            threads=1,
-        ).to_ndarray()
+        small = frame.reformat(width, height, "bgr24", interpolation=Interpolation.AREA, threads=1)
+        return small.to_ndarray()
 
 
 def clip_lengths(frames: int) -> tuple[int, ...]:
