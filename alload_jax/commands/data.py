@@ -13,7 +13,9 @@ from rich.text import Text
 from alload_jax.bench.harness import console
 from alload_jax.commands.flags import require_place, source_config, triple, up_to, usual_model
 from alload_jax.data import manifest as manifests
+from alload_jax.data.prepare.inputs import write_captions
 from alload_jax.data.sources.opening import open_source
+from alload_jax.data.store import damaged_records, merge_stores, origin_differences
 from alload_jax.errors import InputError, one_line, print_stderr
 from alload_jax.files import replacing
 from alload_jax.planning.samples import Triple
@@ -147,8 +149,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _merge(options: argparse.Namespace) -> int:
-    from alload_jax.data.store import merge_stores, origin_differences
-
     for flag in ("--config", "--patch-size", "--check", "--sheet", "--samples"):
         _require_absent(options, flag, "does not apply to merge")
     if options.out is None:
@@ -163,8 +163,6 @@ def _merge(options: argparse.Namespace) -> int:
 
 
 def _captions(options: argparse.Namespace) -> int:
-    from alload_jax.data.prepare.inputs import write_captions
-
     for flag in ("--config", "--patch-size", "--check", "--sheet", "--samples", "--add-names"):
         _require_absent(options, flag, "does not apply to captions")
     if len(options.words) != 2:
@@ -237,8 +235,6 @@ def _show(options: argparse.Namespace) -> int:
         print(f"written: {options.sheet}")
     if not options.check:
         return 0
-    from alload_jax.data.store import damaged_records
-
     damaged = 0
     for line in damaged_records(source):
         print(line)

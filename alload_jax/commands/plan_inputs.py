@@ -9,8 +9,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from alload_jax.commands.flags import holds_samples, require_package, source_config, usual_model
+from alload_jax.data.manifest import manifest_metadata, read_paths
+from alload_jax.data.prepare.inputs import set_items
+from alload_jax.data.prepare.settings import MediaSettings
 from alload_jax.data.selection import SourceShare, SourceWeight, source_shares, with_weights
 from alload_jax.data.sources.grain_samples import SIZE, SizeColumn
+from alload_jax.data.sources.opening import open_source
 from alload_jax.errors import InputError
 from alload_jax.planning import analytic
 from alload_jax.planning.architecture import Architecture, architecture_named, from_fields
@@ -417,8 +421,6 @@ def _samples(request: PlanRequest, packed: bool) -> tuple[Samples, str, np.ndarr
             options.manifest = str(place.parent)
         if holds_samples(options.manifest):
             return _source_samples(request, packed)
-        from alload_jax.data.manifest import manifest_metadata
-
         stride = stride or manifest_metadata(Path(options.manifest)).get("vae_stride")
     geometry = Geometry(tuple(stride or Geometry().vae_stride), request.patch_size)
     if options.manifest and options.manifest.endswith((".yaml", ".yml")):
@@ -440,9 +442,7 @@ def _samples(request: PlanRequest, packed: bool) -> tuple[Samples, str, np.ndarr
 def _media_samples(place: str, geometry: Geometry) -> tuple[Samples, str, np.ndarray | None]:
     """The samples that `alload prepare media` would make of a set of folders; see `_samples`."""
     require_package("av", "prepare", "alload plan --manifest of a set of folders")
-    from alload_jax.data.prepare.inputs import set_items
-    from alload_jax.data.prepare.settings import MediaSettings
-    from alload_jax.data.prepare.unit import clip_sizes
+    from alload_jax.data.prepare.unit import clip_sizes  # which needs the package
 
     settings = MediaSettings()
     token = np.multiply(geometry.vae_stride, geometry.patch_size).tolist()
@@ -461,9 +461,7 @@ def _source_samples(request: PlanRequest, packed: bool) -> tuple[Samples, str, n
 
     With the config of a model with joint attention, a sample's length counts its condition.
     """
-    from alload_jax.data.condition import conditions_for, samples_for
-    from alload_jax.data.manifest import read_paths
-    from alload_jax.data.sources.opening import open_source
+    from alload_jax.data.condition import conditions_for, samples_for  # import JAX
 
     options, model = request.options, request.model
     if options.vae_stride:
