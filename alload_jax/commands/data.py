@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import rich.box
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from alload_jax.bench.harness import console
@@ -32,11 +32,8 @@ def store_table(manifest: manifests.Manifest, patch_size: Triple) -> Table:
     if fps is not None:
         video = f"{count / fps / 3600:,.3f} hours: {count:,} frames at {fps:g} fps"
     tokens = manifest.samples(patch_size).seq_len
-    table = Table(
-        title=Text(one_line(str(manifest.folder))), title_justify="left", show_header=False
-    )
-    table.add_column("what")
-    table.add_column("value")
+    title = Text(one_line(str(manifest.folder)))
+    table = Table("what", "value", title=title, title_justify="left", show_header=False)
     rows = {
         "samples": f"{len(manifest):,}",
         "images": f"{int((frames == 1).sum()):,}",
@@ -69,9 +66,9 @@ def bucket_table(manifest: manifests.Manifest, patch_size: Triple) -> Table:
     sizes, first, counts = np.unique(manifest.shape, axis=0, return_index=True, return_counts=True)
     each = manifest.samples(patch_size).seq_len[first]
     total = each * counts
-    table = Table(title="buckets", title_justify="left", box=rich.box.SIMPLE_HEAD)
-    for name in ("frames×height×width", "samples", "tokens each", "tokens", "share of tokens"):
-        table.add_column(name, justify="right")
+    names = ("frames×height×width", "samples", "tokens each", "tokens", "share of tokens")
+    columns = (Column(name, justify="right") for name in names)
+    table = Table(*columns, title="buckets", title_justify="left", box=rich.box.SIMPLE_HEAD)
     order = np.argsort(-total, kind="stable")
     for bucket in order[:_MOST_BUCKETS]:
         table.add_row(

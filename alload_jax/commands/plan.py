@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import rich.box
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from alload_jax.bench.harness import console
@@ -299,9 +299,7 @@ def case_table(case: Case) -> Table:
         elif value:
             bounds.append(f"{name} {value:,}" if isinstance(value, int) else f"{name} {value:,.5g}")
     title = f"{case.name} · {case.ranks} ranks · {' · '.join(bounds)}"
-    table = Table(title=title, title_justify="left")
-    table.add_column("metric")
-    table.add_column("value", justify="right")
+    table = Table("metric", Column("value", justify="right"), title=title, title_justify="left")
     for name, value in case.figures()["metrics"].items():
         label = LABELS.get(name, name.replace("_", " "))
         if name == "cost":
@@ -316,9 +314,8 @@ def case_table(case: Case) -> Table:
 
 def comparison_table(cases: Sequence[Case]) -> Table:
     """A table of the main metrics with a row for each case."""
-    table = Table(box=rich.box.SIMPLE_HEAD)
-    table.add_column("ranks", justify="right")
-    table.add_column("policy", no_wrap=True)
+    ranks, policy = Column("ranks", justify="right"), Column("policy", no_wrap=True)
+    table = Table(ranks, policy, box=rich.box.SIMPLE_HEAD)
     replay = _REPLAY if cases[0].simulation else {}
     columns = dict(_COLUMNS)
     if not cases[0].in_seconds:
@@ -348,8 +345,7 @@ def comparison_table(cases: Sequence[Case]) -> Table:
 
 def shares_table(shares: Sequence[SourceShare]) -> Table:
     """A table of what the entries of `data.weights` are of an epoch."""
-    table = Table(box=rich.box.SIMPLE_HEAD)
-    table.add_column("source", no_wrap=True)
+    table = Table(Column("source", no_wrap=True), box=rich.box.SIMPLE_HEAD)
     for name in ("weight", "samples", "samples an epoch", "share of tokens"):
         table.add_column(name, justify="right")
     for each in shares:
@@ -447,13 +443,11 @@ def memory_cases(options: argparse.Namespace) -> tuple[str, list[Json]]:
 
 def memory_table(cases: list[Json]) -> Table:
     """The cases as a table."""
-    table = Table(box=rich.box.SIMPLE)
-    table.add_column("device")
-    table.add_column("model.remat", overflow="fold")
-    for name in ("state GB", "KB per token", "M_mem tokens", "host's GB"):
-        table.add_column(name, justify="right")
-    for height, width in _SIZES:
-        table.add_column(f"longest clip {height}×{width}", justify="right")
+    names = ["state GB", "KB per token", "M_mem tokens", "host's GB"]
+    names += [f"longest clip {height}×{width}" for height, width in _SIZES]
+    remat = Column("model.remat", overflow="fold")
+    columns = (Column(name, justify="right") for name in names)
+    table = Table("device", remat, *columns, box=rich.box.SIMPLE)
     for case in cases:
         clips = (
             f"{'≥ ' if frames == _LONGEST else ''}{frames:,} frames" if frames else "–"

@@ -153,14 +153,9 @@ class SampleForm(NamedTuple):
 
     def notes(self) -> Json:
         """The form as JSON values; what is not stored is left out, but for the kind of text."""
-        notes: Json = {"text_dim": self.text_dim}
-        if self.given_channels:
-            notes["given_channels"] = self.given_channels
-        if self.image_shape:
-            notes["image_shape"] = list(self.image_shape)
-        if self.parts:
-            notes["parts"] = dict(self.parts)
-        return notes
+        image, parts = list(self.image_shape or ()), dict(self.parts)
+        held = {"given_channels": self.given_channels, "image_shape": image, "parts": parts}
+        return {"text_dim": self.text_dim} | {name: value for name, value in held.items() if value}
 
     def shapes(
         self, latents: tuple[int, ...], text_length: int, part_lengths: Sequence[int] = ()
