@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute
 import pyarrow.parquet
 
-from alload_jax.data.record import SampleForm
+from alload_jax.data.record import SampleForm, pixel_channels
 from alload_jax.errors import InputError, first_line
 from alload_jax.files import Json, parse_json, require_regular
 from alload_jax.planning.epoch import LEAST_WEIGHT, MOST_WEIGHT
@@ -177,6 +177,11 @@ class Manifest:
     def folder(self) -> Path:
         """The folder or file that holds the samples."""
         return self.path.parent if self.is_store else self.path
+
+    @property
+    def holds_pixels(self) -> bool:
+        """Whether samples are grey or colour pictures, not latents of a VAE."""
+        return pixel_channels(self.vae_stride, int(self.channels[0])) is not None
 
     @property
     def fps(self) -> float | None:

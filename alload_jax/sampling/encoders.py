@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from alload_jax.data.manifest import VAE
-from alload_jax.data.pixel_latents import fold_frames
-from alload_jax.data.record import IMAGE, TEXT
+from alload_jax.data.record import IMAGE, TEXT, fold_frames
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.common.safetensor_files import open_safetensors

@@ -12,7 +12,7 @@ from training_runs import Runs
 
 from alload_jax import cli
 from alload_jax.data.datasets.digits import Digits
-from alload_jax.data.pixel_latents import unfold_frames
+from alload_jax.data.record import unfold_frames
 from alload_jax.errors import run_command
 from alload_jax.sampling.pictures import to_bytes
 

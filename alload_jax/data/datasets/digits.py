@@ -16,7 +16,7 @@ import numpy as np
 from typing_extensions import override
 
 from alload_jax.data.datasets import Dataset
-from alload_jax.data.pixel_latents import fold_frames
+from alload_jax.data.record import fold_frames
 from alload_jax.data.store import StoreWriter
 from alload_jax.errors import InputError
 from alload_jax.files import Json

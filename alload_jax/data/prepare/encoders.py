@@ -9,9 +9,8 @@ from typing import ClassVar, NamedTuple, Protocol, Self
 import numpy as np
 from typing_extensions import override
 
-from alload_jax.data.pixel_latents import fold_frames
 from alload_jax.data.prepare.sources import UnusableError
-from alload_jax.data.record import unit_interval
+from alload_jax.data.record import fold_frames, unit_interval
 from alload_jax.encoders import conditions
 from alload_jax.encoders.loading import require_packages
 from alload_jax.encoders.vae import HunyuanVideo13bVae, HunyuanVideoVae, Vae, WanVae
