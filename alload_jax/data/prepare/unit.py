@@ -30,7 +30,6 @@ from alload_jax.data.prepare.encoders import (
 from alload_jax.data.prepare.settings import MediaSettings
 from alload_jax.data.prepare.videos import video_clips
 from alload_jax.data.prepare.work_folder import PREVIEWS, Skipped, UnitReport, preview, write_report
-from alload_jax.data.record import TEXT
 from alload_jax.data.store import ShardWriter
 from alload_jax.encoders.loading import device_count
 from alload_jax.errors import InputError
@@ -157,9 +156,8 @@ class Job:
         See `TextEncoder.encode`.
         """
         found: Encoded = self.call("text", "encode", caption)
-        if not isinstance(found, dict):
-            return found, {}
-        return found[TEXT], {name: array for name, array in found.items() if name != TEXT}
+        parts = dict(found) if isinstance(found, dict) else {records.TEXT: found}
+        return parts.pop(records.TEXT), parts
 
     @property
     def has_weights(self) -> bool:

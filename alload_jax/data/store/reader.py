@@ -21,7 +21,6 @@ from typing_extensions import override
 
 from alload_jax.data import record as records
 from alload_jax.data.manifest import MANIFEST_NAME, Manifest, read_captions, read_manifest
-from alload_jax.data.record import texts_of
 from alload_jax.data.sources import SampleReader, SampleSource
 from alload_jax.errors import InputError, first_line, one_line
 from alload_jax.files import replacing
@@ -87,7 +86,7 @@ class StoreReader(SampleSource):
             held = [arrays[name]] if name in arrays else []
             if held and name not in (records.LATENTS, records.GIVEN, records.IMAGE):
                 # Of several texts, the manifest has the length of the longest.
-                held = sorted(texts_of(arrays, name), key=len, reverse=True)
+                held = sorted(records.texts_of(arrays, name), key=len, reverse=True)
             found = held[0].shape if held else "nothing"
             if found != shape or any(other.shape[1:] != shape[1:] for other in held):
                 raise BadRecordError(
