@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -28,6 +29,7 @@ from alload_jax.data.store import finish_store, is_finished
 from alload_jax.data.store.files import partial_folder
 from alload_jax.errors import InputError
 from alload_jax.files import replacing
+from alload_jax.processes import follow_parent
 
 SKIPPED_NAME = "skipped.parquet"
 """The list of files that cannot be used, in the data folder."""
@@ -203,19 +205,14 @@ _workers: list[tuple[list[Job], Event, IO[str]]] = []
 
 def _start_worker(jobs: list[Job], stop: Event) -> None:
     _workers.append((jobs, stop, work_folder.join_workers(jobs[0].out)))
+    follow_parent()  # it would wait for work forever
     threading.Thread(target=_end_in_time, args=(stop,), daemon=True).start()
 
 
 def _end_in_time(stop: Event) -> None:
-    """Ends this process when the first one is killed, or soon after it says stop.
-
-    It would wait for work forever, or an encoder would go on for minutes.
-    """
-    parent = multiprocessing.parent_process()
-    while parent is not None and parent.is_alive() and not stop.is_set():
-        parent.join(_SECONDS_BETWEEN_LOOKS)
-    if parent is not None:
-        parent.join(_SECONDS_TO_STOP)
+    """Ends this process soon after the first one says stop: an encoder would go on for minutes."""
+    stop.wait()
+    time.sleep(_SECONDS_TO_STOP)
     os._exit(1)
 
 

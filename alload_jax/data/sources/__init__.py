@@ -82,7 +82,7 @@ SOURCES: Registry[type[SourceConfig]] = Registry(
         "store": "alload_jax.data.sources.opening:Store",
         "parquet": "alload_jax.data.sources.parquet:Parquet",
         "musubi": "alload_jax.data.sources.opening:Musubi",
-        "safetensors": "alload_jax.data.sources.safetensors_folder:SafetensorsFolder",
+        "safetensors": "alload_jax.data.sources.opening:SafetensorsFolder",
     },
     method="open",
 )
