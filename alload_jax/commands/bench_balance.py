@@ -90,9 +90,8 @@ def run(options: argparse.Namespace) -> int:
     a_layer = {name: value for name, value in model.items() if name != "num_layers"}
     if unlike := costs.unlike(a_layer):
         print(f"{options.cost_model}: was made for {unlike}; plans and predictions are inaccurate")
-    workload = (
-        f"all samples {'x'.join(map(str, options.same))}" if options.same else options.workload
-    )
+    same = options.same and f"all samples {'x'.join(map(str, options.same))}"
+    workload = same or options.workload
     drawn = {name: getattr(options, name) for name in ("samples", "one_aspect", "longest")}
     ways = {name: getattr(options, name) for name in ("steps", "repeats", "context", "fsdp")}
     record = harness.Record(

@@ -133,8 +133,8 @@ def _merge(options: argparse.Namespace) -> int:
     from alload_jax.commands import model_source
 
     source = model_source.find_source(options.model)
-    loras = model_source.read_loras("--lora", options.lora, source.config, options.skip_unknown)
-    source = model_source.completed(source, options.base, loras)
+    added = ("--lora", options.lora, options.skip_unknown)
+    source = model_source.completed(source, options.base, *added)
     load = model_source.save_transformer(source, options.out, options.dtype)
     print(
         f"{options.out}: {options.model} with {', '.join(options.lora)}, {options.dtype}; load it "

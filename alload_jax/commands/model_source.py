@@ -30,24 +30,6 @@ ScaledLora = tuple[LoraFile, float]
 """A file of adapters and the factor of what it adds."""
 
 
-def read_loras(
-    flag: str, names: Sequence[str], config: ModelConfig, skip_unknown: bool
-) -> tuple[ScaledLora, ...]:
-    """Reads files of adapters given as `FILE` or `FILE:SCALE`; see `read_lora`.
-
-    Raises:
-      InputError: a file cannot be read, or does not fit the model.
-    """
-    found = []
-    for name in names:
-        place, scale = lora_name(name)
-        if not Path(place).exists():
-            raise InputError(f"{flag} {place}: no such file; name a LoRA file")
-        found.append((read_lora(place, config, skip_unknown), scale))
-        note_skipped(found[-1][0])
-    return tuple(found)
-
-
 def note_skipped(lora: LoraFile) -> None:
     """Prints what of a file of adapters was left out, a line for each."""
     for line in lora.skipped:
@@ -124,11 +106,9 @@ class Source:
           InputError: the checkpoint is damaged or belongs to another model.
         """
         assert self.run is not None
+        given = (self.config, self.run.parameters, mesh, self.weights)
         folder = self.folder / restore.CHECKPOINTS
-        return restore.restore_weights(
-            *(folder, self.step, self.config, self.run.parameters, mesh, self.weights),
-            trained_only=True,
-        ).params
+        return restore.restore_weights(folder, self.step, *given, trained_only=True).params
 
     def base_name(self) -> str:
         """What a run's trained parameters belong to, in words: weights, or those of this run."""
@@ -196,10 +176,8 @@ class Source:
         file = self.folder / "data.json"  # facts about the data that train.py records
         if (recorded := read_json(file)) is None:
             return {}
-        stride, length = (
-            recorded.get(key) if isinstance(recorded, dict) else None
-            for key in ("vae_stride", "text_length")
-        )
+        held = recorded if isinstance(recorded, dict) else {}
+        stride, length = held.get("vae_stride"), held.get("text_length")
         parts = [*stride, length] if isinstance(stride, list) else []
         if len(parts) != 4 or not all(type(one) is int and one > 0 for one in parts):
             raise InputError(
@@ -277,17 +255,33 @@ def find_run(
             "ema does not apply; leave it out"
         )
     kind: restore.WeightsKind = weights or ("ema" if averaged else "raw")
-    return Source(
-        place, config.model, config, restore.find_step(place / restore.CHECKPOINTS, step), kind
-    )
+    found = restore.find_step(place / restore.CHECKPOINTS, step)
+    return Source(place, config.model, config, found, kind)
 
 
-def completed(source: Source, base: str | None, loras: tuple[ScaledLora, ...]) -> Source:
+def completed(
+    source: Source, base: str | None, flag: str, names: Sequence[str], skip_unknown: bool
+) -> Source:
     """Returns a source with the place of its frozen parameters and with files of adapters.
 
+    Args:
+      source: the source.
+      base: place of the frozen parameters; None for where they were in training.
+      flag: that gives the files of adapters.
+      names: of these, `FILE` or `FILE:SCALE` each; see `read_lora`.
+      skip_unknown: whether they may have more than the model.
+
     Raises:
-      InputError: `base` is given for a folder that is not a run.
+      InputError: a file cannot be read, or does not fit the model, or `base` is given for a folder
+        that is not a run.
     """
+    loras: tuple[ScaledLora, ...] = ()
+    for place, scale in map(lora_name, names):
+        if not Path(place).exists():
+            raise InputError(f"{flag} {place}: no such file; name a LoRA file")
+        lora = read_lora(place, source.config, skip_unknown)
+        note_skipped(lora)
+        loras += ((lora, scale),)
     if source.run is not None:
         return replace(source, base=base, loras=loras)
     if base is not None:
