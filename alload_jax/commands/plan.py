@@ -275,11 +275,7 @@ LABELS = {
     "repeated_neighbours": "repeated neighbours",
     "repeated_neighbours_random": "repeated neighbours, at random",
 }
-_COLUMNS = {
-    "steps": "steps",
-    "imbalance": "imbalance",
-    "idle": "idle",
-    "padding": "padding",
+_COLUMNS = {name: name for name in ("steps", "imbalance", "idle", "padding")} | {
     "buckets": "programs",
     "first_step_seconds": "first step",
     "samples of a step": "samples of a step / mean",
@@ -334,12 +330,9 @@ def comparison_table(cases: Sequence[Case]) -> Table:
         by_plan, by_step = (metrics[name] for name in _WEIGHTS)
         cells["weight"] = f"{by_plan:.2f} ({by_step:.2f})"
         replayed = dataclasses.asdict(case.simulation) if case.simulation else {}
-        table.add_row(
-            str(case.ranks),
-            case.name,
-            *(cells[name] for name in columns),
-            *(readable(name, replayed[name]) for name in replay),
-        )
+        row = [cells[name] for name in columns]
+        row += [readable(name, replayed[name]) for name in replay]
+        table.add_row(str(case.ranks), case.name, *row)
     return table
 
 

@@ -145,9 +145,8 @@ class PlanRequest:
         Counting them needs the model's shapes.
         """
         if self.config is None:
-            return analytic.ALL_TRAINED, dataclasses.replace(
-                analytic.ALL_TRAINED, accumulates=False
-            )
+            one = dataclasses.replace(analytic.ALL_TRAINED, accumulates=False)
+            return analytic.ALL_TRAINED, one
         from alload_jax.models.families import abstract_model, gradient_dtypes
         from alload_jax.training.remat_choice import trained_of
 
