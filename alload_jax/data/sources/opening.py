@@ -29,7 +29,6 @@ from alload_jax.data.store import BadRecordError, StoreReader
 from alload_jax.data.store.reader import RemoteStore, is_address
 from alload_jax.errors import InputError, print_stderr
 from alload_jax.files import Json, parse_json, require_regular
-from alload_jax.planning.samples import Triple
 from alload_jax.processes import waits
 
 _LARGEST_HEADER = 100_000_000  # the limit of the safetensors library
@@ -174,7 +173,6 @@ class TensorSamples(arrays.FileSamples):
         folder: Path,
         names: Sequence[TensorNames],
         reading: arrays.Reading,
-        stride: Triple | None,
         origin: Json,
         caption: str = "caption",
     ):
@@ -184,7 +182,6 @@ class TensorSamples(arrays.FileSamples):
           folder: the data folder.
           names: the samples, in their order.
           reading: how tensors become samples.
-          stride: VAE stride; None for the usual one of the number of channels.
           origin: provenance.
           caption: name of the caption in the metadata of the condition's file.
 
@@ -195,7 +192,7 @@ class TensorSamples(arrays.FileSamples):
         self._caption_name = caption
         found = arrays.scan(self._scanned, self._names)
         sizes = {name: size for _, of_sample in found for name, size in of_sample.items()}
-        super().__init__(folder, [sample for sample, _ in found], reading, stride, sizes, origin)
+        super().__init__(folder, [sample for sample, _ in found], reading, sizes, origin)
 
     @override
     def _stored(self, sample: int) -> tuple[np.ndarray, np.ndarray, str]:
@@ -208,7 +205,7 @@ class TensorSamples(arrays.FileSamples):
             path = self._root / names.condition_file
             wanted = [name for name in (names.condition, names.mask) if name]
             condition, *mask = read_tensors(path, wanted).values()
-            if self.reading.classes:
+            if self.reading.labels:
                 return latents, condition.reshape(-1), place
             return latents, arrays.text_tokens(condition, mask[0] if mask else None), place
         except (OSError, ValueError) as error:
@@ -234,7 +231,7 @@ class TensorSamples(arrays.FileSamples):
                 sizes[names.condition_file] = header.bytes
             infos = [_info_of(header, name) for name in (names.condition, names.mask) if name]
             length, width = (math.prod(infos[0].shape), None)
-            if not self.reading.classes:
+            if not self.reading.labels:
                 length, width = arrays.text_shape(infos[0].shape)
             mark ^= content_mark(path, infos)
         except (OSError, ValueError) as error:
@@ -248,7 +245,7 @@ SUFFIX = ".safetensors"
 
 
 @dataclass(frozen=True)
-class SafetensorsFolder:
+class SafetensorsFolder(arrays.Reading):
     """Safetensors files with one sample each; see `SourceConfig`.
 
     Attributes:
@@ -256,24 +253,15 @@ class SafetensorsFolder:
       latents: name of the tensor of latents.
       text: name of the tensor of text embeddings.
       mask: name of the text's mask: 1 for tokens, then 0 for padding; null if there is none.
-      labels: name of a tensor of classes, which then takes the place of text.
       text_suffix: if the text lies in a file of its own beside FILE.safetensors, what follows FILE
         in its name, such as _te.safetensors; null if it lies in the same file.
-      layout: order of the axes of latents.
-      normalize: the VAE whose statistics normalise the latents; none for normalised latents.
-      vae_stride: pixels per latent along frames, height and width; null for the usual one of
-        latents with 16 or 48 channels.
     """
 
     name: Literal["safetensors"] = "safetensors"
     latents: str = "latents"
     text: str = "prompt_embeds"
     mask: str | None = None
-    labels: str | None = None
     text_suffix: str | None = None
-    layout: arrays.Layout = "CTHW"
-    normalize: arrays.Normalize | None = None
-    vae_stride: Triple | None = None
 
     def __post_init__(self) -> None:
         if self.text_suffix is not None and not self.text_suffix.endswith(SUFFIX):
@@ -306,14 +294,12 @@ class SafetensorsFolder:
                     f"{place / name}: its text {other} is missing; add it, or remove both"
                 )
             names.append(TensorNames(name, self.latents, other, self.labels or self.text, mask))
-        reading = arrays.Reading(self.layout, self.normalize, classes=self.labels is not None)
-        return TensorSamples(place, names, reading, self.vae_stride, {"format": "safetensors"})
+        return TensorSamples(place, names, self, {"format": "safetensors"})
 
 
 # ---------------------------------------------------------------- musubi-tuner
 
 LATENTS_SUFFIX, TEXT_SUFFIX = "_wan.safetensors", "_wan_te.safetensors"
-_STRIDE = (4, 8, 8)
 
 _NAME = re.compile(r"(?P<key>.*?)(?P<clip>_\d+-\d+(-\d+)?)?_\d+x\d+_wan\.safetensors", re.DOTALL)
 _LATENTS = re.compile(r"latents_\d+x\d+x\d+_\w+")
@@ -358,7 +344,8 @@ class Musubi:
                 "`alload prepare media --image-to-video first` writes what image-to-video takes"
             )
         origin = {"format": "musubi-tuner", "vae": "wan2.1"}
-        return TensorSamples(place, names, arrays.Reading(), _STRIDE, origin, caption="caption1")
+        reading = arrays.Reading(normalize="none", vae_stride=(4, 8, 8))
+        return TensorSamples(place, names, reading, origin, caption="caption1")
 
 
 def _text_file(folder: Path, name: str, present: set[str]) -> str:
