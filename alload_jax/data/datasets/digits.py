@@ -97,13 +97,9 @@ class Digits(Dataset):
             content |= {"motion": self.motion, "frames_per_latent": self.frames_per_latent}
         return {"digits": content}
 
+    @override
     @waits("for the data set to be written")
     def write(self, folder: str | Path) -> None:
-        """See `Dataset.write`.
-
-        Raises:
-          InputError: the folder exists already.
-        """
         images, labels = load_digits()
         stride = (self.frames_per_latent, 1, 1)
         origin = self.origin()

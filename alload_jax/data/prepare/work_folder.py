@@ -24,10 +24,6 @@ from alload_jax.files import Json, read_json, replacing
 from alload_jax.planning.samples import Triple
 
 _SETTINGS = "settings.json"
-_FILES = "files"
-"""The setting that says which input files there are."""
-_UPDATE = "update"
-"""The setting that says whether it is an update."""
 _WORKERS = "workers"
 """Locked by the processes that write shards."""
 _SECONDS_BETWEEN_NOTES = 0.2
@@ -155,16 +151,16 @@ def _compare(out: Path, path: Path, flags: Json, update: bool) -> None:
     if not isinstance(found, dict):
         raise InputError(f"{path}: is not a JSON object; remove {path.parent}")
     if update:  # which goes on after any preparation, with any files
-        found = found | {name: flags.get(name) for name in (_FILES, _UPDATE)}
+        found = found | {name: flags.get(name) for name in ("files", "update")}
         _write(path, flags)
     # Other captions are other files too: the flag says more.
-    order = {_UPDATE: 0, _FILES: 2}
+    order = {"update": 0, "files": 2}
     for flag in sorted(flags.keys() | found.keys(), key=lambda flag: (order.get(flag, 1), flag)):
         if found.get(flag) != flags.get(flag):
             remedy = f"remove {path.parent} and {out.name}.partial to start again"
-            if flag == _UPDATE:
+            if flag == "update":
                 raise InputError(f"{out}: an update of it was interrupted; add --update to go on")
-            if flag == _FILES:
+            if flag == "files":
                 raise InputError(
                     f"{out}: was begun with other input files or captions; add --update to go on "
                     f"with these, or {remedy}"
