@@ -34,7 +34,7 @@ from alload_jax.data.prepare.sources import (
     Source,
     UnusableError,
     checked_source,
-    read_bytes,
+    opened,
     readable_name,
     short,
     suffix_of,
@@ -76,7 +76,8 @@ def folder_items(folder: Path, rule: CaptionRule) -> list[Item]:
         if (root / text).is_file() and not (root / text).stat().st_size:
             return source, [""]
         try:
-            data = read_bytes(checked_source(root, text), LONGEST_FILE)
+            with opened(checked_source(root, text)) as file:
+                data = file.read(LONGEST_FILE)
         except UnusableError as error:
             raise UnusableError(f"its caption {readable_name(text)}: {error}") from error
         return source, rule.of_sidecar(data, suffix_of(text))
@@ -271,8 +272,8 @@ def tar_items(path: Path, rule: CaptionRule) -> list[Item]:
             raise UnusableError("empty file (0 bytes)")
         if (text := texts.of(name)) is None:
             return source, []
-        data = read_bytes(_source(path, by_name[text]), LONGEST_FILE)
-        return source, rule.of_sidecar(data, suffix_of(text))
+        with opened(_source(path, by_name[text])) as file:
+            return source, rule.of_sidecar(file.read(LONGEST_FILE), suffix_of(text))
 
     items = [
         _item(readable_name(f"{path.name}/{member.name}"), partial(find, name, member))
@@ -523,9 +524,8 @@ def set_items(place: Path, settings: MediaSettings) -> list[Item]:
         try:
             clips = {name: given[name] for name in given if name in _CLIPS}
             own = _checked(MediaSettings, clips)
-            folder = MediaFolder(
-                **_checked(MediaFolder, {n: v for n, v in given.items() if n not in clips})
-            )
+            rest = {name: given[name] for name in given if name not in clips}
+            folder = MediaFolder(**_checked(MediaFolder, rest))
             replace(settings, **own)
         except InputError as error:
             raise InputError(f"{where} ({given['path']}): {error}") from error

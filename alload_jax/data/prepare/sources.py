@@ -210,16 +210,6 @@ def opened(source: Source) -> Iterator[io.BufferedReader]:
         yield file if whole else io.BufferedReader(_Part(file, source.offset, source.size))
 
 
-def read_bytes(source: Source, limit: int) -> bytes:
-    """The first `limit` bytes of a source.
-
-    Raises:
-      UnusableError: it cannot be read.
-    """
-    with opened(source) as file:
-        return file.read(limit)
-
-
 AREA_CLASSES: dict[str, tuple[int, int]] = {
     "192p": (192, 336),
     "256p": (256, 256),
