@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from alload_jax.data.batch import AnyBatch, Batch, PackedBatch, abstract
+from alload_jax.data.batch import AnyBatch, Batch, HostBatch, PackedBatch, abstract
 from alload_jax.data.condition import Conditions, Tokens, put_condition, whole_windows
 from alload_jax.data.manifest import Manifest
 from alload_jax.data.packed import PackedCollation, Place, RowSizes
@@ -91,7 +91,7 @@ class BucketedCollation:
         merged = self.merged[parts[0].seq_len]
         return merged, [row for part in parts for row in merged.single_rows(part)]
 
-    def empty(self, parts: Sequence[MicroBatch], epoch: int) -> AnyBatch[np.ndarray]:
+    def empty(self, parts: Sequence[MicroBatch], epoch: int) -> HostBatch:
         """Builds a micro-batch of a step of `epoch` for the parts of these ranks, weights 0.
 
         Its epochs are those of `noise_epoch`.
@@ -118,12 +118,7 @@ class BucketedCollation:
             first_row += part.rows
 
     def put(
-        self,
-        batch: AnyBatch[np.ndarray],
-        place: Place,
-        sample: int,
-        arrays: Arrays,
-        condition: Tokens,
+        self, batch: HostBatch, place: Place, sample: int, arrays: Arrays, condition: Tokens
     ) -> None:
         """Writes the arrays of a sample to its place in the batch, with weight 1.
 
@@ -169,7 +164,7 @@ class HostStep(NamedTuple):
 
     number: int
     epoch: int
-    batches: tuple[AnyBatch[np.ndarray], ...]
+    batches: tuple[HostBatch, ...]
     problems: tuple[str, ...]
     groups: tuple[int, ...] = ()
 

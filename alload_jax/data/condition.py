@@ -94,9 +94,8 @@ class Conditions:
         """No image embeddings, zeros [*shape, N, width]; None if the model takes none."""
         if self.image_shape is None:
             return None
-        return np.zeros(
-            (*shape, *self.image_shape), np.float32 if self.text_dim is None else self.dtype
-        )
+        dtype = np.float32 if self.text_dim is None else self.dtype
+        return np.zeros((*shape, *self.image_shape), dtype)
 
     def part_tokens(self, manifest: Manifest) -> np.ndarray:
         """Returns how many tokens of each of `parts` each sample has at most, [N, K] int64."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from alload_jax.data.batch import AnyBatch, PackedBatch, abstract
+from alload_jax.data.batch import HostBatch, PackedBatch, abstract
 from alload_jax.data.condition import Conditions, Tokens, part_room, put_condition, whole_windows
 from alload_jax.data.manifest import Manifest
 from alload_jax.data.record import GIVEN, IMAGE, LATENTS, Arrays
@@ -294,9 +294,8 @@ class PackedCollation:
         conditions: Conditions,
     ) -> "PackedCollation":
         """The collation of rows of these sizes, of samples of `seq_len` [N] tokens."""
-        frames, height, width = (
-            manifest.geometry(model.patch_size).token_grid(*manifest.shape.T).max(axis=0).tolist()
-        )
+        grids = manifest.geometry(model.patch_size).token_grid(*manifest.shape.T)
+        frames, height, width = grids.max(axis=0).tolist()
         tokens = conditions.part_tokens(manifest) if conditions.parts else None
         if tokens is not None:
             for size, each in sizes.items():
@@ -313,9 +312,8 @@ class PackedCollation:
 
     def abstract(self, rows: int, split_tokens: int = 0) -> PackedBatch:
         """A batch of so many rows whose split region has `split_tokens` tokens, without arrays."""
-        return abstract(
-            self._batch(self.sizes[split_tokens], [_empty_row(split_tokens)], [()], 0), rows
-        )
+        batch = self._batch(self.sizes[split_tokens], [_empty_row(split_tokens)], [()], 0)
+        return abstract(batch, rows)
 
     def single_rows(self, part: MicroBatch) -> list[MicroBatch]:
         """The rows of a micro-batch of one sample each, as packed rows."""
@@ -461,12 +459,7 @@ class PackedCollation:
                 yield sample, Place(row, slot, *place)
 
     def put(
-        self,
-        batch: AnyBatch[np.ndarray],
-        place: Place,
-        sample: int,
-        arrays: Arrays,
-        condition: Tokens,
+        self, batch: HostBatch, place: Place, sample: int, arrays: Arrays, condition: Tokens
     ) -> None:
         """Writes the arrays of a sample to its place in the batch."""
         assert isinstance(batch, PackedBatch)
