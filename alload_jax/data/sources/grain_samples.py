@@ -93,11 +93,8 @@ class GrainSamples(SampleSource):
         return checked_sample(self.manifest, sample, self._read(sample), place)
 
     def _read(self, sample: int) -> dict[str, np.ndarray]:
-        def arrays() -> Any:
-            record = self._source[sample]
-            return self._arrays(record) if self._arrays else record
-
-        return _arrays_of(arrays, f"{self._name}: sample {sample}")
+        arrays = self._arrays or (lambda record: record)
+        return _arrays_of(lambda: arrays(self._source[sample]), f"{self._name}: sample {sample}")
 
 
 def _arrays_of(read: Callable[[], Any], place: str) -> dict[str, np.ndarray]:
@@ -131,7 +128,8 @@ def _manifest(
         first = read_first()
     except BadRecordError as error:
         raise InputError(f"{error}; correct the source or its arrays function") from error
-    condition = first[TEXT if TEXT in first else LABELS]
+    if text_length is None:
+        text_length = len(first[TEXT if TEXT in first else LABELS])
     seed = zlib.crc32(repr((name, identity)).encode())
     return Manifest(
         path=Path(name),
@@ -139,9 +137,7 @@ def _manifest(
         index=np.arange(len(shape)),
         shape=shape,
         channels=np.full(len(shape), first[LATENTS].shape[-1], np.int32),
-        text_length=np.full(
-            len(shape), len(condition) if text_length is None else text_length, np.int32
-        ),
+        text_length=np.full(len(shape), text_length, np.int32),
         checksum=np.array([zlib.crc32(row.tobytes(), seed) for row in shape], np.uint32),
         vae_stride=vae_stride,
         form=SampleForm.of(first),

@@ -390,8 +390,7 @@ def _tensor_names(
                 "remove it, or cache again without --one_frame"
             )
         matching = [name for name in names if pattern.fullmatch(name)]
-        kinds = {kind for kind in _UNREAD for name in names if name.startswith(kind)}
-        unread.extend(kinds)
+        unread.extend({kind for kind in _UNREAD for name in names if name.startswith(kind)})
         if len(matching) != 1:
             raise InputError(
                 f"{folder / file}: needs one tensor {pattern.pattern}, and holds "

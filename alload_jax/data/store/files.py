@@ -251,10 +251,8 @@ def finish_store(
 
 def _manifest_of(parts: list[Part]) -> tuple[pa.Table, Json]:
     """Rows and notes of the manifest of all parts, which must agree."""
-    require_alike(
-        ((str(path), form_of(rows, notes)) for path, rows, notes in parts),
-        "write it again, or to another store",
-    )
+    there = ((str(path), form_of(rows, notes)) for path, rows, notes in parts)
+    require_alike(there, "write it again, or to another store")
     sizes: dict[str, int] = {}
     for part in parts:
         sizes |= part.notes["shard_bytes"]
