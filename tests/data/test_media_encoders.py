@@ -5,6 +5,7 @@ import io
 import json
 import os
 from collections import Counter
+from dataclasses import replace
 from multiprocessing import get_context
 
 import numpy as np
@@ -128,8 +129,9 @@ def test_processes_see_one_gpu_each(monkeypatch):
 
 def test_an_encoding_process_that_fails_or_ends_is_an_error_of_one_line(weights):
     vae, spawn = toy_encoders.WeighedPixels.make(EncoderOptions(weights)), get_context("spawn")
-    with unit.encoding_processes(vae, ByteText(), None, spawn) as (remote,):
-        job = unit.Job(weights, MediaSettings(), vae, ByteText(), remote=remote)
+    job = unit.Job(weights, MediaSettings(), vae, ByteText())
+    with unit.encoding_processes(job, spawn) as (remote,):
+        job = replace(job, remote=remote)
         said = {"refuses": "the weights are damaged", "ends": "the process that encodes ended"}
         for fault, words in said.items():
             (weights / "weights").write_text(fault)

@@ -175,8 +175,8 @@ def _in_processes(
     with ExitStack() as stack:
         jobs = [job]
         if job.has_weights:
-            processes = encoding_processes(job.vae, job.text, job.given, context)
-            jobs = [replace(job, remote=each) for each in stack.enter_context(processes)]
+            processes = stack.enter_context(encoding_processes(job, context))
+            jobs = [replace(job, remote=each) for each in processes]
         stop = context.Event()
         pool = ProcessPoolExecutor(workers, context, _start_worker, (jobs, stop))
         running: dict[Future[str | None], int] = {}

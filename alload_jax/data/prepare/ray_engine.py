@@ -156,8 +156,7 @@ def _encoders(job: unit.Job) -> Iterator[dict[str, list[_RayEncoders]]]:
       InputError: the cluster has GPUs, and none is free.
     """
     gpus = int(ray.cluster_resources().get("GPU", 0)) if job.has_weights else 0
-    start = cast(Any, _GpuEncoders).remote
-    actors = [start(vae=job.vae, text=job.text, given=job.given) for _ in range(gpus)]
+    actors = [cast(Any, _GpuEncoders).remote(job) for _ in range(gpus)]
     try:
         nodes = {actor.node.remote(): actor for actor in actors}
         ready = ray.wait(list(nodes), num_returns=gpus, timeout=_GPU_SECONDS)[0] if gpus else []

@@ -62,9 +62,7 @@ def deferred_interrupts() -> Iterator[None]:
 
 
 @contextmanager
-def encoding_processes(
-    vae: VaeEncoder, text: TextEncoder, given: GivenFrames | None, context: SpawnContext
-) -> Iterator[list[Any]]:
+def encoding_processes(job: "Job", context: SpawnContext) -> Iterator[list[Any]]:
     """Starts a process for each GPU, or one where there is none; ends them at the end.
 
     Yields:
@@ -77,7 +75,7 @@ def encoding_processes(
             with deferred_interrupts():
                 manager.start(_begin, (device,))
                 managers.append(manager)
-        yield [manager.Encoders(vae=vae, text=text, given=given) for manager in managers]
+        yield [manager.Encoders(job) for manager in managers]
     finally:
         with deferred_interrupts(), ExitStack() as stack:
             for manager in managers:
@@ -107,14 +105,13 @@ class Encoders:
     frames are sent while others are encoded.
     """
 
-    def __init__(self, **encoders: VaeEncoder | TextEncoder | GivenFrames | None):
-        self._encoders = encoders
-        self._lock = threading.Lock()
+    def __init__(self, job: "Job"):
+        self._job, self._lock = job, threading.Lock()
 
     def encode(self, name: str, method: str, *arguments: Any) -> Any:
-        """Calls a method of the encoder of that name in a `Job`."""
+        """Calls a method of the job's encoder of that name."""
         with self._lock:
-            return getattr(self._encoders[name], method)(*arguments)
+            return self._job.call(name, method, *arguments)
 
 
 ENCODING_ENDED = (
