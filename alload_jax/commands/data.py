@@ -53,9 +53,8 @@ def store_table(manifest: manifests.Manifest, patch_size: Triple) -> Table:
     for name, value in manifest.origin.items():
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         text = one_line(text)
-        rows[one_line(f"origin: {name}")] = (
-            text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 1]}…"
-        )
+        text = text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 1]}…"
+        rows[one_line(f"origin: {name}")] = text
     for name, value in rows.items():
         table.add_row(Text(name), Text(value))
     return table
@@ -190,13 +189,10 @@ def _captions(options: argparse.Namespace) -> int:
         writer.writerow(("path", "caption"))
         lines: dict[tuple[str, str], None] = {}
         for row in sorted(rows, key=lambda row: str(row[manifests.PATH])):
-            words = (
-                row.get(manifests.FOUND)
-                or row.get(manifests.CAPTIONS)
-                or [row[manifests.CAPTION] or ""]
-            )
-            several = json.dumps(words, ensure_ascii=False) if len(words) > 1 else words[0]
-            lines[row[manifests.PATH], several] = None
+            found, several = row.get(manifests.FOUND), row.get(manifests.CAPTIONS)
+            words = found or several or [row[manifests.CAPTION] or ""]
+            text = json.dumps(words, ensure_ascii=False) if len(words) > 1 else words[0]
+            lines[row[manifests.PATH], text] = None
         writer.writerows(lines)
     print(options.out)
     return 0

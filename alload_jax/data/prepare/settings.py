@@ -194,8 +194,7 @@ class MediaSettings:
         names = (name for name in self.__dataclass_fields__ if not name.endswith("_folder"))
         values = {name: getattr(self, name) for name in names}
         values |= {"area": list(self.area), "fps": str(self.rate)}
-        values["text_length"] = self._text_length
-        values |= {"scene_threshold": self.cut_threshold}
+        values |= {"text_length": self._text_length, "scene_threshold": self.cut_threshold}
         for name, usual in (("captions", "one"), ("frames_per_latent", 1)):
             if values[name] == usual:  # folders of earlier versions lack it
                 del values[name]

@@ -339,11 +339,4 @@ def _clips(
     if is_image and not sources.is_animated(item.source):
         yield sources.decode_image(item.source, choose, note)
         return
-    yield from video_clips(
-        item.source,
-        choose,
-        settings,
-        animated_image=is_image,
-        times_only=times_only,
-        note=note,
-    )
+    yield from video_clips(item.source, choose, settings, is_image, times_only, note)

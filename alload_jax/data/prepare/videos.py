@@ -417,7 +417,6 @@ def video_clips(
     source: sources.Source,
     choose: Callable[[int, int], sources.Bucket],
     settings: MediaSettings,
-    *,
     animated_image: bool,
     times_only: bool,
     note: sources.Note,
