@@ -20,7 +20,7 @@ from alload_jax.data.datasets import DATASETS, Dataset
 from alload_jax.data.loader import LoaderConfig
 from alload_jax.data.selection import SourceWeight
 from alload_jax.data.sources import SOURCES, SourceConfig
-from alload_jax.data.store.remote import is_address
+from alload_jax.data.store.reader import is_address
 from alload_jax.distributed.initialize import ClusterConfig
 from alload_jax.errors import InputError
 from alload_jax.files import Json, parse_yaml, read_text

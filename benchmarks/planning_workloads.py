@@ -24,8 +24,7 @@ import grain
 import numpy as np
 
 from alload_jax.bench.harness import benchmark_parser, provenance, typed
-from alload_jax.data.sources.grain_samples import GrainStream
-from alload_jax.data.sources.size_column import SIZE, SIZES, SizeColumn
+from alload_jax.data.sources.grain_samples import SIZE, SIZES, GrainStream, SizeColumn
 from alload_jax.files import Json
 from alload_jax.planning.cost import read_cost_file
 from alload_jax.planning.factory import make_plan

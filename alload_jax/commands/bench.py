@@ -4,31 +4,26 @@ import argparse
 from collections.abc import Callable
 from functools import partial
 
-from alload_jax.commands import (
-    add_command,
-    bench_balance,
-    bench_epoch,
-    bench_kernel,
-    bench_sparse_attention,
-    bench_step,
-    bench_tune,
-)
+from alload_jax.commands import add_command, bench_balance, bench_epoch, bench_kernels, bench_step
 from alload_jax.sharding.host_memory import set_xla_flags
+
+_KERNEL = "Measure kernels on this device against XLA's fusion."
+_SPARSE = "Measure block-sparse attention on this device against cuDNN's dense attention."
+_TUNE = "Measure how the norm kernels run fastest on this GPU, for model.norm auto and triton."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares a subcommand with its own flags for each benchmark."""
     choices = parser.add_subparsers(required=True, metavar="WHAT")
-    for name, measured in (
-        ("kernel", bench_kernel),
-        ("step", bench_step),
-        ("balance", bench_balance),
-        ("epoch", bench_epoch),
-        ("sparse-attention", bench_sparse_attention),
-        ("tune", bench_tune),
+    for name, words, add, run in (
+        ("kernel", _KERNEL, bench_kernels.add_kernel_arguments, bench_kernels.run_kernel),
+        ("step", bench_step.HELP, bench_step.add_arguments, bench_step.run),
+        ("balance", bench_balance.HELP, bench_balance.add_arguments, bench_balance.run),
+        ("epoch", bench_epoch.HELP, bench_epoch.add_arguments, bench_epoch.run),
+        ("sparse-attention", _SPARSE, bench_kernels.add_sparse_arguments, bench_kernels.run_sparse),
+        ("tune", _TUNE, bench_kernels.add_tune_arguments, bench_kernels.run_tune),
     ):
-        sub = add_command(choices, name, measured.HELP, partial(_run, measured.run))
-        measured.add_arguments(sub)
+        add(add_command(choices, name, words, partial(_run, run)))
 
 
 def _run(measure: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:

@@ -8,16 +8,7 @@ from pathlib import Path
 import numpy as np
 from rich.table import Table
 
-from alload_jax.bench.harness import (
-    MODELS,
-    NAMES,
-    Record,
-    gigabytes,
-    measured,
-    model_fields,
-    table_of,
-    training_fields,
-)
+from alload_jax.bench import harness
 from alload_jax.commands.flags import COUNT, require_place
 from alload_jax.errors import InputError
 from alload_jax.files import Json, read_json
@@ -72,7 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=tuple(CASES),
         help=f"of {', '.join(CASES)} (default: all); :M_MEM replaces --m-mem in one case",
     )
-    add("--model", choices=tuple(MODELS), default="1.3b", help=f"{NAMES} (default 1.3b)")
+    models = f"{harness.NAMES} (default 1.3b)"
+    add("--model", choices=tuple(harness.MODELS), default="1.3b", help=models)
     add("--layers", type=COUNT, help="number of layers, if fewer than the model has")
     add("--m-mem", type=COUNT, default=81_920, help="tokens of a micro-batch (default 81,920)")
     add("--samples", type=COUNT, default=4000, help="samples of the epoch (default 4000)")
@@ -93,17 +85,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measures each case in a separate process, prints a table and writes JSON."""
-    model = training_fields(model_fields(options.model, options.layers))
+    model = harness.training_fields(harness.model_fields(options.model, options.layers))
     costs, settings = _checked(options, model)
     a_layer = {name: value for name, value in model.items() if name != "num_layers"}
     if unlike := costs.unlike(a_layer):
         print(f"{options.cost_model}: was made for {unlike}; plans and predictions are inaccurate")
-    workload = (
-        f"all samples {'x'.join(map(str, options.same))}" if options.same else options.workload
-    )
+    same = options.same and f"all samples {'x'.join(map(str, options.same))}"
+    workload = same or options.workload
     drawn = {name: getattr(options, name) for name in ("samples", "one_aspect", "longest")}
     ways = {name: getattr(options, name) for name in ("steps", "repeats", "context", "fsdp")}
-    record = Record(
+    record = harness.Record(
         options.out, model=model, workload=workload, m_mem=options.m_mem, drawn=drawn, ways=ways
     )
     content = record.content
@@ -112,7 +103,7 @@ def run(options: argparse.Namespace) -> int:
     def cases() -> Iterator[Json]:
         for name, given in settings.items():
             digests = {each["digest"]: each["case"] for each in kept if "digest" in each}
-            found = measured("alload_jax.bench.balance", given | {"measured": digests})
+            found = harness.measured("alload_jax.bench.balance", given | {"measured": digests})
             content.update((key, found.pop(key)) for key in _SHARED if key in found)
             case = {"case": name} | found
             with_case = content | {"cases": [*kept, case]}
@@ -132,7 +123,7 @@ def run(options: argparse.Namespace) -> int:
     return status
 
 
-def _kept(record: Record, measured_anew: list[str]) -> list[Json]:
+def _kept(record: harness.Record, measured_anew: list[str]) -> list[Json]:
     """The cases of an existing file of the same measurement that are not measured anew.
 
     Each keeps the command that measured it. Figures of all follow from the same samples.
@@ -241,7 +232,7 @@ def _table(content: Json) -> Table:
         return lambda case: f"{case['figures'][name]:.1%}" if name in case["figures"] else "-"
 
     def memory(case: Json, figure: Callable[[list[int]], float]) -> str:
-        return gigabytes(case["peak_bytes"] and round(figure(case["peak_bytes"])))
+        return harness.gigabytes(case["peak_bytes"] and round(figure(case["peak_bytes"])))
 
     def compilation(case: Json) -> str:
         """A run that read programs from a cache has no seconds."""
@@ -249,7 +240,7 @@ def _table(content: Json) -> Table:
         return f"{programs}" if seconds is None else f"{seconds:.0f} s ({programs})"
 
     measured = {case["case"]: case for case in content["cases"]}
-    return table_of(
+    return harness.table_of(
         f"{content['workload']} on {content.get('devices', 0)} devices, "
         f"{content['model']['num_layers']} layers, {content['m_mem']:,} tokens per rank",
         {

@@ -10,17 +10,7 @@ from typing import get_args
 import numpy as np
 from rich.table import Table
 
-from alload_jax.bench.harness import (
-    MODELS,
-    NAMES,
-    Record,
-    console,
-    gigabytes,
-    measured,
-    model_fields,
-    table_of,
-    training_fields,
-)
+from alload_jax.bench import harness
 from alload_jax.commands.flags import ABOVE_0, COUNT, require_place
 from alload_jax.errors import InputError
 from alload_jax.files import Json
@@ -59,7 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_case_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the flags that say which steps of one shape are measured."""
     add = parser.add_argument
-    add("--model", choices=tuple(MODELS), default="1.3b", help=f"{NAMES} (default 1.3b)")
+    models = f"{harness.NAMES} (default 1.3b)"
+    add("--model", choices=tuple(harness.MODELS), default="1.3b", help=models)
     add("--layers", type=COUNT, help="fewer layers than the model has")
     add("--batch", type=COUNT, default=1, help="rows (default 1)")
     add(
@@ -109,14 +100,14 @@ def require_usable(command: str, options: argparse.Namespace) -> None:
 
 def measure(options: argparse.Namespace, cases: Iterable[Case]) -> int:
     """Measures each case in a process of its own, prints a table, writes JSON."""
-    results = ({"name": name} | measured(program, given) for name, program, given in cases)
+    results = ({"name": name} | harness.measured(program, given) for name, program, given in cases)
     return record_of(options).measure(results, "name", _outcome, _table)
 
 
-def record_of(options: argparse.Namespace) -> Record:
+def record_of(options: argparse.Namespace) -> harness.Record:
     """The JSON of steps of one shape, without any yet."""
-    model, latents = model_fields(options.model, options.layers), list(options.latents)
-    return Record(options.out, model=model, batch=options.batch, latents=latents, cases=[])
+    model, latents = harness.model_fields(options.model, options.layers), list(options.latents)
+    return harness.Record(options.out, model=model, batch=options.batch, latents=latents, cases=[])
 
 
 def shared_settings(options: argparse.Namespace) -> Json:
@@ -127,9 +118,9 @@ def shared_settings(options: argparse.Namespace) -> Json:
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
     """Our own: each way of --remat."""
-    model, shared = model_fields(options.model, options.layers), shared_settings(options)
+    model, shared = harness.model_fields(options.model, options.layers), shared_settings(options)
     for remat in options.remat:
-        fields = training_fields(model, remat, scan_layers=not options.unrolled)
+        fields = harness.training_fields(model, remat, scan_layers=not options.unrolled)
         fields["memory_budget"] = options.memory_budget
         name = f"alload, keep {remat}" + ", unrolled" * options.unrolled
         yield name, "alload_jax.bench.step_process", shared | {"model": fields}
@@ -139,7 +130,7 @@ def _outcome(result: Json) -> str:
     kept = ""
     if "policies" in result and result["settings"]["model"].get("remat") == AUTO_REMAT:
         kept = f"; auto keeps {in_words(result['policies'])}"
-    return f"{result['seconds']:.3f} s, at most {gigabytes(result.get('peak_bytes'))}{kept}"
+    return f"{result['seconds']:.3f} s, at most {harness.gigabytes(result.get('peak_bytes'))}{kept}"
 
 
 def _table(content: Json) -> Table:
@@ -150,14 +141,14 @@ def _table(content: Json) -> Table:
         tokens = case["tokens"] // batch + case["tokens_beside"]
         return architecture.step_flops(np.full(batch, tokens)) / case["seconds"]
 
-    return table_of(
+    return harness.table_of(
         f"one training step, {batch}×{latents} latents",
         {
             "": lambda case: case["name"],
             "s": lambda case: f"{case['seconds']:.3f}",
             "tokens/s": lambda case: f"{case['tokens'] / case['seconds']:,.0f}",
             "model TFLOP/s": lambda case: f"{flops_per_second(case) / 1e12:.0f}",
-            "most memory": lambda case: gigabytes(case.get("peak_bytes")),
+            "most memory": lambda case: harness.gigabytes(case.get("peak_bytes")),
             "to compile, s": lambda case: (
                 f"{case.get('compile_seconds', case.get('warmup_seconds', 0)):.0f}"
             ),
@@ -182,7 +173,7 @@ def profile(options: argparse.Namespace, cases: Iterable[Case]) -> int:
         case: Json = {"name": name, **found}
         record.add(case)
         if "error" in case:
-            console().print(f"{name}: {case['error']}")
+            harness.console().print(f"{name}: {case['error']}")
             continue
         _show(case, operations)
         picture = record.path.with_name(f"{record.path.stem}_{file}.png")
@@ -200,16 +191,16 @@ def _profiled(program: str | Path, settings: Json, keep: str | None) -> tuple[Js
     from alload_jax.bench.step_profile.measure import NO_GRAPHS
     from alload_jax.bench.step_profile.summary import attention_shapes, records, rows, step_roof
 
-    found = measured(program, settings)
+    found = harness.measured(program, settings)
     if "error" in found:
         return found, []
     flags = f"{os.environ.get('XLA_FLAGS', '')} {NO_GRAPHS}".strip()
-    traced = measured(_MEASURE, settings | {"keep": keep}, {"XLA_FLAGS": flags})
+    traced = harness.measured(_MEASURE, settings | {"keep": keep}, {"XLA_FLAGS": flags})
     if "error" in traced:
         return found | {"error": f"the traced step {traced['error']}"}, []
     operations, roofs = traced["operations"], None
     if traced["backend"] == "gpu":
-        roofs = measured(_ROOFS, {"attention": attention_shapes(operations)})
+        roofs = harness.measured(_ROOFS, {"attention": attention_shapes(operations)})
         if "error" in roofs:
             return found | {"error": f"the measurement of roofs {roofs['error']}"}, []
     roof = step_roof(traced, roofs) if roofs else None
@@ -226,10 +217,10 @@ def _profiled(program: str | Path, settings: Json, keep: str | None) -> tuple[Js
 def _show(case: Json, operations: Sequence[Json]) -> None:
     from alload_jax.bench.step_profile.attribution import ELSE
 
-    console().print(_profile_table(case))
+    harness.console().print(_profile_table(case))
     told = (
         f"step {case['seconds'] * 1e3:,.1f} ms, {case['traced_seconds'] * 1e3:,.1f} ms traced, "
-        f"at most {gigabytes(case.get('peak_bytes'))}"
+        f"at most {harness.gigabytes(case.get('peak_bytes'))}"
     )
     if load := case.get("load"):
         told += (
@@ -245,7 +236,7 @@ def _show(case: Json, operations: Sequence[Json]) -> None:
             f"{roof['attention']}, optimizer {roof['optimizer']}): {case['of_roof']:.3f} of the "
             "roof"
         )
-    console().print(told)
+    harness.console().print(told)
     longest = sorted(operations, key=lambda each: -each["seconds"])
     unnamed = [each for each in longest if each["part"] == ELSE]
     _show_kernels("everything else, by kernel", unnamed)
@@ -297,4 +288,4 @@ def _profile_table(case: Json) -> Table:
     for total in totals(found):
         details = (row for row in found if row.part == total.part and row.detail)
         shown += [total._replace(detail=""), *details]
-    return table_of(f"{case['name']}: one step by part", columns, shown)
+    return harness.table_of(f"{case['name']}: one step by part", columns, shown)

@@ -13,14 +13,7 @@ from alload_jax.bench.harness import console, table_of
 from alload_jax.commands.flags import ABOVE_0, COUNT, SHARE, require_place
 from alload_jax.errors import InputError
 from alload_jax.files import Json, parse_yaml, read_json, read_text
-from alload_jax.planning.cost import (
-    CostFile,
-    SparseLayers,
-    read_cost_file,
-    with_layers,
-    without_layers,
-    write_cost_file,
-)
+from alload_jax.planning import cost
 from alload_jax.planning.fit import fit_run
 from alload_jax.planning.remat import AUTO_REMAT
 from alload_jax.sharding.host_memory import set_xla_flags
@@ -31,7 +24,7 @@ if TYPE_CHECKING:
     from alload_jax.training.trial_step import Step
 
 
-def print_report(costs: CostFile) -> None:
+def print_report(costs: cost.CostFile) -> None:
     """Prints the points, the fits and the allocator's peak; the file has `details`."""
     assert costs.details
     _print_points(costs.details["points"], f"training steps on {costs.device}")
@@ -98,15 +91,15 @@ def calibrate_from_run(folder: Path, out: Path) -> int:
         raise InputError(f"{folder}: holds no run; give the folder of one, such as runs/digits")
     config = parse_yaml(read_text(path), str(path), "restore the run's config")
     config = config if isinstance(config, dict) else {}
-    planned_by = CostFile()
+    planned_by = cost.CostFile()
     if place := (config.get("planning") or {}).get("cost_model"):
         try:
-            planned_by = read_cost_file(place)
+            planned_by = cost.read_cost_file(place)
         except InputError as error:
             raise InputError(f"{folder}: its config names a cost model: {error}") from error
     before = planned_by.quadratic
     if (config.get("model") or {}).get("sparse_attention"):
-        before = with_layers(planned_by, SparseLayers()).quadratic
+        before = cost.with_layers(planned_by, cost.SparseLayers()).quadratic
     try:
         rows = read_metrics(folder / "metrics.jsonl")
         found = fit_run([row for row in rows if not is_validation(row)], before)
@@ -122,7 +115,7 @@ def calibrate_from_run(folder: Path, out: Path) -> int:
         "drift": found.drift,
         "versions": starts[-1].get("versions"),
     }
-    quadratic, sparse = without_layers(found.model)
+    quadratic, sparse = cost.without_layers(found.model)
     model = planned_by.model  # by which a cost model is compared with others
     if not model:
         trained = read_config(["--config", str(path)], prog=_COMMAND).model
@@ -146,7 +139,7 @@ def calibrate_from_run(folder: Path, out: Path) -> int:
         origin="measured",
         details=details,
     )
-    write_cost_file(out, costs)
+    cost.write_cost_file(out, costs)
     print(f"{found.steps:,} steps, mean error {found.mape:.1%}")
     if found.drift is not None:
         longer = "longer" if found.drift >= 0 else "shorter"
@@ -222,8 +215,7 @@ def run(options: argparse.Namespace) -> int:
     config = _config(options)
     use_compilation_cache(config.run)
     memory = None if options.memory_gb is None else options.memory_gb * 1e9
-    limits = (options.seconds, options.shortest, options.longest, options.margin)
-    bounds = Bounds(*limits, memory)
+    bounds = Bounds(options.seconds, options.shortest, options.longest, options.margin, memory)
     step = _step(config, bounds)
     print("compiling small steps, to fit memory over tokens; --seconds counts from then on")
     calibration = Calibration(step, bounds)
@@ -246,7 +238,7 @@ def run(options: argparse.Namespace) -> int:
     command = shlex.join(["alload", *sys.argv[1:]])
     costs = calibrated(calibration, finding, outcomes, sparse, command, peak)
     costs = dataclasses.replace(costs, packed_ratio=ratio)
-    write_cost_file(options.out, costs)
+    cost.write_cost_file(options.out, costs)
     print_report(costs)
     written = [options.out]
     if options.picture:
@@ -260,8 +252,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> None:
     for name in ("out", "picture"):
-        value = getattr(options, name)
-        if value is not None:
+        if (value := getattr(options, name)) is not None:
             require_place(_COMMAND, f"--{name}", Path(value))
     if options.longest is not None and options.longest < 4 * options.shortest:
         raise InputError(
@@ -302,7 +293,7 @@ def _step(config: "Config", bounds: "Bounds") -> "Step":
     """Makes the step to measure; raises InputError first if its state cannot fit."""
     from alload_jax.bench.calibration import device_memory
     from alload_jax.data.sources.opening import open_source
-    from alload_jax.data.store.remote import is_address
+    from alload_jax.data.store.reader import is_address
     from alload_jax.models.families import abstract_model, parameter_count
     from alload_jax.planning.analytic import state_bytes
     from alload_jax.planning.cost import MemoryModel
@@ -345,23 +336,22 @@ def _run_with_memory_check(options: argparse.Namespace) -> int:
 
     words = [word for word in options.argv if word != "--memory-check"]
     command = [sys.executable, "-m", "alload_jax.cli", *words]
-    interrupted = False
+    status, interrupted = None, False
     with subprocess.Popen(command) as child:
-        while True:
+        while status is None:
             try:
                 status = child.wait()
-                break
             except KeyboardInterrupt:  # the child got it too and writes its results so far
                 interrupted = True
     if status or interrupted:
         return status
-    costs = read_cost_file(options.out)
+    costs = cost.read_cost_file(options.out)
     assert costs.details
     if costs.details["allocator"] is None:
         print("no memory check: the device reports no memory limit")
         return 0
     costs.details["memory_check"] = found = check_memory(costs)
-    write_cost_file(options.out, costs)
+    cost.write_cost_file(options.out, costs)
     for name, case in found.items():
         error = case["relative_error"]
         outcome = "ran" if case["ran"] else case["error"]

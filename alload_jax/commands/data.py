@@ -3,28 +3,20 @@
 import argparse
 import csv
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import rich.box
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from alload_jax.bench.harness import console
 from alload_jax.commands.flags import require_place, source_config, triple, up_to, usual_model
-from alload_jax.data.manifest import (
-    CAPTION,
-    CAPTIONS,
-    FOUND,
-    PATH,
-    Manifest,
-    caption_counts,
-    read_manifest,
-    read_rows,
-)
+from alload_jax.data import manifest as manifests
+from alload_jax.data.prepare.inputs import write_captions
 from alload_jax.data.sources.opening import open_source
-from alload_jax.errors import InputError, one_line
+from alload_jax.data.store import damaged_records, merge_stores, origin_differences
+from alload_jax.errors import InputError, one_line, print_stderr
 from alload_jax.files import replacing
 from alload_jax.planning.samples import Triple
 
@@ -32,19 +24,16 @@ _MOST_BUCKETS = 30
 _LONGEST_VALUE = 100
 
 
-def store_table(manifest: Manifest, patch_size: Triple) -> Table:
+def store_table(manifest: manifests.Manifest, patch_size: Triple) -> Table:
     """A table of what a store holds."""
-    frames, captions = manifest.shape[:, 0], caption_counts(manifest)
+    frames, captions = manifest.shape[:, 0], manifests.caption_counts(manifest)
     count, fps = int(frames[frames > 1].sum()), manifest.fps
     video = f"{count:,} frames; the origin names no fps"
     if fps is not None:
         video = f"{count / fps / 3600:,.3f} hours: {count:,} frames at {fps:g} fps"
     tokens = manifest.samples(patch_size).seq_len
-    table = Table(
-        title=Text(one_line(str(manifest.folder))), title_justify="left", show_header=False
-    )
-    table.add_column("what")
-    table.add_column("value")
+    title = Text(one_line(str(manifest.folder)))
+    table = Table("what", "value", title=title, title_justify="left", show_header=False)
     rows = {
         "samples": f"{len(manifest):,}",
         "images": f"{int((frames == 1).sum()):,}",
@@ -64,22 +53,21 @@ def store_table(manifest: Manifest, patch_size: Triple) -> Table:
     for name, value in manifest.origin.items():
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         text = one_line(text)
-        rows[one_line(f"origin: {name}")] = (
-            text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 1]}…"
-        )
+        text = text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 1]}…"
+        rows[one_line(f"origin: {name}")] = text
     for name, value in rows.items():
         table.add_row(Text(name), Text(value))
     return table
 
 
-def bucket_table(manifest: Manifest, patch_size: Triple) -> Table:
+def bucket_table(manifest: manifests.Manifest, patch_size: Triple) -> Table:
     """A table with a row for each size, those with the most tokens first."""
     sizes, first, counts = np.unique(manifest.shape, axis=0, return_index=True, return_counts=True)
     each = manifest.samples(patch_size).seq_len[first]
     total = each * counts
-    table = Table(title="buckets", title_justify="left", box=rich.box.SIMPLE_HEAD)
-    for name in ("frames×height×width", "samples", "tokens each", "tokens", "share of tokens"):
-        table.add_column(name, justify="right")
+    names = ("frames×height×width", "samples", "tokens each", "tokens", "share of tokens")
+    columns = (Column(name, justify="right") for name in names)
+    table = Table(*columns, title="buckets", title_justify="left", box=rich.box.SIMPLE_HEAD)
     order = np.argsort(-total, kind="stable")
     for bucket in order[:_MOST_BUCKETS]:
         table.add_row(
@@ -157,27 +145,20 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _merge(options: argparse.Namespace) -> int:
-    from alload_jax.data.store import merge_stores, origin_differences
-
     for flag in ("--config", "--patch-size", "--check", "--sheet", "--samples"):
         _require_absent(options, flag, "does not apply to merge")
     if options.out is None:
         raise InputError("alload data merge: --out is missing; name the folder to write")
     path = merge_stores(options.words[1:], options.out, add_names=options.add_names)
-    origins = {each: read_manifest(each).origin for each in options.words[1:]}
+    origins = {each: manifests.read_manifest(each).origin for each in options.words[1:]}
     if found := origin_differences(origins):
         more = f" and {len(found) - _DIFFERENCES} more" if len(found) > _DIFFERENCES else ""
-        print(
-            f"note: the origins differ: {one_line(', '.join(found[:_DIFFERENCES]))}{more}",
-            file=sys.stderr,
-        )
+        print_stderr(f"note: the origins differ: {one_line(', '.join(found[:_DIFFERENCES]))}{more}")
     print(path)
     return 0
 
 
 def _captions(options: argparse.Namespace) -> int:
-    from alload_jax.data.prepare.inputs import write_captions
-
     for flag in ("--config", "--patch-size", "--check", "--sheet", "--samples", "--add-names"):
         _require_absent(options, flag, "does not apply to captions")
     if len(options.words) != 2:
@@ -197,8 +178,8 @@ def _captions(options: argparse.Namespace) -> int:
     require_place("alload data", "--out", Path(options.out))
     if Path(options.out).exists():
         raise InputError(f"alload data captions: --out {options.out}: exists already; name another")
-    rows = read_rows(place).to_pylist()
-    if None in (row.get(PATH) for row in rows):
+    rows = manifests.read_rows(place).to_pylist()
+    if None in (row.get(manifests.PATH) for row in rows):
         raise InputError(f"{place}: does not record the paths of its files, as prepare media does")
     with (
         replacing(Path(options.out)) as unfinished,
@@ -207,10 +188,11 @@ def _captions(options: argparse.Namespace) -> int:
         writer = csv.writer(file)
         writer.writerow(("path", "caption"))
         lines: dict[tuple[str, str], None] = {}
-        for row in sorted(rows, key=lambda row: str(row[PATH])):
-            words = row.get(FOUND) or row.get(CAPTIONS) or [row[CAPTION] or ""]
-            several = json.dumps(words, ensure_ascii=False) if len(words) > 1 else words[0]
-            lines[row[PATH], several] = None
+        for row in sorted(rows, key=lambda row: str(row[manifests.PATH])):
+            found, several = row.get(manifests.FOUND), row.get(manifests.CAPTIONS)
+            words = found or several or [row[manifests.CAPTION] or ""]
+            text = json.dumps(words, ensure_ascii=False) if len(words) > 1 else words[0]
+            lines[row[manifests.PATH], text] = None
         writer.writerows(lines)
     print(options.out)
     return 0
@@ -246,8 +228,6 @@ def _show(options: argparse.Namespace) -> int:
         print(f"written: {options.sheet}")
     if not options.check:
         return 0
-    from alload_jax.data.store import damaged_records
-
     damaged = 0
     for line in damaged_records(source):
         print(line)

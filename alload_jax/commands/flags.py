@@ -17,9 +17,8 @@ import pyarrow.parquet
 
 from alload_jax.config_parser import build_named, read_yaml
 from alload_jax.data.manifest import VAE, Manifest
-from alload_jax.data.pixel_latents import holds_pixels
 from alload_jax.data.sources import SOURCES, SourceConfig
-from alload_jax.data.store.remote import is_address
+from alload_jax.data.store.reader import is_address
 from alload_jax.errors import InputError
 from alload_jax.files import require_regular
 from alload_jax.planning.samples import PIXEL_PATCH, Geometry, Triple
@@ -301,6 +300,6 @@ def usual_model(manifest: Manifest) -> tuple[str | None, Triple]:
     vae = manifest.origin.get(VAE)
     if isinstance(vae, dict) and (found := _MODEL_OF_VAE.get(str(vae.get("name")))):
         return found
-    if holds_pixels(manifest) and not (manifest.shape[:, 1:] % PIXEL_PATCH[1:]).any():
+    if manifest.holds_pixels and not (manifest.shape[:, 1:] % PIXEL_PATCH[1:]).any():
         return None, PIXEL_PATCH
     return None, Geometry().patch_size

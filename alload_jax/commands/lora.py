@@ -1,20 +1,12 @@
 """`alload lora`: writes a run's adapters as a file, converts files, merges them into weights."""
 
 import argparse
-import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from alload_jax.commands import add_command
-from alload_jax.commands.flags import (
-    KEYS,
-    KEYS_HELP,
-    AddFlag,
-    add_run_flags,
-    add_skip_unknown,
-    run_each_expert,
-)
+from alload_jax.commands import add_command, flags
+from alload_jax.errors import InputError, print_stderr
 
 if TYPE_CHECKING:  # these modules import JAX, which takes a second
     from alload_jax.models.common.config import ModelConfig
@@ -24,36 +16,36 @@ if TYPE_CHECKING:  # these modules import JAX, which takes a second
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the commands below this one and their flags."""
     actions = parser.add_subparsers(required=True, metavar="ACTION")
-    files = partial(run_each_expert, as_files=True)
+    files = partial(flags.run_each_expert, as_files=True)
 
     words = "Write the adapters of a run as a safetensors file."
     run = partial(files, _export, name="checkpoint")
     add = add_command(actions, "export", words, run).add_argument
     add("--checkpoint", required=True, help="run folder of a model with adapters (model.lora)")
-    add_run_flags(add, base=False)
+    flags.add_run_flags(add, base=False)
     _add_output(add)
     words = "Write a file of adapters with other keys."
     add = add_command(actions, "convert", words, partial(files, _convert, name="file")).add_argument
     add("file", help="file of adapters of diffusers, PEFT, ComfyUI or musubi-tuner")
     add("--model", required=True, help="transformer folder of the model; config.json is enough")
-    add_skip_unknown(add)
+    flags.add_skip_unknown(add)
     _add_output(add)
     words = "Add files of adapters to weights, for diffusers."
-    run = partial(run_each_expert, _merge, name="model")
+    run = partial(flags.run_each_expert, _merge, name="model")
     add = add_command(actions, "merge", words, run).add_argument
     add("--model", required=True, help="transformer folder of diffusers, or run folder")
     add("--lora", required=True, metavar="FILE[:SCALE]", nargs="+", help="files, with factors; "
         "default 1")  # fmt: skip
-    add_skip_unknown(add)
+    flags.add_skip_unknown(add)
     add("--out", required=True, help="folder to write; must be empty or not exist")
     add("--base", metavar="DIR", help="weights that a run of adapters was trained on; default: "
         "where they were in training")  # fmt: skip
     add("--dtype", choices=["float32", "bfloat16"], default="bfloat16", help="default bfloat16")
 
 
-def _add_output(add: AddFlag) -> None:
+def _add_output(add: flags.AddFlag) -> None:
     add("--out", required=True, metavar="FILE", help="safetensors file to write")
-    add("--keys", choices=KEYS, default="diffusers", help=KEYS_HELP)
+    add("--keys", choices=flags.KEYS, default="diffusers", help=flags.KEYS_HELP)
     add("--dtype", choices=["float32", "bfloat16"], default="float32", help="default float32")
     add("--force", action="store_true", help="replace a file that exists")
 
@@ -63,7 +55,6 @@ def _export(options: argparse.Namespace) -> int:
     from flax.traverse_util import flatten_dict
 
     from alload_jax.commands.model_source import find_run
-    from alload_jax.errors import InputError
     from alload_jax.models.common.lora import ADAPTER
     from alload_jax.models.lora_files import adapters_of
     from alload_jax.training.restore import one_device_mesh
@@ -78,21 +69,14 @@ def _export(options: argparse.Namespace) -> int:
     adapters = adapters_of(params, source.config.lora)
     others = [name for name in flatten_dict(params, sep="/") if not name.endswith(ADAPTER)]
     if others:
-        print(
+        print_stderr(
             f"note: {others[0]} and {len(others) - 1} more are trained too, which a file of "
-            "adapters cannot hold; `alload export` writes the whole model",
-            file=sys.stderr,
+            "adapters cannot hold; `alload export` writes the whole model"
         )
     text = source.config.text
     length = None if text is None else text.length
-    status = _write(
-        options,
-        adapters,
-        source.config,
-        f"step {source.step}",
-        base=source.base_name(),
-        text_length=length,
-    )
+    step = f"step {source.step}"
+    status = _write(options, adapters, source.config, step, source.base_name(), length)
     if length is not None:
         print(f"texts were padded to {length} tokens (max_sequence_length)")
     return status
@@ -100,7 +84,6 @@ def _export(options: argparse.Namespace) -> int:
 
 def _convert(options: argparse.Namespace) -> int:
     from alload_jax.commands.model_source import described_by, note_skipped
-    from alload_jax.errors import InputError
     from alload_jax.models.families import read_model_config
     from alload_jax.models.lora_files import read_lora
     from alload_jax.training import expert_places
@@ -147,16 +130,12 @@ def _write(
 
 
 def _merge(options: argparse.Namespace) -> int:
-    from alload_jax.commands.model_source import (
-        completed,
-        find_source,
-        read_loras,
-        save_transformer,
-    )
+    from alload_jax.commands import model_source
 
-    source = find_source(options.model)
-    loras = read_loras("--lora", options.lora, source.config, options.skip_unknown)
-    load = save_transformer(completed(source, options.base, loras), options.out, options.dtype)
+    source = model_source.find_source(options.model)
+    added = ("--lora", options.lora, options.skip_unknown)
+    source = model_source.completed(source, options.base, *added)
+    load = model_source.save_transformer(source, options.out, options.dtype)
     print(
         f"{options.out}: {options.model} with {', '.join(options.lora)}, {options.dtype}; load it "
         f"with {load}"

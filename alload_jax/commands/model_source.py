@@ -12,7 +12,6 @@ from jaxtyping import PyTree
 from alload_jax.commands.flags import lora_name
 from alload_jax.config import Config, read_config
 from alload_jax.data.manifest import fps_of
-from alload_jax.diffusion.schedules import Sampler
 from alload_jax.diffusion.timesteps import shift_of
 from alload_jax.errors import InputError
 from alload_jax.files import read_json
@@ -24,38 +23,11 @@ from alload_jax.models.weights import load_weights, read_transformer, require_fr
 from alload_jax.planning.samples import Triple
 from alload_jax.sampling.config import SamplingConfig
 from alload_jax.sampling.requests import family_fps
-from alload_jax.training.restore import (
-    CHECKPOINTS,
-    StepChoice,
-    WeightsKind,
-    described_model,
-    find_step,
-    one_device_mesh,
-    read_base,
-    restore_weights,
-)
+from alload_jax.training import restore
 from alload_jax.training.state import Weights
 
 ScaledLora = tuple[LoraFile, float]
 """A file of adapters and the factor of what it adds."""
-
-
-def read_loras(
-    flag: str, names: Sequence[str], config: ModelConfig, skip_unknown: bool
-) -> tuple[ScaledLora, ...]:
-    """Reads files of adapters given as `FILE` or `FILE:SCALE`; see `read_lora`.
-
-    Raises:
-      InputError: a file cannot be read, or does not fit the model.
-    """
-    found = []
-    for name in names:
-        place, scale = lora_name(name)
-        if not Path(place).exists():
-            raise InputError(f"{flag} {place}: no such file; name a LoRA file")
-        found.append((read_lora(place, config, skip_unknown), scale))
-        note_skipped(found[-1][0])
-    return tuple(found)
 
 
 def note_skipped(lora: LoraFile) -> None:
@@ -84,7 +56,7 @@ class Source:
     config: ModelConfig
     run: Config | None = None
     step: int = 0
-    weights: WeightsKind = "raw"
+    weights: restore.WeightsKind = "raw"
     base: str | None = None
     loras: tuple[ScaledLora, ...] = ()
 
@@ -93,19 +65,11 @@ class Source:
         return family_of(self.config).sampling_defaults(self.config)
 
     @property
-    def sampler(self) -> Sampler:
-        """The sampler of the run's config, or the one that diffusers uses."""
-        return self.run.sampling.sampler if self.run else "unipc"
-
-    @property
-    def guidance(self) -> float:
-        """The guidance of the run's config, or the default of the model's family."""
-        return self.run.sampling.guidance if self.run else self._defaults.guidance
-
-    @property
-    def embedded_guidance(self) -> float:
-        """The scale that the run's config has for models that take one as an input, or 6."""
-        return (self.run.sampling if self.run else SamplingConfig()).embedded_guidance
+    def sampling(self) -> SamplingConfig:
+        """The run's settings of samples; else diffusers' sampler and the family's guidance."""
+        if self.run is not None:
+            return self.run.sampling
+        return SamplingConfig(sampler="unipc", guidance=self._defaults.guidance)
 
     def shift(self, seq_len: int) -> float:
         """The run's shift of noise levels for sequences of `seq_len` tokens.
@@ -129,7 +93,7 @@ class Source:
             weights = Weights(params, {}, initial_variables(self.config))
         else:
             given = (self.config, self.run.parameters, mesh, self.weights, self.base)
-            weights = restore_weights(self.folder / CHECKPOINTS, self.step, *given)
+            weights = restore.restore_weights(self.folder / restore.CHECKPOINTS, self.step, *given)
         values = weights.merged()
         for file, scale in self.loras:
             values = merge_file(values, file, scale)
@@ -142,16 +106,14 @@ class Source:
           InputError: the checkpoint is damaged or belongs to another model.
         """
         assert self.run is not None
-        folder = self.folder / CHECKPOINTS
-        return restore_weights(
-            *(folder, self.step, self.config, self.run.parameters, mesh, self.weights),
-            trained_only=True,
-        ).params
+        given = (self.config, self.run.parameters, mesh, self.weights)
+        folder = self.folder / restore.CHECKPOINTS
+        return restore.restore_weights(folder, self.step, *given, trained_only=True).params
 
     def base_name(self) -> str:
         """What a run's trained parameters belong to, in words: weights, or those of this run."""
         assert self.run is not None
-        base = read_base(self.folder.absolute() / CHECKPOINTS / str(self.step))
+        base = restore.read_base(self.folder.absolute() / restore.CHECKPOINTS / str(self.step))
         if base is not None:
             return base.weights
         begun = self.run.run.initial_weights
@@ -214,10 +176,8 @@ class Source:
         file = self.folder / "data.json"  # facts about the data that train.py records
         if (recorded := read_json(file)) is None:
             return {}
-        stride, length = (
-            recorded.get(key) if isinstance(recorded, dict) else None
-            for key in ("vae_stride", "text_length")
-        )
+        held = recorded if isinstance(recorded, dict) else {}
+        stride, length = held.get("vae_stride"), held.get("text_length")
         parts = [*stride, length] if isinstance(stride, list) else []
         if len(parts) != 4 or not all(type(one) is int and one > 0 for one in parts):
             raise InputError(
@@ -228,7 +188,7 @@ class Source:
 
 
 def find_source(
-    place: str | Path, weights: WeightsKind | None = None, step: StepChoice = None
+    place: str | Path, weights: restore.WeightsKind | None = None, step: restore.StepChoice = None
 ) -> Source:
     """Finds the source at a path, without reading its parameters.
 
@@ -267,7 +227,7 @@ def described_by(place: Path) -> ModelConfig:
     Raises:
       InputError: it is that of no model.
     """
-    if (config := described_model(place)) is None:
+    if (config := restore.described_model(place)) is None:
         raise InputError(
             f"{place}: holds no weights of a known model; name a transformer folder of diffusers, "
             "or a file of all of a model's weights"
@@ -276,7 +236,7 @@ def described_by(place: Path) -> ModelConfig:
 
 
 def find_run(
-    place: str | Path, weights: WeightsKind | None = None, step: StepChoice = None
+    place: str | Path, weights: restore.WeightsKind | None = None, step: restore.StepChoice = None
 ) -> Source:
     """Finds a run folder of train.py; arguments as `find_source`.
 
@@ -294,16 +254,34 @@ def find_run(
             f"{place}: the run keeps no moving average (optimizer.ema_decay is null), so --weights "
             "ema does not apply; leave it out"
         )
-    kind: WeightsKind = weights or ("ema" if averaged else "raw")
-    return Source(place, config.model, config, find_step(place / CHECKPOINTS, step), kind)
+    kind: restore.WeightsKind = weights or ("ema" if averaged else "raw")
+    found = restore.find_step(place / restore.CHECKPOINTS, step)
+    return Source(place, config.model, config, found, kind)
 
 
-def completed(source: Source, base: str | None, loras: tuple[ScaledLora, ...]) -> Source:
+def completed(
+    source: Source, base: str | None, flag: str, names: Sequence[str], skip_unknown: bool
+) -> Source:
     """Returns a source with the place of its frozen parameters and with files of adapters.
 
+    Args:
+      source: the source.
+      base: place of the frozen parameters; None for where they were in training.
+      flag: that gives the files of adapters.
+      names: of these, `FILE` or `FILE:SCALE` each; see `read_lora`.
+      skip_unknown: whether they may have more than the model.
+
     Raises:
-      InputError: `base` is given for a folder that is not a run.
+      InputError: a file cannot be read, or does not fit the model, or `base` is given for a folder
+        that is not a run.
     """
+    loras: tuple[ScaledLora, ...] = ()
+    for place, scale in map(lora_name, names):
+        if not Path(place).exists():
+            raise InputError(f"{flag} {place}: no such file; name a LoRA file")
+        lora = read_lora(place, source.config, skip_unknown)
+        note_skipped(lora)
+        loras += ((lora, scale),)
     if source.run is not None:
         return replace(source, base=base, loras=loras)
     if base is not None:
@@ -342,7 +320,7 @@ def save_transformer(
     """
     fields = family_of(source.config).export_fields(source.config)
     require_free(Path(out))
-    values = source.values(one_device_mesh())
+    values = source.values(restore.one_device_mesh())
     if source.config.lora is not None:
         values = merge_adapters(values, source.config.lora)
     [file, *_] = save_weights(out, values, source.config, dtype, naming=keys)

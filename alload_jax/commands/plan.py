@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import rich.box
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from alload_jax.bench.harness import console
@@ -111,15 +111,9 @@ def _add_costs(group: argparse._ArgumentGroup) -> None:
 
 def _add_policies(group: argparse._ArgumentGroup) -> None:
     policies = policy_names()
-    special: dict[str, dict[str, object]] = {
-        "policy": {"type": _policy},
-        "ranks": {
-            "type": up_to(MOST_RANKS),
-            "nargs": "+",
-            "default": None,
-            "help": "numbers of data-parallel ranks (GPUs), one or several",
-        },
-    }
+    ranks = "numbers of data-parallel ranks (GPUs), one or several"
+    special: dict[str, dict[str, object]] = {"policy": {"type": _policy}}
+    special["ranks"] = {"type": up_to(MOST_RANKS), "nargs": "+", "default": None, "help": ranks}
     declared: set[str] = {"ranks_per_group", "recalibrate", "options"}
     for kind in setting_types():
         add_settings(group, kind, declared, special)
@@ -195,12 +189,9 @@ def run(options: argparse.Namespace) -> int:
 
 def _show_memory(options: argparse.Namespace) -> int:
     """Prints what a step needs on a device, without data."""
-    if given := [
-        name
-        for name in ("manifest", "workload", "weights", "out", "report")
-        if getattr(options, name)
-    ]:
-        raise InputError(f"alload plan: --memory needs no data; leave --{given[0]} out")
+    for name in ("manifest", "workload", "weights", "out", "report"):
+        if getattr(options, name):
+            raise InputError(f"alload plan: --memory needs no data; leave --{name} out")
     name, cases = memory_cases(options)
     if options.json:
         print(json.dumps({"model": name, "cases": cases}, indent=2))
@@ -284,11 +275,7 @@ LABELS = {
     "repeated_neighbours": "repeated neighbours",
     "repeated_neighbours_random": "repeated neighbours, at random",
 }
-_COLUMNS = {
-    "steps": "steps",
-    "imbalance": "imbalance",
-    "idle": "idle",
-    "padding": "padding",
+_COLUMNS = {name: name for name in ("steps", "imbalance", "idle", "padding")} | {
     "buckets": "programs",
     "first_step_seconds": "first step",
     "samples of a step": "samples of a step / mean",
@@ -308,9 +295,7 @@ def case_table(case: Case) -> Table:
         elif value:
             bounds.append(f"{name} {value:,}" if isinstance(value, int) else f"{name} {value:,.5g}")
     title = f"{case.name} · {case.ranks} ranks · {' · '.join(bounds)}"
-    table = Table(title=title, title_justify="left")
-    table.add_column("metric")
-    table.add_column("value", justify="right")
+    table = Table("metric", Column("value", justify="right"), title=title, title_justify="left")
     for name, value in case.figures()["metrics"].items():
         label = LABELS.get(name, name.replace("_", " "))
         if name == "cost":
@@ -325,9 +310,8 @@ def case_table(case: Case) -> Table:
 
 def comparison_table(cases: Sequence[Case]) -> Table:
     """A table of the main metrics with a row for each case."""
-    table = Table(box=rich.box.SIMPLE_HEAD)
-    table.add_column("ranks", justify="right")
-    table.add_column("policy", no_wrap=True)
+    ranks, policy = Column("ranks", justify="right"), Column("policy", no_wrap=True)
+    table = Table(ranks, policy, box=rich.box.SIMPLE_HEAD)
     replay = _REPLAY if cases[0].simulation else {}
     columns = dict(_COLUMNS)
     if not cases[0].in_seconds:
@@ -346,19 +330,15 @@ def comparison_table(cases: Sequence[Case]) -> Table:
         by_plan, by_step = (metrics[name] for name in _WEIGHTS)
         cells["weight"] = f"{by_plan:.2f} ({by_step:.2f})"
         replayed = dataclasses.asdict(case.simulation) if case.simulation else {}
-        table.add_row(
-            str(case.ranks),
-            case.name,
-            *(cells[name] for name in columns),
-            *(readable(name, replayed[name]) for name in replay),
-        )
+        row = [cells[name] for name in columns]
+        row += [readable(name, replayed[name]) for name in replay]
+        table.add_row(str(case.ranks), case.name, *row)
     return table
 
 
 def shares_table(shares: Sequence[SourceShare]) -> Table:
     """A table of what the entries of `data.weights` are of an epoch."""
-    table = Table(box=rich.box.SIMPLE_HEAD)
-    table.add_column("source", no_wrap=True)
+    table = Table(Column("source", no_wrap=True), box=rich.box.SIMPLE_HEAD)
     for name in ("weight", "samples", "samples an epoch", "share of tokens"):
         table.add_column(name, justify="right")
     for each in shares:
@@ -456,13 +436,11 @@ def memory_cases(options: argparse.Namespace) -> tuple[str, list[Json]]:
 
 def memory_table(cases: list[Json]) -> Table:
     """The cases as a table."""
-    table = Table(box=rich.box.SIMPLE)
-    table.add_column("device")
-    table.add_column("model.remat", overflow="fold")
-    for name in ("state GB", "KB per token", "M_mem tokens", "host's GB"):
-        table.add_column(name, justify="right")
-    for height, width in _SIZES:
-        table.add_column(f"longest clip {height}×{width}", justify="right")
+    names = ["state GB", "KB per token", "M_mem tokens", "host's GB"]
+    names += [f"longest clip {height}×{width}" for height, width in _SIZES]
+    remat = Column("model.remat", overflow="fold")
+    columns = (Column(name, justify="right") for name in names)
+    table = Table("device", remat, *columns, box=rich.box.SIMPLE)
     for case in cases:
         clips = (
             f"{'≥ ' if frames == _LONGEST else ''}{frames:,} frames" if frames else "–"

@@ -9,17 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from alload_jax.commands.flags import holds_samples, require_package, source_config, usual_model
+from alload_jax.data.manifest import manifest_metadata, read_paths
+from alload_jax.data.prepare.inputs import set_items
+from alload_jax.data.prepare.settings import MediaSettings
 from alload_jax.data.selection import SourceShare, SourceWeight, source_shares, with_weights
-from alload_jax.data.sources.size_column import SIZE, SizeColumn
+from alload_jax.data.sources.grain_samples import SIZE, SizeColumn
+from alload_jax.data.sources.opening import open_source
 from alload_jax.errors import InputError
-from alload_jax.planning.analytic import (
-    ALL_TRAINED,
-    USABLE_SHARE,
-    Remat,
-    Trained,
-    analytic_costs,
-    policies_of,
-)
+from alload_jax.planning import analytic
 from alload_jax.planning.architecture import Architecture, architecture_named, from_fields
 from alload_jax.planning.cost import CostFile, PowerCost, SparseLayers, read_cost_file, with_layers
 from alload_jax.planning.devices import DEVICES, device_named
@@ -61,7 +58,7 @@ class PlanRequest:
     config: "Config | None" = None
     model: "ModelConfig | None" = None
     joint: bool = False
-    remat: Remat = "attention"
+    remat: analytic.Remat = "attention"
     length: RunLength = ONE_EPOCH
     usual: str = _DEFAULT_MODEL
 
@@ -117,7 +114,7 @@ class PlanRequest:
         return from_fields(self.model.architecture()), self.options.config
 
     @cached_property
-    def trained(self) -> Trained:
+    def trained(self) -> analytic.Trained:
         """The trained parameters of the flags, which need the analytic cost model, or the config.
 
         Raises:
@@ -130,10 +127,10 @@ class PlanRequest:
                     f"alload plan: --trained-parameters changes the analytic cost model, and "
                     f"{cost_model} replaces it; leave one of them out"
                 )
-            return Trained(options.trained_parameters, options.frozen_dtype or "float32")
+            return analytic.Trained(options.trained_parameters, options.frozen_dtype or "float32")
         several, _ = self._configured_trained
         if options.frozen_dtype is None:
-            return ALL_TRAINED if options.model or cost_model else several
+            return analytic.ALL_TRAINED if options.model or cost_model else several
         if several.parameters is None:
             raise InputError(
                 "alload plan: --frozen-dtype is given without --trained-parameters, so nothing is "
@@ -142,13 +139,14 @@ class PlanRequest:
         return dataclasses.replace(several, frozen_dtype=options.frozen_dtype)
 
     @cached_property
-    def _configured_trained(self) -> tuple[Trained, Trained]:
+    def _configured_trained(self) -> tuple[analytic.Trained, analytic.Trained]:
         """The trained parameters of the config, whose steps have several micro-batches or one.
 
         Counting them needs the model's shapes.
         """
         if self.config is None:
-            return ALL_TRAINED, dataclasses.replace(ALL_TRAINED, accumulates=False)
+            one = dataclasses.replace(analytic.ALL_TRAINED, accumulates=False)
+            return analytic.ALL_TRAINED, one
         from alload_jax.models.families import abstract_model, gradient_dtypes
         from alload_jax.training.remat_choice import trained_of
 
@@ -215,13 +213,13 @@ class PlanRequest:
                 )
             made_on = f", {costs.origin or 'given'} for {costs.device}" if costs.device else ""
             return costs, f"{cost_model}{made_on}"
-        analytic = options.model or options.device or options.trained_parameters
-        if fields.get("p") and not analytic:
+        wanted = options.model or options.device or options.trained_parameters
+        if fields.get("p") and not wanted:
             source = f"B·S^p with p = {fields['p']:g}, no unit"
             return CostFile(power=PowerCost(fields["p"])), source
         architecture, model = self.architecture
         remat = self._chosen_remat(samples)
-        costs = analytic_costs(
+        costs = analytic.analytic_costs(
             architecture,
             self.device,
             remat,
@@ -232,19 +230,19 @@ class PlanRequest:
             m_mem=fields.get("m_mem"),
         )
         if self.remat == AUTO_REMAT:
-            model += f", model.remat auto: {in_words(policies_of(remat))},"
+            model += f", model.remat auto: {in_words(analytic.policies_of(remat))},"
         if trained := self.trained.parameters:
             model += f", {trained:,} of {architecture.parameters():,} parameters trained,"
         source = f"analytic, not measured: {model} on {self.device.name}; see `alload calibrate`"
         return costs, source
 
-    def _chosen_remat(self, samples: Samples) -> Remat:
+    def _chosen_remat(self, samples: Samples) -> analytic.Remat:
         """The config's policy; where it is auto, what the device's memory holds beside M_mem."""
         if self.remat != AUTO_REMAT:
             return self.remat
         if (m_mem := self.fields.get("m_mem")) is None:  # it follows from the memory
             return UNRESOLVED
-        budget, given = USABLE_SHARE * self.device.memory, self.options.memory_gb
+        budget, given = analytic.USABLE_SHARE * self.device.memory, self.options.memory_gb
         if given is None and self.model is not None:
             given = self.model.memory_budget
         if given is not None:
@@ -422,8 +420,6 @@ def _samples(request: PlanRequest, packed: bool) -> tuple[Samples, str, np.ndarr
             options.manifest = str(place.parent)
         if holds_samples(options.manifest):
             return _source_samples(request, packed)
-        from alload_jax.data.manifest import manifest_metadata
-
         stride = stride or manifest_metadata(Path(options.manifest)).get("vae_stride")
     geometry = Geometry(tuple(stride or Geometry().vae_stride), request.patch_size)
     if options.manifest and options.manifest.endswith((".yaml", ".yml")):
@@ -445,9 +441,7 @@ def _samples(request: PlanRequest, packed: bool) -> tuple[Samples, str, np.ndarr
 def _media_samples(place: str, geometry: Geometry) -> tuple[Samples, str, np.ndarray | None]:
     """The samples that `alload prepare media` would make of a set of folders; see `_samples`."""
     require_package("av", "prepare", "alload plan --manifest of a set of folders")
-    from alload_jax.data.prepare.inputs import set_items
-    from alload_jax.data.prepare.settings import MediaSettings
-    from alload_jax.data.prepare.unit import clip_sizes
+    from alload_jax.data.prepare.unit import clip_sizes  # which needs the package
 
     settings = MediaSettings()
     token = np.multiply(geometry.vae_stride, geometry.patch_size).tolist()
@@ -466,9 +460,7 @@ def _source_samples(request: PlanRequest, packed: bool) -> tuple[Samples, str, n
 
     With the config of a model with joint attention, a sample's length counts its condition.
     """
-    from alload_jax.data.condition import conditions_for, samples_for
-    from alload_jax.data.manifest import read_paths
-    from alload_jax.data.sources.opening import open_source
+    from alload_jax.data.condition import conditions_for, samples_for  # import JAX
 
     options, model = request.options, request.model
     if options.vae_stride:

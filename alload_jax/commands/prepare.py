@@ -6,21 +6,21 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
 
 from alload_jax.commands import add_command
 from alload_jax.commands.flags import add_settings, require_package, require_place, up_to
 from alload_jax.data.datasets import DATASETS
-from alload_jax.data.manifest import MANIFEST_NAME
+from alload_jax.data.manifest import MANIFEST_NAME, caption_counts, read_manifest
+from alload_jax.data.prepare import inputs, work_folder
+from alload_jax.data.prepare.encoders import VaeEncoder
+from alload_jax.data.prepare.settings import MediaSettings
+from alload_jax.data.prepare.sources import Item
+from alload_jax.data.store.reader import is_address
 from alload_jax.errors import InputError, one_line
-
-if TYPE_CHECKING:
-    from alload_jax.data.prepare.encoders import VaeEncoder
-    from alload_jax.data.prepare.pipeline import Engine
-    from alload_jax.data.prepare.settings import MediaSettings
-    from alload_jax.data.prepare.sources import Item
-    from alload_jax.data.prepare.work_folder import UnitReport
-
+from alload_jax.files import Json
 
 _HELP = {"digits": "Images and videos of handwritten digits."}
 _MEDIA_HELP = "Images and videos with captions: a folder, a table or WebDataset shards."
@@ -63,8 +63,6 @@ _MOST_WORKERS = 10_000
 
 def _add_media_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's flags."""
-    from alload_jax.data.prepare.settings import MediaSettings
-
     add = parser.add_argument
     add("input", help="folder of media with captions in .txt or .json beside them, a table (.csv, "
         ".jsonl, .parquet), WebDataset .tar shards, or a set of several in .yaml")  # fmt: skip
@@ -75,11 +73,8 @@ def _add_media_arguments(parser: argparse.ArgumentParser) -> None:
     add("--media-root", type=Path, help="folder that a table's paths are relative to; default: "
         "the table's")  # fmt: skip
     add("--caption-column", help="column or JSON key of captions; default: found by its name")
-    add_settings(
-        parser,
-        MediaSettings,
-        special={"captions": {"choices": ["one", "all"]}, "area": {"nargs": "+"}},
-    )
+    special: dict[str, Json] = {"captions": {"choices": ["one", "all"]}, "area": {"nargs": "+"}}
+    add_settings(parser, MediaSettings, special=special)
     add("--workers", type=up_to(_MOST_WORKERS), help="processes that decode; encoders with weights "
         "run in one for each GPU; default 1, with --engine ray one for each CPU of it")  # fmt: skip
     add("--engine", choices=["local", "ray"], default="local", help="what runs the processes: this "
@@ -92,9 +87,7 @@ def _add_media_arguments(parser: argparse.ArgumentParser) -> None:
 def run_media(options: argparse.Namespace) -> int:
     """Prepares the folder and prints a summary."""
     require_package("av", "prepare", "alload prepare media")
-    from alload_jax.data.prepare.inputs import SETS, count_ignored, find_items, set_items
-    from alload_jax.data.prepare.pipeline import prepare_media
-    from alload_jax.data.prepare.settings import MediaSettings
+    from alload_jax.data.prepare.pipeline import Engine, prepare_media
     from alload_jax.training.progress import ProgressBar
 
     engine: Engine | None = None
@@ -111,20 +104,19 @@ def run_media(options: argparse.Namespace) -> int:
     given["area"] = tuple(given.get("area", MediaSettings.area))
     settings = MediaSettings(**given)
     columns = (options.path_column, options.caption_column)
-    if Path(options.input).suffix.lower() in SETS:
-        for flag in ("path_column", "caption_column", "media_root"):
-            if getattr(options, flag) is not None:
-                name = flag.replace("_", "-")
-                raise InputError(f"--{name} does not apply to a set; name it per folder there")
-        items = set_items(Path(options.input), settings)
+    if Path(options.input).suffix.lower() in inputs.SETS:
+        for flag in ("path-column", "caption-column", "media-root"):
+            if getattr(options, flag.replace("-", "_")) is not None:
+                raise InputError(f"--{flag} does not apply to a set; name it per folder there")
+        items = inputs.set_items(Path(options.input), settings)
     else:
         every = settings.captions == "all"
-        items = find_items(Path(options.input), *columns, every, options.media_root)
+        items = inputs.find_items(Path(options.input), *columns, every, options.media_root)
     vae, _ = settings.encoders(items)
     began = time.monotonic()
     files = size = 0
 
-    def finished(items: "Sequence[Item]", before: bool) -> None:
+    def finished(items: Sequence[Item], before: bool) -> None:
         """Advances the bar by files; those of an earlier run count for no speed."""
         nonlocal files, size
         if before:
@@ -139,7 +131,7 @@ def run_media(options: argparse.Namespace) -> int:
     try:
         with ProgressBar("prepare: file", total=len(items)) as bar:
             bar.say(f"{options.input}: {len(items):,} files")
-            if ignored := count_ignored(Path(options.input), items):
+            if ignored := inputs.count_ignored(Path(options.input), items):
                 bar.say(
                     f"note: {ignored:,} other images and videos in the folder are not read, "
                     "because it holds a table or .tar files"
@@ -163,16 +155,15 @@ def run_media(options: argparse.Namespace) -> int:
 
 
 def _check_places(options: argparse.Namespace) -> None:
-    from alload_jax.data.prepare.inputs import SETS, set_places
     from alload_jax.data.prepare.pipeline import is_skipped_list
-    from alload_jax.data.store.remote import is_address
 
     if is_address(options.out):
         raise InputError(
             f"--out is {options.out}, no folder of this machine; name one, and copy it there"
         )
     out, place = Path(os.path.realpath(options.out)), Path(options.input)
-    for source in set_places(place) if place.suffix.lower() in SETS else [place]:
+    is_set = place.suffix.lower() in inputs.SETS
+    for source in inputs.set_places(place) if is_set else [place]:
         if source.is_dir() and out.is_relative_to(os.path.realpath(source)):
             raise InputError(
                 f"--out {options.out} lies in the input folder {source}, which would list it as "
@@ -189,33 +180,27 @@ def _check_places(options: argparse.Namespace) -> None:
 
 
 def _print_summary(
-    out: Path, settings: "MediaSettings", vae: "VaeEncoder", report: "UnitReport"
+    out: Path, settings: MediaSettings, vae: VaeEncoder, report: work_folder.UnitReport
 ) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from alload_jax.data.manifest import MANIFEST_NAME, caption_counts, read_manifest
-    from alload_jax.data.prepare.work_folder import bucket_rows, reasons, video_hours
-
     console = Console(markup=False)
     manifest = read_manifest(out)
     patch = "×".join(map(str, vae.patch_size))
     table = Table("frames × height × width", "samples", f"tokens (patch {patch})", box=None)
-    for size, samples, tokens in bucket_rows(manifest, vae.patch_size):
+    for size, samples, tokens in work_folder.bucket_rows(manifest, vae.patch_size):
         table.add_row("×".join(map(str, size)), f"{samples:,}", f"{tokens:,}")
     console.print(table)
     skipped = [row for row in report.skipped if not row.used]
     changed = [row for row in report.skipped if row.used]
     for title, rows in (("not used, or not to its end", skipped), ("used, but", changed)):
         table = Table(title, "files", "such as", box=None)
-        for reason, count, example in reasons(rows)[:_REASONS]:
+        for reason, count, example in work_folder.reasons(rows)[:_REASONS]:
             table.add_row(one_line(reason), f"{count:,}", one_line(example))
         if rows:
             console.print(table)
     counts = caption_counts(manifest)
     if several := int((counts > 1).sum()):
         print(f"{several:,} samples have several captions, up to {counts.max()}")
-    hours = video_hours(manifest, settings.rate)
+    hours = work_folder.video_hours(manifest, settings.rate)
     console.print(
         f"{report.used:,} files used, {report.without_caption:,} of them without a caption · "
         f"{len(skipped):,} listed as skipped · {len(manifest):,} samples · "

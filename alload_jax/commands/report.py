@@ -14,20 +14,13 @@ from alload_jax.training import expert_places
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the reports, each a subcommand."""
     reports = parser.add_subparsers(required=True, metavar="REPORT")
-    for name, words, draw, run in (
-        (
-            "sparsity",
-            "Draw the sparsity of each layer's attention over training.",
-            _sparsity,
-            "runs/digits_sparse",
-        ),
-        (
-            "validation",
-            "Draw the validation loss of each size and noise level over training.",
-            _validation,
-            "runs/digits",
-        ),
+    sparsity = "the sparsity of each layer's attention"
+    validation = "the validation loss of each size and noise level"
+    for name, what, draw, run in (
+        ("sparsity", sparsity, _sparsity, "runs/digits_sparse"),
+        ("validation", validation, _validation, "runs/digits"),
     ):
+        words = f"Draw {what} over training."
         add = add_command(reports, name, words, partial(_run, name, draw)).add_argument
         add("run_folder", metavar="RUN", help=f"folder of a run, as {run}")
         add("--out", help=f"the PNG to write (default RUN/{name}.png)")

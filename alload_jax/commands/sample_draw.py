@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from alload_jax.commands.flags import of_each_expert
-from alload_jax.commands.model_source import Source, completed, find_source, read_loras
+from alload_jax.commands.model_source import Source, completed, find_source
 from alload_jax.diffusion.schedules import noise_levels, rounded_timesteps
 from alload_jax.errors import InputError
 from alload_jax.files import read_json
@@ -63,41 +63,22 @@ def sample(options: argparse.Namespace) -> None:
             f"alload sample: {options.checkpoint} does not say from which noise level its expert "
             "is used; give --boundary, such as 0.875"
         )
-    source = completed(
-        source,
-        options.base,
-        read_loras("--lora", options.lora, source.config, options.skip_unknown),
-    )
+    source = completed(source, options.base, "--lora", options.lora, options.skip_unknown)
     low_noise = _low_noise_source(options, source)
-    if options.guidance is None:
-        options.guidance = source.guidance
-    if options.embedded_guidance is None:
-        options.embedded_guidance = source.embedded_guidance
-    options.sampler = options.sampler or source.sampler
+    for name in ("guidance", "embedded_guidance", "sampler"):
+        if getattr(options, name) is None:
+            setattr(options, name, getattr(source.sampling, name))
     options.fps = options.fps or source.fps()
-    text, vae, image = (
-        Path(folder) if folder else None
-        for folder in (options.text_encoder, options.vae, options.image_encoder)
-    )
-    encoders = find_encoders(source.config, source.origin(), text=text, vae=vae, image=image)
+    named = {"text": options.text_encoder, "vae": options.vae, "image": options.image_encoder}
+    folders = {name: Path(folder) if folder else None for name, folder in named.items()}
+    encoders = find_encoders(source.config, source.origin(), **folders)
     stride, length = _data(options, source, encoders)
     given = {name: getattr(options, name) for name in (*_LISTED, "prompt", "prompt_embeds")}
     given |= {"class": options.classes and tuple(options.classes)}
-    values: dict[str, object] = {
-        name: Path(value) if name in FILES else value
-        for name, value in given.items()
-        if value is not None
-    }
+    values = {name: Path(v) if name in FILES else v for name, v in given.items() if v is not None}
     raw = read_list(Path(options.list), values) if options.list else [RawRequest(values)]
-    target = Target(
-        source.config,
-        stride,
-        length,
-        options.zoom,
-        encoders,
-        trained_null=source.trained_null(),
-        batch=options.batch,
-    )
+    null, batch = source.trained_null(), options.batch
+    target = Target(source.config, stride, length, options.zoom, encoders, null, batch)
     requests = [check_request(one, target) for one in raw]
     _check_outs(raw, options.force)
     groups = _groups(options, requests, source)
@@ -134,10 +115,8 @@ def _low_noise_source(options: argparse.Namespace, source: Source) -> Source | N
     if not options.low_noise_checkpoint:
         return None
     found = find_source(options.low_noise_checkpoint, options.weights, options.step)
-    added = read_loras(
-        "--low-noise-lora", options.low_noise_lora, found.config, options.skip_unknown
-    )
-    found = completed(found, options.low_noise_base, added)
+    added = ("--low-noise-lora", options.low_noise_lora, options.skip_unknown)
+    found = completed(found, options.low_noise_base, *added)
     if source.config.architecture() != found.config.architecture():
         raise InputError(
             f"--low-noise-checkpoint {options.low_noise_checkpoint}: holds another model than "
@@ -262,11 +241,8 @@ def _draw(
         config = dataclasses.replace(config, dtype=options.dtype)
     if options.dense_attention and config.sparse_attention is not None:
         config = dataclasses.replace(config, sparse_attention=config.sparse_attention.as_dense())
-    arrays = {
-        request.out: arrays_of(request, config, encoders)
-        for members, *_ in groups
-        for request in members
-    }
+    requests = [request for members, *_ in groups for request in members]
+    arrays = {each.out: arrays_of(each, config, encoders) for each in requests}
     encoders.unload()  # only the VAE is used from here on
     mesh, experts = one_device_mesh(), None
     weights: PyTree = source.values(mesh)
@@ -277,9 +253,8 @@ def _draw(
         experts = flow.LowNoise(options.boundary, guidance)
     failed: list[str] = []
     for members, shift, sigmas, rounded in groups:
-        program = jax.jit(
-            flow.make_flow(config, options.sampler, sigmas, options.guidance, experts, rounded)
-        )
+        given = (config, options.sampler, sigmas, options.guidance, experts, rounded)
+        program = jax.jit(flow.make_flow(*given))
         for begin in range(0, len(members), options.batch):
             part = members[begin : begin + options.batch]
             filled = part + part[-1:] * (options.batch - len(part))

@@ -78,10 +78,11 @@ class PackedBatch(NamedTuple, Generic[T]):
 
 
 AnyBatch: TypeAlias = Batch[T] | PackedBatch[T]
+HostBatch: TypeAlias = AnyBatch[np.ndarray]
 Signature = tuple[jax.tree_util.PyTreeDef, tuple[tuple[int, ...], ...]]
 
 
-def abstract(batch: AnyBatch[np.ndarray], rows: int) -> Any:
+def abstract(batch: HostBatch, rows: int) -> Any:
     """The shapes of a batch of one row, with so many rows, as `jax.ShapeDtypeStruct`s."""
     return jax.tree.map(
         lambda part: jax.ShapeDtypeStruct((rows, *part.shape[1:]), part.dtype), batch

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from alload_jax.data.batch import AnyBatch, Batch, PackedBatch, abstract
-from alload_jax.data.condition import Conditions, Tokens, put_condition
+from alload_jax.data.batch import AnyBatch, Batch, HostBatch, PackedBatch, abstract
+from alload_jax.data.condition import Conditions, Tokens, put_condition, whole_windows
 from alload_jax.data.manifest import Manifest
-from alload_jax.data.packed import PackedCollation, Place
+from alload_jax.data.packed import PackedCollation, Place, RowSizes
 from alload_jax.data.record import GIVEN, IMAGE, LATENTS, Arrays, with_text_of_epoch
 from alload_jax.data.sources import SampleReader
 from alload_jax.data.store import BadRecordError
@@ -45,8 +45,12 @@ class BucketedCollation:
         """Returns the collation of a bucketed plan."""
         _, tokens, shape = plan.bucket_shapes()
         lengths = np.unique(tokens[~shape.any(axis=1)]).tolist()
-        seq_len, given = plan.samples.seq_len, (manifest, model, conditions)
-        merged = {n: PackedCollation.of_single_samples(seq_len, n, *given) for n in lengths}
+        equal = 0 if conditions.parts else conditions.length
+        windows, given = int(whole_windows(equal, equal)), (manifest, model, conditions)
+        merged = {}
+        for length in lengths:  # rows of one sample each
+            sizes = RowSizes(length, windows, lengths=((0, 1), (length, 0)))
+            merged[length] = PackedCollation.of_sizes({0: sizes}, plan.samples.seq_len, *given)
         return cls(manifest, conditions, merged)
 
     def shapes(self, plan: Plan) -> list[AnyBatch]:
@@ -87,7 +91,7 @@ class BucketedCollation:
         merged = self.merged[parts[0].seq_len]
         return merged, [row for part in parts for row in merged.single_rows(part)]
 
-    def empty(self, parts: Sequence[MicroBatch], epoch: int) -> AnyBatch[np.ndarray]:
+    def empty(self, parts: Sequence[MicroBatch], epoch: int) -> HostBatch:
         """Builds a micro-batch of a step of `epoch` for the parts of these ranks, weights 0.
 
         Its epochs are those of `noise_epoch`.
@@ -114,12 +118,7 @@ class BucketedCollation:
             first_row += part.rows
 
     def put(
-        self,
-        batch: AnyBatch[np.ndarray],
-        place: Place,
-        sample: int,
-        arrays: Arrays,
-        condition: Tokens,
+        self, batch: HostBatch, place: Place, sample: int, arrays: Arrays, condition: Tokens
     ) -> None:
         """Writes the arrays of a sample to its place in the batch, with weight 1.
 
@@ -165,7 +164,7 @@ class HostStep(NamedTuple):
 
     number: int
     epoch: int
-    batches: tuple[AnyBatch[np.ndarray], ...]
+    batches: tuple[HostBatch, ...]
     problems: tuple[str, ...]
     groups: tuple[int, ...] = ()
 

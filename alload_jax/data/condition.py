@@ -94,9 +94,8 @@ class Conditions:
         """No image embeddings, zeros [*shape, N, width]; None if the model takes none."""
         if self.image_shape is None:
             return None
-        return np.zeros(
-            (*shape, *self.image_shape), np.float32 if self.text_dim is None else self.dtype
-        )
+        dtype = np.float32 if self.text_dim is None else self.dtype
+        return np.zeros((*shape, *self.image_shape), dtype)
 
     def part_tokens(self, manifest: Manifest) -> np.ndarray:
         """Returns how many tokens of each of `parts` each sample has at most, [N, K] int64."""
@@ -226,14 +225,9 @@ def _conditions_in_parts(model: ModelConfig, manifest: Manifest) -> Conditions:
         # Every model with parts embeds texts, for which attention needs a token of padding.
         least = 1 if part.name == TEXT else 0
         found.append(part._replace(length=max(least, longest)))
-    return Conditions(
-        sum(part.length for part in found),
-        _embedding_dtype(model),
-        None,
-        model.num_classes,
-        model.given_channels,
-        parts=tuple(found),
-    )
+    length, dtype = sum(part.length for part in found), _embedding_dtype(model)
+    given, parts = model.given_channels, tuple(found)
+    return Conditions(length, dtype, None, model.num_classes, given, parts=parts)
 
 
 def _held(manifest: Manifest, name: str) -> tuple[int | None, np.ndarray]:

@@ -6,6 +6,7 @@ Storage that is slow is waited for; a step is on the devices while the one befor
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -94,7 +95,7 @@ def _start_worker(worker: int, workers: int) -> None:
 
 
 @waits("for the loader to read its samples")
-class StepLoader:
+class StepLoader(Iterator[HostStep], AbstractContextManager["StepLoader"]):
     """Iterates over collated steps that Grain reads ahead. Close it or use a `with` statement.
 
     It has no other state than the number of a step, from which a run resumes.
@@ -126,15 +127,11 @@ class StepLoader:
         self._iterator: Any = iter(dataset)
         self._iterator.start_prefetch()
 
-    def __iter__(self) -> Iterator[HostStep]:
-        return self
-
+    @override
     def __next__(self) -> HostStep:
         return next(self._iterator)
 
-    def __enter__(self) -> Self:
-        return self
-
+    @override
     def __exit__(self, *_: object) -> None:
         self.close()
 

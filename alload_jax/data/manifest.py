@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute
 import pyarrow.parquet
 
-from alload_jax.data.record import SampleForm
+from alload_jax.data.record import SampleForm, pixel_channels
 from alload_jax.errors import InputError, first_line
 from alload_jax.files import Json, parse_json, require_regular
 from alload_jax.planning.epoch import LEAST_WEIGHT, MOST_WEIGHT
@@ -148,7 +148,7 @@ class Manifest:
         return replace(self, **{"numbers": numbers} | taken)
 
     def record_shapes(self, sample: int) -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the arrays of a sample beside its latents, by name."""
+        """Returns the shapes of the arrays of a sample, by name."""
         parts = () if self.part_lengths is None else self.part_lengths[sample].tolist()
         latents = self.latent_shape(tuple(self.shape[sample]))
         return self.form.shapes(latents, int(self.text_length[sample]), parts)
@@ -177,6 +177,11 @@ class Manifest:
     def folder(self) -> Path:
         """The folder or file that holds the samples."""
         return self.path.parent if self.is_store else self.path
+
+    @property
+    def holds_pixels(self) -> bool:
+        """Whether samples are grey or colour pictures, not latents of a VAE."""
+        return pixel_channels(self.vae_stride, int(self.channels[0])) is not None
 
     @property
     def fps(self) -> float | None:
@@ -239,7 +244,7 @@ def manifest_metadata(path: Path) -> Json:
     Raises:
       InputError: the notes, or the names and types of the columns, are not as they were written.
     """
-    require_regular(path, "prepare the data again")
+    require_regular(path, _AGAIN)
     try:
         file = pyarrow.parquet.read_metadata(path)
         schema = file.schema.to_arrow_schema()
@@ -252,7 +257,7 @@ def manifest_metadata(path: Path) -> Json:
     if digest_then not in (None, manifest_digest(schema, file.num_rows, written)):
         raise InputError(
             f"{path}: its notes are damaged: they differ from their SHA-256; restore the file, or "
-            "prepare the data again"
+            f"{_AGAIN}"
         )
     return notes if isinstance(notes, dict) else {}
 
@@ -276,7 +281,7 @@ def read_manifest(folder: str | Path, has_shards: bool = True) -> Manifest:
       InputError: the manifest or a shard is missing, truncated or in another format.
     """
     path = Path(folder) / MANIFEST_NAME
-    require_regular(path, "prepare the data again", or_folder=False)
+    require_regular(path, _AGAIN, or_folder=False)
     if not path.is_file():
         raise InputError(f"{path}: no such manifest; set data.folder to a prepared data folder")
     table = read_columns(path, [*SCHEMA.names, PART_LENGTHS, NUMBER, JOINED, WEIGHT, DROPOUT])
@@ -354,7 +359,7 @@ def _part_lengths(path: Path, table: pa.Table, parts: int) -> np.ndarray | None:
     if not fits:
         raise InputError(
             f"{path}: column {PART_LENGTHS} does not hold {parts} lengths in each row, one for "
-            "each name in the note parts; prepare the data again"
+            f"each name in the note parts; {_AGAIN}"
         )
     return np.asarray(rows, np.int32)
 
@@ -406,7 +411,7 @@ def read_columns(path: Path, names: list[str]) -> pa.Table:
     Raises:
       InputError: it is no Parquet file, or it is damaged.
     """
-    require_regular(path, "prepare the data again")
+    require_regular(path, _AGAIN)
     try:
         with pyarrow.parquet.ParquetFile(path, page_checksum_verification=True) as file:
             found = [name for name in names if name in file.schema_arrow.names]
@@ -416,9 +421,7 @@ def read_columns(path: Path, names: list[str]) -> pa.Table:
             raise OSError(f"{len(table)} rows of {rows}")
         return table
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise InputError(
-            f"{path}: not a Parquet file ({first_line(error)}); prepare the data again"
-        ) from error
+        raise InputError(f"{path}: not a Parquet file ({first_line(error)}); {_AGAIN}") from error
 
 
 def _check_format(path: Path, table: pa.Table, notes: Json, may_be_empty: bool = False) -> None:
@@ -446,22 +449,21 @@ def _check_notes(path: Path, notes: Json) -> None:
     def sizes(value: object, count: int) -> bool:
         return isinstance(value, list) and len(value) == count and all(map(_is_size, value))
 
-    optional = {name: notes.get(name) for name in ("text_dim", "given_channels", "image_shape")}
+    text, given, image = map(notes.get, ("text_dim", "given_channels", "image_shape"))
+    shards, parts = notes["shard_bytes"], notes.get("parts", {})
     fits = {
         "vae_stride": sizes(notes["vae_stride"], 3),
-        "shard_bytes": isinstance(notes["shard_bytes"], dict)
-        and all(type(size) is int for size in notes["shard_bytes"].values()),
+        "shard_bytes": isinstance(shards, dict) and {*map(type, shards.values())} <= {int},
         "origin": isinstance(notes["origin"], dict),
-        "text_dim": optional["text_dim"] is None or _is_size(optional["text_dim"]),
-        "given_channels": not optional["given_channels"] or _is_size(optional["given_channels"]),
-        "image_shape": not optional["image_shape"] or sizes(optional["image_shape"], 2),
-        "parts": isinstance(notes.get("parts", {}), dict)
-        and all(map(_is_size, notes.get("parts", {}).values())),
+        "text_dim": text is None or _is_size(text),
+        "given_channels": not given or _is_size(given),
+        "image_shape": not image or sizes(image, 2),
+        "parts": isinstance(parts, dict) and all(map(_is_size, parts.values())),
     }
     for name in (name for name, good in fits.items() if not good):
         raise InputError(
             f"{path}: its note {name} is {reprlib.repr(notes[name])}, which no writer of this "
-            "project writes; prepare the data again"
+            f"project writes; {_AGAIN}"
         )
 
 
@@ -476,25 +478,18 @@ def _check_shards(
     for name in (*shard_bytes, *table["shard"].unique().to_pylist()):
         if name in ("", "..") or Path(name).name != name or "\0" in name:
             raise InputError(
-                f"{path}: shard {name!r} is not the name of a file beside the manifest; "
-                "prepare the data again"
+                f"{path}: shard {name!r} is not the name of a file beside the manifest; {_AGAIN}"
             )
         if name not in shard_bytes:
-            raise InputError(
-                f"{path}: its note shard_bytes lacks the shard {name!r}; prepare the data again"
-            )
+            raise InputError(f"{path}: its note shard_bytes lacks the shard {name!r}; {_AGAIN}")
     for name, size in shard_bytes.items() if has_shards else ():
         shard = path.with_name(name)
-        require_regular(shard, "prepare the data again", or_folder=False)
+        require_regular(shard, _AGAIN, or_folder=False)
         if not shard.is_file():
-            raise InputError(
-                f"{shard}: this shard is missing; restore it or prepare the data again"
-            )
+            raise InputError(f"{shard}: this shard is missing; restore it or {_AGAIN}")
         if (held := shard.stat().st_size) != size:
-            raise InputError(
-                f"{shard}: this shard has {held} bytes where the manifest says {size}; restore it "
-                "or prepare the data again"
-            )
+            size_now = f"has {held} bytes where the manifest says {size}"
+            raise InputError(f"{shard}: this shard {size_now}; restore it or {_AGAIN}")
 
 
 @waits("for the manifest to be read")

@@ -7,25 +7,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from alload_jax.data.batch import AnyBatch, PackedBatch, abstract
+from alload_jax.data.batch import HostBatch, PackedBatch, abstract
 from alload_jax.data.condition import Conditions, Tokens, part_room, put_condition, whole_windows
 from alload_jax.data.manifest import Manifest
 from alload_jax.data.record import GIVEN, IMAGE, LATENTS, Arrays
+from alload_jax.models.common import segments
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.common.parts import patchify
-from alload_jax.models.common.segments import (
-    PADDING,
-    Lengths,
-    PackedMetadata,
-    SplitRows,
-    SplitTiles,
-    TiledSegment,
-    TileLayout,
-    cached_tile_order,
-    empty_layout,
-    lay_out,
-    segments_of,
-)
 from alload_jax.planning.epoch import MicroBatch, RowPlan, noise_epoch
 from alload_jax.planning.plan import Plan
 
@@ -52,13 +40,13 @@ class RowSizes:
 
     tokens: int
     condition: int
-    lengths: Lengths
+    lengths: segments.Lengths
     split_tokens: int = 0
     context: int = 1
     whole: int = 1
     split: int = 0
-    whole_lengths: Lengths = ()
-    split_lengths: Lengths = ()
+    whole_lengths: segments.Lengths = ()
+    split_lengths: segments.Lengths = ()
     parts: tuple[int, ...] = ()
 
     @property
@@ -122,7 +110,7 @@ class _Range(NamedTuple):
         return min(self.samples, fit, self.tokens // (above + 1))
 
 
-def _lengths(*ranges: _Range) -> Lengths:
+def _lengths(*ranges: _Range) -> segments.Lengths:
     """Returns bounds on the lengths of the segments in these ranges of a row."""
     lengths = [(0, max(1, sum(each.longer(0) for each in ranges)))]
     bounds = np.concatenate(
@@ -200,7 +188,7 @@ class Tiling:
         grid, tokens = self.grids[sample].tolist(), int(self.grids[sample].prod())
         if tokens < self.min_tokens:
             return np.arange(tokens)
-        return cached_tile_order(tuple(grid), block=self.block).source[:tokens]
+        return segments.cached_tile_order(tuple(grid), block=self.block).source[:tokens]
 
     def layout(
         self,
@@ -208,7 +196,7 @@ class Tiling:
         tokens: int,
         slots: int,
         ordered: bool = False,
-    ) -> TileLayout:
+    ) -> segments.TileLayout:
         """The layout of rows of whole samples.
 
         Args:
@@ -221,15 +209,15 @@ class Tiling:
         # A little more than the bound, which is a fraction computed in floating point.
         by_sample = int(tokens * self.blocks_per_token + 1e-6)
         blocks = max(1, min(by_sample, tokens // self.block + slots))
-        layout = empty_layout(len(rows), tokens, blocks, self.block)
+        layout = segments.empty_layout(len(rows), tokens, blocks, self.block)
         for row, samples in enumerate(rows):
-            segments = []
+            held = []
             for slot, (sample, offset) in enumerate(samples):
                 frames, height, width = self.grids[sample].tolist()
                 if (count := frames * height * width) >= self.min_tokens:
                     grid = (1, 1, count) if ordered else (frames, height, width)
-                    segments.append(TiledSegment(slot, offset, grid))
-            lay_out(layout, row, segments)
+                    held.append(segments.TiledSegment(slot, offset, grid))
+            segments.lay_out(layout, row, held)
         return replace(
             layout,
             longest=min(self.longest, blocks),
@@ -294,32 +282,10 @@ class PackedCollation:
         assert packing is not None
         equal = 0 if conditions.parts else conditions.length
         sizes = {size: row_sizes(plan, equal, size) for size in packing.split_sizes}
-        return cls._of(sizes, plan.samples.seq_len, manifest, model, conditions)
+        return cls.of_sizes(sizes, plan.samples.seq_len, manifest, model, conditions)
 
     @classmethod
-    def of_single_samples(
-        cls,
-        seq_len: np.ndarray,
-        tokens: int,
-        manifest: Manifest,
-        model: ModelConfig,
-        conditions: Conditions,
-    ) -> "PackedCollation":
-        """Returns the collation of rows of one sample each, padded to a number of tokens.
-
-        Args:
-          seq_len: [N] int64, tokens of every sample in a row.
-          tokens: of a row.
-          manifest: of the samples.
-          model: config of the model.
-          conditions: shape and dtype of the rows' conditions.
-        """
-        length = 0 if conditions.parts else conditions.length
-        sizes = RowSizes(tokens, int(whole_windows(length, length)), lengths=((0, 1), (tokens, 0)))
-        return cls._of({0: sizes}, seq_len, manifest, model, conditions)
-
-    @classmethod
-    def _of(
+    def of_sizes(
         cls,
         sizes: dict[int, RowSizes],
         seq_len: np.ndarray,
@@ -327,9 +293,9 @@ class PackedCollation:
         model: ModelConfig,
         conditions: Conditions,
     ) -> "PackedCollation":
-        frames, height, width = (
-            manifest.geometry(model.patch_size).token_grid(*manifest.shape.T).max(axis=0).tolist()
-        )
+        """The collation of rows of these sizes, of samples of `seq_len` [N] tokens."""
+        grids = manifest.geometry(model.patch_size).token_grid(*manifest.shape.T)
+        frames, height, width = grids.max(axis=0).tolist()
         tokens = conditions.part_tokens(manifest) if conditions.parts else None
         if tokens is not None:
             for size, each in sizes.items():
@@ -346,9 +312,8 @@ class PackedCollation:
 
     def abstract(self, rows: int, split_tokens: int = 0) -> PackedBatch:
         """A batch of so many rows whose split region has `split_tokens` tokens, without arrays."""
-        return abstract(
-            self._batch(self.sizes[split_tokens], [_empty_row(split_tokens)], [()], 0), rows
-        )
+        batch = self._batch(self.sizes[split_tokens], [_empty_row(split_tokens)], [()], 0)
+        return abstract(batch, rows)
 
     def single_rows(self, part: MicroBatch) -> list[MicroBatch]:
         """The rows of a micro-batch of one sample each, as packed rows."""
@@ -359,7 +324,7 @@ class PackedCollation:
             plan = _empty_row(0)
             if samples := part.samples[held]:
                 tokens = int(geometry.seq_len(*self.manifest.shape[samples[0]]))
-                plan = RowPlan(0, (tokens,), (0,), (False,), (0,), (), (), (PADDING,))
+                plan = RowPlan(0, (tokens,), (0,), (False,), (0,), (), (), (segments.PADDING,))
             times = part.repetitions[held]
             found.append(replace(part, rows=1, samples=samples, repetitions=times, row_plan=plan))
         return found
@@ -415,9 +380,9 @@ class PackedCollation:
         return PackedBatch(
             tokens=np.zeros((*here, volume * self.model.latent_channels), np.float32),
             position=np.zeros((len(rows), sizes.tokens, 3), np.int32),
-            metadata=PackedMetadata(
-                tokens=segments_of(table, sizes.tokens),
-                condition=segments_of(condition_table, sizes.condition),
+            metadata=segments.PackedMetadata(
+                tokens=segments.segments_of(table, sizes.tokens),
+                condition=segments.segments_of(condition_table, sizes.condition),
                 split=self._split(sizes, rows, samples, table) if sizes.split_tokens else None,
                 grid=self.grid,
                 lengths=sizes.lengths,
@@ -439,20 +404,16 @@ class PackedCollation:
 
     def _row_tiles(
         self, sizes: RowSizes, rows: Sequence[RowPlan], samples: Sequence[tuple[int, ...]]
-    ) -> TileLayout | None:
+    ) -> segments.TileLayout | None:
         """Tiles of the tokens behind the split region; None if no sample is in tiles."""
         behind = sizes.tokens - sizes.split_tokens
         if self.tiling is None or not behind:
             return None
         slots = sizes.whole if sizes.split_tokens else sizes.slots
-        whole = [
-            [
-                (sample, offset - row.split_tokens)
-                for sample, offset, is_split in zip(held, row.offsets, row.is_split, strict=True)
-                if not is_split
-            ]
-            for row, held in zip(rows, samples, strict=True)
-        ]
+        whole = []
+        for row, held in zip(rows, samples, strict=True):
+            placed = zip(held, row.offsets, row.is_split, strict=True)
+            whole.append([(n, at - row.split_tokens) for n, at, split in placed if not split])
         return self.tiling.layout(whole, behind, slots)
 
     def _split(
@@ -461,11 +422,11 @@ class PackedCollation:
         rows: Sequence[RowPlan],
         samples: Sequence[tuple[int, ...]],
         table: np.ndarray,
-    ) -> SplitRows:
+    ) -> segments.SplitRows:
         """Positions of whole samples behind the split region, and of the group's split samples."""
         split = np.zeros((2, len(rows), sizes.split), np.int32)
         whole = np.zeros((2, len(rows), sizes.whole), np.int32)
-        slots = np.full((len(rows), sizes.slots), PADDING, np.int32)
+        slots = np.full((len(rows), sizes.slots), segments.PADDING, np.int32)
         for row, row_plan in enumerate(rows):
             pairs = zip(row_plan.split_samples, row_plan.split_segments, strict=True)
             for slot, (sample, (offset, tokens)) in enumerate(pairs):
@@ -475,18 +436,13 @@ class PackedCollation:
             whole[:, row, : behind.shape[1]] = behind - [[sizes.split_tokens], [0]]
         together, tiles = sizes.context * sizes.split_tokens, None
         if self.tiling is not None:
-            of_group = [
-                [
-                    (n, offset)
-                    for n, (offset, _) in zip(row.split_samples, row.split_segments, strict=True)
-                ]
-                for row in rows
-            ]
+            placed = (zip(row.split_samples, row.split_segments, strict=True) for row in rows)
+            of_group = [[(sample, offset) for sample, (offset, _) in each] for each in placed]
             in_group = self.tiling.layout(of_group, together, sizes.split, ordered=True)
-            tiles = SplitTiles(self._row_tiles(sizes, rows, samples), in_group)
-        return SplitRows(
-            whole=segments_of(whole, sizes.tokens - sizes.split_tokens),
-            split=segments_of(split, together),
+            tiles = segments.SplitTiles(self._row_tiles(sizes, rows, samples), in_group)
+        return segments.SplitRows(
+            whole=segments.segments_of(whole, sizes.tokens - sizes.split_tokens),
+            split=segments.segments_of(split, together),
             slots=slots if self.model.joint_attention else None,
             split_tokens=sizes.split_tokens,
             lengths=(sizes.whole_lengths, sizes.split_lengths),
@@ -503,12 +459,7 @@ class PackedCollation:
                 yield sample, Place(row, slot, *place)
 
     def put(
-        self,
-        batch: AnyBatch[np.ndarray],
-        place: Place,
-        sample: int,
-        arrays: Arrays,
-        condition: Tokens,
+        self, batch: HostBatch, place: Place, sample: int, arrays: Arrays, condition: Tokens
     ) -> None:
         """Writes the arrays of a sample to its place in the batch."""
         assert isinstance(batch, PackedBatch)

@@ -13,6 +13,7 @@ import safetensors
 import safetensors.numpy
 
 from alload_jax.files import Json
+from alload_jax.planning.samples import Triple
 
 
 def mixed(state: np.ndarray) -> np.ndarray:
@@ -153,26 +154,21 @@ class SampleForm(NamedTuple):
 
     def notes(self) -> Json:
         """The form as JSON values; what is not stored is left out, but for the kind of text."""
-        notes: Json = {"text_dim": self.text_dim}
-        if self.given_channels:
-            notes["given_channels"] = self.given_channels
-        if self.image_shape:
-            notes["image_shape"] = list(self.image_shape)
-        if self.parts:
-            notes["parts"] = dict(self.parts)
-        return notes
+        image, parts = list(self.image_shape or ()), dict(self.parts)
+        held = {"given_channels": self.given_channels, "image_shape": image, "parts": parts}
+        return {"text_dim": self.text_dim} | {name: value for name, value in held.items() if value}
 
     def shapes(
         self, latents: tuple[int, ...], text_length: int, part_lengths: Sequence[int] = ()
     ) -> dict[str, tuple[int, ...]]:
-        """The shapes of a record's arrays beside the latents.
+        """The shapes of a record's arrays.
 
         Args:
           latents: (frames, height, width, channels) of the latents.
           text_length: number of condition tokens.
           part_lengths: number of tokens of each of `parts`.
         """
-        shapes: dict[str, tuple[int, ...]] = {}
+        shapes = {LATENTS: latents}
         if self.text_dim is None:
             shapes[LABELS] = (text_length,)
         else:
@@ -269,3 +265,44 @@ def with_text_of_epoch(
 
 def _name(arrays: Arrays) -> str:
     return TEXT if TEXT in arrays else LABELS
+
+
+# ---------------------------------------------------------------- pixels in place of latents
+# With n frames to a latent, the first frame has one of its own, n times over, and each of the
+# others holds the next n frames in its channels: time as in the causal VAEs of video models.
+
+
+def pixel_channels(vae_stride: Triple, channels: int) -> int | None:
+    """Channels of the pixels that latents hold.
+
+    Args:
+      vae_stride: pixels per latent, (frames, height, width).
+      channels: of a latent.
+
+    Returns:
+      1 (grey) or 3 (colour); None if the latents are a VAE's.
+    """
+    frames, *sides = vae_stride
+    found, rest = divmod(channels, frames)
+    return found if sides == [1, 1] and rest == 0 and found in (1, 3) else None
+
+
+def fold_frames(frames: np.ndarray, per_latent: int) -> np.ndarray:
+    """[per_latent · n + 1, H, W, C] pixels → [n + 1, H, W, per_latent · C] latents."""
+    padded = np.concatenate([np.repeat(frames[:1], per_latent - 1, axis=0), frames])
+    groups = padded.reshape(-1, per_latent, *frames.shape[1:])
+    return np.moveaxis(groups, 1, -2).reshape(len(groups), *frames.shape[1:3], -1)
+
+
+def unfold_frames(latents: np.ndarray, per_latent: int) -> np.ndarray:
+    """[..., n + 1, H, W, per_latent · C] latents → [..., per_latent · n + 1, H, W, C] pixels.
+
+    The first frame is the mean of its copies, which differ in what a model generates.
+    """
+    *others, groups, height, width, channels = latents.shape
+    shape = (*others, groups, height, width, per_latent, channels // per_latent)
+    frames = np.moveaxis(latents.reshape(shape), -2, -4)
+    first = frames[..., :1, :, :, :, :].mean(axis=-4)
+    later = frames[..., 1:, :, :, :, :]
+    later = later.reshape(*others, (groups - 1) * per_latent, *later.shape[-3:])
+    return np.concatenate([first, later], axis=-4)

@@ -78,13 +78,12 @@ def source_numbers(weights: Sequence[SourceWeight], paths: np.ndarray | None) ->
             "data.weights: the data folder does not record the paths of its files; prepare the "
             "media again, or merge folders by `alload data merge --add-names`"
         )
-    names, matched = pa.array(paths, pa.string()), np.zeros((len(weights), len(paths)), bool)
+    names = pa.array(paths, pa.string())
+    matched = np.ones((len(weights) + 1, len(paths)), bool)  # the last row: all others
     for entry, weight in enumerate(weights):
         found = pyarrow.compute.match_substring_regex(names, weight.expression)
         matched[entry] = found.to_numpy(zero_copy_only=False)
-    number = np.full(len(paths), len(weights))
-    for entry in reversed(range(len(weights))):
-        number[matched[entry]] = entry
+    number = matched.argmax(axis=0)
     for entry, weight in enumerate(weights):
         if not (number == entry).any():
             if matched[entry].any():
@@ -92,9 +91,7 @@ def source_numbers(weights: Sequence[SourceWeight], paths: np.ndarray | None) ->
                     f"data.weights: all samples of {weight.path!r} belong to earlier entries, of "
                     "which the first that matches counts; put it before them, or leave it out"
                 )
-            folders = list(
-                dict.fromkeys(path.rpartition("/")[0] or path for path in paths.tolist())
-            )
+            folders = [*dict.fromkeys(path.rpartition("/")[0] or path for path in paths.tolist())]
             more = f" and {len(folders) - _NAMED} more" if len(folders) > _NAMED else ""
             raise InputError(
                 f"data.weights: {weight.path!r} matches no sample; there are "

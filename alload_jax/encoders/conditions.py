@@ -130,9 +130,7 @@ class Umt5Text(TextModel):
 
     @override
     def _find_parts(self) -> None:
-        self._tokenizer_folder = loading.find_beside(
-            self.folder, "tokenizer", _TOKENIZERS, "tokenizer"
-        )
+        self._tokenizer_folder = loading.find_beside(self.folder, "tokenizer", _TOKENIZERS)
 
     @property
     @override
@@ -249,7 +247,7 @@ class HunyuanVideoText(TextModel):
             )
         self._second_config = loading.read_config(self._second_folder, "model_type", [kind], wanted)
         self._tokenizer_folders = [
-            loading.find_beside(folder, name, _TOKENIZER_FILES, "tokenizer")
+            loading.find_beside(folder, name, _TOKENIZER_FILES)
             for folder, name in ((self.folder, "tokenizer"), (self._second_folder, "tokenizer_2"))
         ]
 
@@ -327,9 +325,7 @@ class HunyuanVideoText(TextModel):
         if (prompt := glyph_prompt(text)) is None:
             return np.zeros((0, self._second_width), np.float32)
         _, tokenizer = self._tokenizers
-        ids = tokenizer(
-            prompt, add_special_tokens=True, truncation=True, max_length=_GLYPH_TOKENS
-        ).input_ids
+        ids = tokenizer(prompt, truncation=True, max_length=_GLYPH_TOKENS).input_ids
         _, model = self._model
         with loading.inference():
             return loading.to_host(model(input_ids=self._sent(ids)).last_hidden_state[0])

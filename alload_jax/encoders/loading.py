@@ -100,7 +100,9 @@ def find_folder(folder: Path, subfolder: str, wanted: str) -> Path:
     )
 
 
-def find_beside(folder: Path, subfolder: str, names: Sequence[str], wanted: str) -> Path:
+def find_beside(
+    folder: Path, subfolder: str, names: Sequence[str], wanted: str = "tokenizer"
+) -> Path:
     """The folder of a part that lies in the folder of a model or beside it.
 
     Args:
@@ -178,17 +180,15 @@ def weights_digest(config: Mapping[str, object], files: Sequence[Path]) -> str:
     writer = ("transformers_version", "torch_dtype", "dtype")
     kept = {k: v for k, v in config.items() if not k.startswith("_") and k not in writer}
     found = hashlib.sha256(json.dumps(kept, sort_keys=True).encode())
-    stats = [path.stat() for path in files]
+    stamps = [(stat.st_size, stat.st_mtime_ns) for stat in map(Path.stat, files)]
     with ThreadPoolExecutor() as threads:  # hashing does not hold Python's lock
-        for digest in threads.map(
-            _file_digest, files, [s.st_size for s in stats], [s.st_mtime_ns for s in stats]
-        ):
+        for digest in threads.map(_file_digest, files, stamps):
             found.update(digest)
     return found.hexdigest()[:16]
 
 
 @cache
-def _file_digest(path: Path, size: int, changed: int) -> bytes:
+def _file_digest(path: Path, stamp: tuple[int, int]) -> bytes:
     """SHA-256 of a file's bytes; size and time of change tell cached digests apart."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").digest()

@@ -7,7 +7,7 @@ style sheet's variables, so that the window's colour scheme decides.
 import io
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from html import escape
 from importlib.resources import files
 from itertools import pairwise
@@ -17,7 +17,7 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator
+from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator
 
 CSS = (files("alload_jax.report") / "plan_page.css").read_text(encoding="utf-8")
 COLOURS: dict[str, str] = dict(re.findall(r"--(\w+): (#\w{6});", CSS.partition("}")[0]))
@@ -72,7 +72,7 @@ def scale_y(axes: Axes, high: float, title: str, *, percent: bool = False, parts
     """Lets y reach from 0 to `high` in about so many parts, with the title above."""
     axes.set_ylim(0, high * 1.04 if high > 0 else 1)
     axes.yaxis.set_major_locator(MaxNLocator(parts, steps=[1, 2, 2.5, 5, 10]))
-    axes.yaxis.set_major_formatter(_formatter(percent_tick if percent else "{:,g}".format))
+    axes.yaxis.set_major_formatter((lambda y, _: percent_tick(y)) if percent else "{x:,g}")
     axes.set_title(title)
 
 
@@ -85,7 +85,7 @@ def scale_x_log(axes: Axes, low: float, high: float, title: str) -> None:
     located = LogLocator(subs=(1, 2, 5) if high / low < 2e4 else (1,)).tick_values(low, high)
     ticks = [tick for tick in located if low <= tick <= high]
     axes.set_xticks(ticks if len(ticks) > 1 else [low, high])
-    axes.xaxis.set_major_formatter(_formatter(compact))
+    axes.xaxis.set_major_formatter(lambda x, _: compact(x))
     axes.minorticks_off()
     axes.set_xlabel(title)
 
@@ -127,7 +127,7 @@ def svg(figure: Figure, name: str, label: str) -> str:
     text = text[text.index('<g id="figure_1">') :]
     text = re.sub(rf'<g id="{_TIP}([^"]*)">', r'<g class="hit"><title>\1</title>', text)
     text = re.sub(r' id="[\w.]+_\d+"', "", text)
-    text = re.sub(r' d="[^"]*"', lambda path: _rounded(path[0]), text)
+    text = re.sub(r' d="[^"]*"', lambda path: re.sub(r"\d+\.\d+", _rounded, path[0]), text)
     text = re.sub(r">\s+<", "><", text)
     for variable, colour in COLOURS.items():
         text = text.replace(colour, f"var(--{variable})")
@@ -138,13 +138,8 @@ def svg(figure: Figure, name: str, label: str) -> str:
     )
 
 
-def _rounded(path: str) -> str:
-    """The coordinates of a path with two decimals."""
-    return re.sub(r"\d+\.\d+", lambda value: f"{float(value[0]):.2f}", path)
-
-
-def _formatter(show: Callable[[float], str]) -> FuncFormatter:
-    return FuncFormatter(lambda value, _: show(value))
+def _rounded(value: re.Match[str]) -> str:
+    return f"{float(value[0]):.2f}"
 
 
 def binned(values: np.ndarray, bins: int) -> tuple[np.ndarray, np.ndarray]:

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw
 
-from alload_jax.data.pixel_latents import holds_pixels, unfold_frames
-from alload_jax.data.record import LATENTS
+from alload_jax.data.record import LATENTS, unfold_frames
 from alload_jax.data.sources import SampleSource
 from alload_jax.data.store import BadRecordError
 from alload_jax.errors import InputError
@@ -157,7 +156,7 @@ def write_contact_sheet(
         chosen = list(range(len(previews)))
     strips = [Image.open(io.BytesIO(base64.b64decode(each))) for each in previews]
     captions = source.captions(chosen)
-    parts = [] if previews or holds_pixels(manifest) else [_text([_NOTE], _FAINT)]
+    parts = [] if previews or manifest.holds_pixels else [_text([_NOTE], _FAINT)]
     for each in itertools.zip_longest(chosen, captions, strips):
         parts += _row(source, *each)
     source.close()
@@ -205,10 +204,10 @@ def _row(
 def _pictures(source: SampleSource, number: int) -> np.ndarray:
     """[frames, height, width, 3] uint8, of a sample as it is stored."""
     manifest, latents = source.manifest, source.read(number)[LATENTS]
-    if holds_pixels(manifest):
+    if manifest.holds_pixels:
         latents = unfold_frames(latents, manifest.vae_stride[0])
     chosen = np.linspace(0, len(latents) - 1, min(_FRAMES, len(latents))).round().astype(int)
-    if not holds_pixels(manifest):
+    if not manifest.holds_pixels:
         return latent_colours(latents[chosen])
     pixels = to_bytes(latents[chosen].astype(np.float32))
     return np.broadcast_to(pixels, (*pixels.shape[:-1], 3))

@@ -14,29 +14,14 @@ from matplotlib import rc_context
 
 from alload_jax.errors import InputError
 from alload_jax.files import replacing
-from alload_jax.planning.cost import (
-    CostModel,
-    in_seconds,
-    marginal_cost,
-    micro_batch_costs,
-    rank_costs,
-)
+from alload_jax.planning import cost
 from alload_jax.planning.epoch import EpochPlan
 from alload_jax.planning.factory import m_comp_curve
 from alload_jax.planning.metrics import imbalance
 from alload_jax.planning.plan import replaceable
 from alload_jax.planning.study import Case, Study, advice
+from alload_jax.report import plan_charts
 from alload_jax.report.charts import CSS, STYLE, box_key, percent, policy_colour, show_cost
-from alload_jax.report.plan_charts import (
-    LengthClasses,
-    PolicyPart,
-    StepBars,
-    bars_figure,
-    curve_figure,
-    epoch_figure,
-    lengths_figure,
-    ranks_figure,
-)
 
 # ---------------------------------------------------------------- metrics
 
@@ -115,7 +100,7 @@ def show(name: str, value: Value) -> str:
     return show_cost(value, "s" if form == "seconds" else "")
 
 
-def headline(policies: Sequence[PolicyPart]) -> str:
+def headline(policies: Sequence[plan_charts.PolicyPart]) -> str:
     """Tiles that compare the baseline with the best policy."""
     before, after = policies[0], policies[-1]
     tiles = []
@@ -150,7 +135,7 @@ def headline(policies: Sequence[PolicyPart]) -> str:
     return f'<div class="tiles">{"".join(tiles)}</div>'
 
 
-def lede(policies: Sequence[PolicyPart]) -> str:
+def lede(policies: Sequence[plan_charts.PolicyPart]) -> str:
     """The page's result in one sentence."""
     before, after = policies[0], policies[-1]
     waits = [show("idle", policy.metrics["idle"]) for policy in (before, after)]
@@ -160,7 +145,7 @@ def lede(policies: Sequence[PolicyPart]) -> str:
     return f'<p class="lede">{text}.</p>'
 
 
-def speedup(before: PolicyPart, after: PolicyPart) -> float | None:
+def speedup(before: plan_charts.PolicyPart, after: plan_charts.PolicyPart) -> float | None:
     """Ratio of the speeds of an epoch; None where it costs nothing."""
     for name, faster in (("tokens_per_second", 1), ("cost", -1)):
         first, last = before.metrics.get(name), after.metrics.get(name)
@@ -169,7 +154,7 @@ def speedup(before: PolicyPart, after: PolicyPart) -> float | None:
     return None
 
 
-def metrics_table(policies: Sequence[PolicyPart]) -> str:
+def metrics_table(policies: Sequence[plan_charts.PolicyPart]) -> str:
     """A table of metrics (rows) and policies (columns); the best value of a row is bold."""
     head = "".join(
         f'<th scope="col"><i {box_key(policy_colour(n, len(policies)))}></i>'
@@ -185,7 +170,7 @@ def metrics_table(policies: Sequence[PolicyPart]) -> str:
     )
 
 
-def _row(name: str, policies: Sequence[PolicyPart]) -> str:
+def _row(name: str, policies: Sequence[plan_charts.PolicyPart]) -> str:
     shown = METRICS[name]
     values = [policy.metrics.get(name) for policy in policies]
     texts = [show(name, value) for value in values]
@@ -226,7 +211,7 @@ class PlanPage:
     seq_len: np.ndarray
     sequence_cost: np.ndarray
     cost_unit: str
-    policies: tuple[PolicyPart, ...]
+    policies: tuple[plan_charts.PolicyPart, ...]
     curve: tuple[np.ndarray, np.ndarray, float] | None = None
     over_ranks: dict[str, list[tuple[int, float]]] | None = None
     notes: tuple[str, ...] = ()
@@ -234,20 +219,20 @@ class PlanPage:
 
 def render(page: PlanPage) -> str:
     """The page as HTML. It loads nothing, and equal pages give equal text."""
-    classes = LengthClasses.of(page.seq_len)
+    classes = plan_charts.LengthClasses.of(page.seq_len)
     with rc_context(STYLE):
         sections = [
-            lengths_figure(page.seq_len, page.sequence_cost, classes),
-            bars_figure(page.policies, classes, page.cost_unit),
-            epoch_figure(page.policies),
+            plan_charts.lengths_figure(page.seq_len, page.sequence_cost, classes),
+            plan_charts.bars_figure(page.policies, classes, page.cost_unit),
+            plan_charts.epoch_figure(page.policies),
             '<section class="figures"><h2>All figures</h2>'
             "<p>Means over the steps of an epoch; the best value of each row is bold.</p>"
             f"{metrics_table(page.policies)}</section>",
         ]
         if page.curve is not None:
-            sections.append(curve_figure(*page.curve))
+            sections.append(plan_charts.curve_figure(*page.curve))
         if page.over_ranks:
-            sections.append(ranks_figure(page.over_ranks, page.policies))
+            sections.append(plan_charts.ranks_figure(page.over_ranks, page.policies))
     facts = "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
         for name, value in page.facts.items()
@@ -333,7 +318,7 @@ def write_report(
         facts=facts | {"cost model": cost_model},
         seq_len=typical.seq_len,
         sequence_cost=study.predictor.sequence_cost(typical.seq_len),
-        cost_unit="s" if in_seconds(study.predictor) else "",
+        cost_unit="s" if cost.in_seconds(study.predictor) else "",
         policies=tuple(_policy_part(case, study) for case in main),
         curve=curve,
         over_ranks=over_ranks,
@@ -342,9 +327,9 @@ def write_report(
     write_page(path, page)
 
 
-def _policy_part(case: Case, study: Study) -> PolicyPart:
+def _policy_part(case: Case, study: Study) -> plan_charts.PolicyPart:
     epoch = case.epoch
-    cost = rank_costs(epoch, micro_batch_costs(epoch, study.predictor))
+    ranks = cost.rank_costs(epoch, cost.micro_batch_costs(epoch, study.predictor))
     metrics = {k: v for k, v in case.figures()["metrics"].items() if k in METRICS}
     if case.in_seconds:
         metrics["seconds_per_epoch"] = metrics.pop("cost")
@@ -352,27 +337,27 @@ def _policy_part(case: Case, study: Study) -> PolicyPart:
         del metrics["tokens_per_second"]
     drawn = sorted({int(share * (epoch.steps - 1)) for share in _DRAWN_AT})
     bars = tuple(_bars(epoch, step, study.predictor) for step in drawn)
-    return PolicyPart(case.name, metrics, bars, imbalance(cost))
+    return plan_charts.PolicyPart(case.name, metrics, bars, imbalance(ranks))
 
 
-def _bars(epoch: EpochPlan, step: int, model: CostModel) -> StepBars:
+def _bars(epoch: EpochPlan, step: int, model: cost.CostModel) -> plan_charts.StepBars:
     """The samples and padding that each rank of a step computes, with their costs."""
     part = epoch.only(step)
-    total = micro_batch_costs(part, model)
+    total = cost.micro_batch_costs(part, model)
     owner, lengths = part.micro_batch_of_part(), part.seq_len[part.sample]
     if part.packing is None:
-        cost, is_split = model.sequence_cost(lengths), np.zeros(len(lengths), bool)
+        costs, is_split = model.sequence_cost(lengths), np.zeros(len(lengths), bool)
     else:
         # Of the tokens as padding, plus a share of their sample's marginal cost.
         tokens, is_split = part.packing.tokens, part.packing.is_split
         share = np.where(is_split, tokens / np.maximum(1, lengths), 1.0)
-        cost = model.padding_cost(tokens) + marginal_cost(model, lengths) * share
-    rest = total - np.bincount(owner, weights=cost, minlength=len(total))
-    columns = (part.rank[owner], cost, lengths, np.where(is_split, "split", "whole"))
+        costs = model.padding_cost(tokens) + cost.marginal_cost(model, lengths) * share
+    rest = total - np.bincount(owner, weights=costs, minlength=len(total))
+    columns = (part.rank[owner], costs, lengths, np.where(is_split, "split", "whole"))
     parts = list(zip(*(column.tolist() for column in columns), strict=True))
     parts += [
         (int(rank), float(value), 0, "padding")
         for rank, value in zip(part.rank, rest, strict=True)
         if value > 0
     ]
-    return StepBars(step, part.ranks, parts)
+    return plan_charts.StepBars(step, part.ranks, parts)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from alload_jax.distributed.cluster import first_process
 from alload_jax.errors import InputError, one_line
@@ -236,9 +236,8 @@ def read_summary(folder: Path, steps: int) -> dict[str, float] | None:
 
 def print_summary(summary: Mapping[str, float], folder: Path) -> None:
     """Prints the summary as a table."""
-    table = Table(title=f"{folder}: finished at step {summary['steps']}", title_justify="left")
-    table.add_column("figure")
-    table.add_column("value", justify="right")
+    title = f"{folder}: finished at step {summary['steps']}"
+    table = Table("figure", Column("value", justify="right"), title=title, title_justify="left")
     for name, value in summary.items():
         table.add_row(name.replace("_", " "), _readable(name, value))
     Console(markup=False, soft_wrap=True).print(table)

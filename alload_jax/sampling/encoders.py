@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from alload_jax.data.manifest import VAE
-from alload_jax.data.pixel_latents import fold_frames
-from alload_jax.data.record import IMAGE, TEXT
+from alload_jax.data.record import IMAGE, TEXT, fold_frames
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.common.safetensor_files import open_safetensors
@@ -246,19 +245,11 @@ def read_picture(path: Path, height: int, width: int) -> np.ndarray:
     Raises:
       InputError: the file is missing or no image.
     """
-    from alload_jax.data.prepare.sources import (
-        Bucket,
-        Fit,
-        Source,
-        UnusableError,
-        covering,
-        decode_image,
-    )
+    from alload_jax.data.prepare.sources import Bucket, Source, UnusableError, decode_image
 
-    bucket = Bucket(height, width)
     try:
         source = Source(path, 0, path.stat().st_size)
-        (picture,) = decode_image(source, lambda *size: Fit(bucket, covering(bucket, *size)))
+        (picture,) = decode_image(source, lambda *_: Bucket(height, width))
     except (OSError, UnusableError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise InputError(f"{path}: cannot be read as an image ({reason}); name another") from error

@@ -12,8 +12,7 @@ import jax
 import numpy as np
 
 from alload_jax.data.condition import Conditions, put_condition
-from alload_jax.data.pixel_latents import pixel_channels, unfold_frames
-from alload_jax.data.record import GIVEN, IMAGE, TEXT
+from alload_jax.data.record import GIVEN, IMAGE, TEXT, pixel_channels, unfold_frames
 from alload_jax.errors import InputError
 from alload_jax.files import parse_json, read_text
 from alload_jax.models.common.config import ConditionPart, ModelConfig

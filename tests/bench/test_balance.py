@@ -36,7 +36,7 @@ def balance(tmp_path, monkeypatch):
             asked.append(settings)
             return dict(found or {"error": "out of memory"})
 
-        monkeypatch.setattr("alload_jax.commands.bench_balance.measured", measure)
+        monkeypatch.setattr("alload_jax.bench.harness.measured", measure)
         code = main(["bench", "balance", "--cost-model", str(COSTS), "--out", str(out), *flags])
         assert code == (0 if found else 1)
         return asked, json.loads(out.read_text())

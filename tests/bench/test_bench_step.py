@@ -83,7 +83,7 @@ def test_a_budget_in_which_nothing_fits_ends_no_other_case(tmp_path, monkeypatch
             return step_process.measure(**settings)
         return {"seconds": 1.0, "tokens": 4, "tokens_beside": 0, "settings": settings}
 
-    monkeypatch.setattr(bench_step, "measured", measured)
+    monkeypatch.setattr(harness, "measured", measured)
     flags = ["--remat", "auto", "full", "--memory-budget", "0.1"]
     assert main(["bench", "step", *ONE_STEP, *flags, "--out", str(tmp_path / "step.json")]) == 0
     first, second = json.loads((tmp_path / "step.json").read_text())["cases"]

@@ -13,8 +13,8 @@ from source_files import write_fastvideo, write_musubi, write_tensor_files
 from alload_jax.data.condition import Conditions
 from alload_jax.data.manifest import DIGEST_KEY, MANIFEST_NAME, Manifest
 from alload_jax.data.record import SampleForm
+from alload_jax.data.sources.opening import SafetensorsFolder
 from alload_jax.data.sources.parquet import Parquet
-from alload_jax.data.sources.safetensors_folder import SafetensorsFolder
 from alload_jax.data.store import BadRecordError, StoreWriter
 from alload_jax.errors import InputError
 from alload_jax.planning.factory import make_plan

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from alload_jax.data.datasets import prepare_dataset
 from alload_jax.data.datasets.digits import Digits, load_digits
 from alload_jax.data.manifest import MANIFEST_NAME, read_manifest
-from alload_jax.data.pixel_latents import fold_frames, pixel_channels, unfold_frames
+from alload_jax.data.record import fold_frames, pixel_channels, unfold_frames
 from alload_jax.data.store import StoreReader
 from alload_jax.errors import InputError
 from alload_jax.planning.samples import Geometry

@@ -5,6 +5,7 @@ import io
 import json
 import os
 from collections import Counter
+from dataclasses import replace
 from multiprocessing import get_context
 
 import numpy as np
@@ -25,6 +26,7 @@ from alload_jax.data.prepare.encoders import (
     EncoderOptions,
     uniform_vectors,
 )
+from alload_jax.data.prepare.settings import MediaSettings
 from alload_jax.data.record import with_text_of_epoch
 from alload_jax.data.store import StoreReader, damaged_records
 from alload_jax.errors import InputError
@@ -127,12 +129,14 @@ def test_processes_see_one_gpu_each(monkeypatch):
 
 def test_an_encoding_process_that_fails_or_ends_is_an_error_of_one_line(weights):
     vae, spawn = toy_encoders.WeighedPixels.make(EncoderOptions(weights)), get_context("spawn")
-    with unit.encoding_processes(vae, ByteText(), None, spawn) as (remote,):
+    job = unit.Job(weights, MediaSettings(), vae, ByteText())
+    with unit.encoding_processes(job, spawn) as (remote,):
+        job = replace(job, remote=remote)
         said = {"refuses": "the weights are damaged", "ends": "the process that encodes ended"}
         for fault, words in said.items():
             (weights / "weights").write_text(fault)
             with pytest.raises(InputError, match=words):
-                remote.encode("vae", "encode", np.zeros((1, 8, 8, 3), np.uint8))
+                job.call("vae", "encode", np.zeros((1, 8, 8, 3), np.uint8))
 
 
 def test_data_are_prepared_as_the_models_of_an_encoder_take_them():

@@ -21,10 +21,10 @@ from patience import PATIENCE
 from PIL import Image
 
 from alload_jax.data.manifest import read_manifest
-from alload_jax.data.pixel_latents import unfold_frames
 from alload_jax.data.prepare.settings import MediaSettings, items_digest
 from alload_jax.data.prepare.sources import AREA_CLASSES, Item, buckets_of, parse_area
 from alload_jax.data.prepare.work_folder import Skipped, claimed, join_workers, reasons, video_hours
+from alload_jax.data.record import unfold_frames
 from alload_jax.errors import InputError
 from alload_jax.planning.workloads import AREAS
 

@@ -22,15 +22,13 @@ from alload_jax.errors import InputError
 @pytest.fixture
 def encoded(monkeypatch):
     """Counts of clips and captions that are encoded."""
-    counts = Counter()
-    for name in ("frames", "caption"):
-        encode = getattr(Job, f"encode_{name}")
+    counts, call = Counter(), Job.call
 
-        def count(job, value, name=name, encode=encode):
-            counts[name] += 1
-            return encode(job, value)
+    def count(job, name, method, *arguments):
+        counts[{"vae": "frames", "text": "caption"}[name]] += method == "encode"
+        return call(job, name, method, *arguments)
 
-        monkeypatch.setattr(Job, f"encode_{name}", count)
+    monkeypatch.setattr(Job, "call", count)
     return counts
 
 

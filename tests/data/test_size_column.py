@@ -10,8 +10,8 @@ from data_helpers import says
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alload_jax.data.sources import size_column
-from alload_jax.data.sources.size_column import SizeColumn, shuffled
+from alload_jax.data.sources import grain_samples
+from alload_jax.data.sources.grain_samples import SizeColumn, shuffled
 
 
 @given(st.integers(1, 3000), st.integers(0, 9))
@@ -33,7 +33,7 @@ def test_orders_are_random():
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(size_column, "_PER_ENTRY", 8)
+    monkeypatch.setattr(grain_samples, "_PER_ENTRY", 8)
     np.save(tmp_path / "sizes.npy", [[1, 4, 4], [5, 4, 8]])
     np.save(tmp_path / "size.npy", np.arange(50, dtype=np.uint8) % 2)
     return tmp_path

@@ -27,9 +27,8 @@ from alload_jax.data.collate import Collator, collation_for
 from alload_jax.data.condition import conditions_for
 from alload_jax.data.sources.arrays import channels_last, latent_shape, normalized
 from alload_jax.data.sources.grain_samples import GrainSamples
-from alload_jax.data.sources.opening import find_source_name, open_source
+from alload_jax.data.sources.opening import SafetensorsFolder, find_source_name, open_source
 from alload_jax.data.sources.parquet import Parquet
-from alload_jax.data.sources.safetensors_folder import SafetensorsFolder
 from alload_jax.data.store import BadRecordError, StoreWriter
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import TextConfig

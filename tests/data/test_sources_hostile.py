@@ -20,9 +20,13 @@ from source_files import (
     write_tensor_files,
 )
 
-from alload_jax.data.sources.opening import open_source
+from alload_jax.data.sources.opening import (
+    SafetensorsFolder,
+    open_source,
+    read_header,
+    read_tensors,
+)
 from alload_jax.data.sources.parquet import Parquet
-from alload_jax.data.sources.safetensors_folder import SafetensorsFolder, read_header, read_tensors
 from alload_jax.data.store import BadRecordError
 from alload_jax.errors import InputError
 

@@ -10,9 +10,9 @@ import pytest
 from PIL import Image
 from safetensors.numpy import save_file
 
-from alload_jax.data.pixel_latents import fold_frames
 from alload_jax.data.prepare.encoders import ByteText
 from alload_jax.data.prepare.sources import Source, decode_image
+from alload_jax.data.record import fold_frames
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ImageConfig, TextConfig
 from alload_jax.models.hunyuan_video.transformer import HunyuanVideoConfig

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 from training_runs import Runs
 
 from alload_jax.data.datasets.digits import Digits
-from alload_jax.data.pixel_latents import unfold_frames
+from alload_jax.data.record import unfold_frames
 from alload_jax.sampling.pictures import to_bytes
 
 GRIDS = [

@@ -19,7 +19,6 @@ class Dataset(Protocol):
 
     def origin(self) -> Json:
         """Returns the provenance that the manifest stores, as JSON values; equal for equal data."""
-        ...
 
     def write(self, folder: str | Path) -> None:
         """Writes the data folder; the same config produces the same samples.
@@ -27,7 +26,6 @@ class Dataset(Protocol):
         Raises:
           InputError: the folder exists already.
         """
-        ...
 
 
 DATASETS: Registry[type[Any]] = Registry(

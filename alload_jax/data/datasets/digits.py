@@ -16,7 +16,7 @@ import numpy as np
 from typing_extensions import override
 
 from alload_jax.data.datasets import Dataset
-from alload_jax.data.pixel_latents import fold_frames
+from alload_jax.data.record import fold_frames
 from alload_jax.data.store import StoreWriter
 from alload_jax.errors import InputError
 from alload_jax.files import Json
@@ -97,13 +97,9 @@ class Digits(Dataset):
             content |= {"motion": self.motion, "frames_per_latent": self.frames_per_latent}
         return {"digits": content}
 
+    @override
     @waits("for the data set to be written")
     def write(self, folder: str | Path) -> None:
-        """See `Dataset.write`.
-
-        Raises:
-          InputError: the folder exists already.
-        """
         images, labels = load_digits()
         stride = (self.frames_per_latent, 1, 1)
         origin = self.origin()

@@ -7,7 +7,7 @@ import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 from alload_jax.data.prepare.sources import MEDIA, UnusableError, readable_name, suffix_of
 from alload_jax.errors import InputError
@@ -211,18 +211,14 @@ def clean(caption: str) -> str:
 
 
 def require_column(
-    place: str, names: Iterable[str], known: tuple[str, ...], asked: str | None, flag: str
+    table: Path, names: Sequence[str], known: tuple[str, ...], asked: str | None, flag: str
 ) -> str:
     """`find_column`, where the column must be there.
 
     Raises:
       InputError: it is not.
     """
-    names = list(names)
     if (found := find_column(names, known, asked)) is None:
-        wanted = asked or " or ".join(known[:3])
-        raise InputError(
-            f"{place}: has no column {wanted}, but {', '.join(names) or 'none'}; name it with "
-            f"{flag}"
-        )
+        wanted, held = asked or " or ".join(known[:3]), ", ".join(names) or "none"
+        raise InputError(f"{table}: has no column {wanted}, but {held}; name it with {flag}")
     return found

@@ -9,9 +9,8 @@ from typing import ClassVar, NamedTuple, Protocol, Self
 import numpy as np
 from typing_extensions import override
 
-from alload_jax.data.pixel_latents import fold_frames
 from alload_jax.data.prepare.sources import UnusableError
-from alload_jax.data.record import unit_interval
+from alload_jax.data.record import fold_frames, unit_interval
 from alload_jax.encoders import conditions
 from alload_jax.encoders.loading import require_packages
 from alload_jax.encoders.vae import HunyuanVideo13bVae, HunyuanVideoVae, Vae, WanVae
@@ -57,19 +56,15 @@ class VaeEncoder(Protocol):
     Attributes:
       has_weights: whether it is made from a folder of weights. Then one process per GPU encodes for
         all workers; otherwise every worker encodes by itself.
+      patch_size: latents per token of models that train on these latents, for the sides of buckets.
     """
 
-    has_weights: ClassVar[bool]
+    has_weights: ClassVar[bool] = False
+    patch_size: ClassVar[Triple]
 
     @property
     def stride(self) -> Triple:
         """Pixels per latent along (frames, height, width)."""
-        ...
-
-    @property
-    def patch_size(self) -> Triple:
-        """Latents per token of models that train on these latents, for the sides of buckets."""
-        ...
 
     @classmethod
     def make(cls, options: EncoderOptions) -> Self:
@@ -78,11 +73,9 @@ class VaeEncoder(Protocol):
         Raises:
           InputError: the options do not fit it.
         """
-        ...
 
     def origin(self) -> Json:
         """Its name and what else determines the latents (a digest of weights), as JSON values."""
-        ...
 
     def encode(self, frames: np.ndarray) -> np.ndarray:
         """Encodes a clip; equal clips give equal latents.
@@ -93,7 +86,6 @@ class VaeEncoder(Protocol):
         Returns:
           [t, h, w, channels] floats, normalised as models train on them.
         """
-        ...
 
 
 class TextEncoder(Protocol):
@@ -104,7 +96,7 @@ class TextEncoder(Protocol):
       default_length: most tokens of a condition where none is asked for.
     """
 
-    has_weights: ClassVar[bool]
+    has_weights: ClassVar[bool] = False
     default_length: ClassVar[int]
 
     @classmethod
@@ -114,11 +106,9 @@ class TextEncoder(Protocol):
         Raises:
           InputError: the options or the captions do not fit it.
         """
-        ...
 
     def origin(self) -> Json:
         """Its name and what else determines the conditions, as JSON values."""
-        ...
 
     def encode(self, caption: str | None) -> Encoded:
         """Encodes a cleaned caption; None for a file without one.
@@ -130,7 +120,6 @@ class TextEncoder(Protocol):
         Raises:
           UnusableError: a file with this caption, or without one, cannot be used.
         """
-        ...
 
     def surplus_tokens(self, caption: str) -> int:
         """How many tokens of a cleaned caption `encode` cuts off."""
@@ -148,37 +137,6 @@ class Given(NamedTuple):
 
     channels: np.ndarray | None
     image: np.ndarray | None
-
-
-class GivenEncoder(Protocol):
-    """Encodes the frames of a clip that are given to a model; pickled like a `VaeEncoder`."""
-
-    @classmethod
-    def make(cls, kind: str, vae_folder: Path, image_folder: Path | None) -> Self:
-        """Makes the encoder.
-
-        Args:
-          kind: value of `--image-to-video`.
-          vae_folder: local folder of the VAE, the one that encodes the frames.
-          image_folder: local folder of the image encoder; None for none.
-
-        Raises:
-          InputError: kind and folders do not fit the models.
-        """
-        ...
-
-    def origin(self) -> Json:
-        """What determines the given arrays beside the VAE, as JSON values."""
-        ...
-
-    def encode(self, first: np.ndarray, last: np.ndarray, frames: int) -> Given:
-        """Encodes the given frames of a clip.
-
-        Args:
-          first, last: [H, W, 3] uint8, its first and last frame.
-          frames: number of its frames; of one frame, that frame is given.
-        """
-        ...
 
 
 VAE_ENCODERS: Registry[type[VaeEncoder]] = Registry(
@@ -203,45 +161,44 @@ TEXT_ENCODERS: Registry[type[TextEncoder]] = Registry(
 )
 """Classes of `TextEncoder`s."""
 
-GIVEN_ENCODERS: Registry[type[GivenEncoder]] = Registry(
+GIVEN_ENCODERS: Registry[type["GivenFrames"]] = Registry(
     "--vae",
     {
         "wan": "alload_jax.data.prepare.encoders:WanGivenFrames",
         "hunyuan_video": "alload_jax.data.prepare.encoders:HunyuanVideoGivenFrames",
     },
 )
-"""Classes of `GivenEncoder`s by the name of the VAE: its models determine what they are given."""
+"""Classes of `GivenFrames` by the name of the VAE: its models determine what they are given."""
 
 
 @dataclass(frozen=True)
-class Pixels:
+class Pixels(VaeEncoder):
     """Stores pixels as float16 from −1 (black) to 1 (white); see `VaeEncoder`.
 
     Attributes:
       frames_per_latent: frames in the channels of a latent (`fold_frames`).
     """
 
-    has_weights: ClassVar[bool] = False
     patch_size: ClassVar[Triple] = PIXEL_PATCH
 
     frames_per_latent: int = 1
 
     @property
+    @override
     def stride(self) -> Triple:
-        """See `VaeEncoder.stride`."""
         return (self.frames_per_latent, 1, 1)
 
     @classmethod
+    @override
     def make(cls, options: EncoderOptions) -> Self:
-        """See `VaeEncoder.make`."""
         return cls(options.frames_per_latent)
 
+    @override
     def origin(self) -> Json:
-        """See `VaeEncoder.origin`."""
         return {"name": "none"}
 
+    @override
     def encode(self, frames: np.ndarray) -> np.ndarray:
-        """See `VaeEncoder.encode`."""
         levels = (np.arange(256) / 127.5 - 1).astype(np.float16)
         return fold_frames(levels[frames], self.frames_per_latent)
 
@@ -264,7 +221,6 @@ class ByteText(TextEncoder):
       length: most bytes of a caption; the rest is cut off between characters.
     """
 
-    has_weights: ClassVar[bool] = False
     default_length: ClassVar[int] = 256
 
     width: int = 64
@@ -315,7 +271,6 @@ class ClassText(TextEncoder):
         numbers themselves; other captions are numbered in sorted order.
     """
 
-    has_weights: ClassVar[bool] = False
     default_length: ClassVar[int] = 256
 
     classes: tuple[str, ...]
@@ -365,7 +320,7 @@ def _opened(kind: type[Vae], folder: Path) -> Vae:
 
 
 @dataclass(frozen=True)
-class VaeLatents:
+class VaeLatents(VaeEncoder):
     """Stores normalised latents of a VAE as float16; see `VaeEncoder`.
 
     Attributes:
@@ -383,22 +338,23 @@ class VaeLatents:
     made_from: Json
 
     @property
+    @override
     def stride(self) -> Triple:
-        """See `VaeEncoder.stride`."""
         return self.vae.stride
 
     @classmethod
+    @override
     def make(cls, options: EncoderOptions) -> Self:
-        """See `VaeEncoder.make`."""
         assert options.folder is not None
         vae = _opened(cls.vae_class, options.folder)
         require_packages(f"--vae {cls.vae_class.name}")
         return cls(vae, vae.origin())
 
+    @override
     def origin(self) -> Json:
-        """See `VaeEncoder.origin`."""
         return dict(self.made_from)
 
+    @override
     def encode(self, frames: np.ndarray) -> np.ndarray:
         """See `VaeEncoder.encode`; values that float16 cannot hold become infinite."""
         return as_float16(self.vae.encode(frames))
@@ -430,8 +386,8 @@ _NEEDS_NONE = 48  # channels of the VAE of Wan 2.2's 5B model
 
 
 @dataclass(frozen=True)
-class GivenFrames(GivenEncoder):
-    """Encodes the given frames of a clip by VAE and image encoder; see `GivenEncoder`.
+class GivenFrames:
+    """Encodes the frames of a clip that are given to a model; pickled like a `VaeEncoder`.
 
     Attributes:
       vae_class, image_class: the encoders that its models were trained with.
@@ -452,8 +408,17 @@ class GivenFrames(GivenEncoder):
     made_from: Json
 
     @classmethod
-    @override
     def make(cls, kind: str, vae_folder: Path, image_folder: Path | None) -> Self:
+        """Makes the encoder.
+
+        Args:
+          kind: value of `--image-to-video`.
+          vae_folder: local folder of the VAE, the one that encodes the frames.
+          image_folder: local folder of the image encoder; None for none.
+
+        Raises:
+          InputError: kind and folders do not fit the models.
+        """
         if kind not in _KINDS:
             raise InputError(f"--image-to-video is {kind}; choose {' or '.join(_KINDS)}")
         if kind == "first-last" and not cls.vae_class.takes_last_frame:
@@ -477,12 +442,17 @@ class GivenFrames(GivenEncoder):
         image = None if image_folder is None else cls.image_class(image_folder)
         return cls(kind, vae, image, {"given": kind} | ({"image": image.origin()} if image else {}))
 
-    @override
     def origin(self) -> Json:
+        """What determines the given arrays beside the VAE, as JSON values."""
         return dict(self.made_from)
 
-    @override
     def encode(self, first: np.ndarray, last: np.ndarray, frames: int) -> Given:
+        """Encodes the given frames of a clip.
+
+        Args:
+          first, last: [H, W, 3] uint8, its first and last frame.
+          frames: number of its frames; of one frame, that frame is given.
+        """
         pictures = [first] if self.kind == "first" else [first, last]
         given_last = last if self.kind == "first-last" and frames > 1 else None
         channels = as_float16(self.vae.encode_given(first, given_last, frames))
@@ -493,14 +463,14 @@ class GivenFrames(GivenEncoder):
 
 
 class WanGivenFrames(GivenFrames):
-    """Mask and latents of the given frames, and CLIP's embeddings; see `GivenEncoder`."""
+    """Mask and latents of the given frames, and CLIP's embeddings; see `GivenFrames`."""
 
     vae_class = WanVae
     image_class = conditions.ClipImage
 
 
 class HunyuanVideoGivenFrames(GivenFrames):
-    """Latents of the first frame and its mask, and SigLIP's embeddings; see `GivenEncoder`."""
+    """Latents of the first frame and its mask, and SigLIP's embeddings; see `GivenFrames`."""
 
     vae_class = HunyuanVideoVae
     image_class = conditions.SiglipImage

@@ -34,7 +34,7 @@ from alload_jax.data.prepare.sources import (
     Source,
     UnusableError,
     checked_source,
-    read_bytes,
+    opened,
     readable_name,
     short,
     suffix_of,
@@ -76,7 +76,8 @@ def folder_items(folder: Path, rule: CaptionRule) -> list[Item]:
         if (root / text).is_file() and not (root / text).stat().st_size:
             return source, [""]
         try:
-            data = read_bytes(checked_source(root, text), LONGEST_FILE)
+            with opened(checked_source(root, text)) as file:
+                data = file.read(LONGEST_FILE)
         except UnusableError as error:
             raise UnusableError(f"its caption {readable_name(text)}: {error}") from error
         return source, rule.of_sidecar(data, suffix_of(text))
@@ -140,11 +141,10 @@ def table_items(
         kind = table.suffix[1:].upper()
         raise InputError(f"{table}: cannot be read as {kind} ({short(error)}); fix it") from error
     names = list(dict.fromkeys(name for row in rows for name in row))
-    where = str(table)
-    path = require_column(where, names, PATH_COLUMNS, path_column, "--path-column")
+    path = require_column(table, names, PATH_COLUMNS, path_column, "--path-column")
     captions = rule.columns(name for name in names if name != path)
     if rule.column is not None and not captions:
-        require_column(where, names, CAPTION_COLUMNS, rule.column, "--caption-column")
+        require_column(table, names, CAPTION_COLUMNS, rule.column, "--caption-column")
     _require_once(table, names, (path, *captions))
     place = (root or table.parent).resolve()
 
@@ -161,8 +161,8 @@ def table_items(
         relative = os.path.relpath(name, place) if os.path.isabs(name) else ".."
         return name if relative.startswith("..") else relative
 
-    paths = [within(readable_name(as_caption(row.get(path)) or "")) for row in rows]
-    return [_item(name, partial(find, name, row)) for name, row in zip(paths, rows, strict=True)]
+    named = ((within(readable_name(as_caption(row.get(path)) or "")), row) for row in rows)
+    return [_item(name, partial(find, name, row)) for name, row in named]
 
 
 def _require_once(table: Path, names: Iterable[str], used: Iterable[str]) -> None:
@@ -232,35 +232,28 @@ def _list_rows(table: Path, _: str | None, __: CaptionRule) -> Iterator[Json]:
 
 def _parquet_rows(table: Path, path_column: str | None, rule: CaptionRule) -> Iterator[Json]:
     with pyarrow.parquet.ParquetFile(table) as file:
-        # Tables of datasets often hold the media's bytes as well, which nobody wants in memory.
-        asked = (name.lower() for name in (path_column, rule.column) if name)
-        known = {*PATH_COLUMNS, *CAPTION_COLUMNS, *asked}
         held = file.schema_arrow.names
         _require_once(table, held, held)
-        captions = rule.columns(held)
-        names = [name for name in held if name.lower() in known or name in captions]
+        # Tables of datasets often hold the media's bytes as well, which nobody wants in memory.
+        asked = (name.lower() for name in (path_column, rule.column) if name)
+        known = {*PATH_COLUMNS, *CAPTION_COLUMNS, *asked, *map(str.lower, rule.columns(held))}
+        names = [name for name in held if name.lower() in known]
         if not names:
-            require_column(str(table), held, PATH_COLUMNS, None, "--path-column")
+            require_column(table, held, PATH_COLUMNS, None, "--path-column")
         for batch in file.iter_batches(columns=names):
             yield from batch.to_pylist()
 
 
-def tar_items(tars: Sequence[Path], rule: CaptionRule) -> list[Item]:
-    """The media of uncompressed .tar files, in the order of their members.
+def tar_items(path: Path, rule: CaptionRule) -> list[Item]:
+    """The media of an uncompressed .tar file, in the order of its members.
 
-    Nothing is unpacked: members are read where they lie.
+    Nothing is unpacked: members are read where they lie. A file that is damaged, or no uncompressed
+    .tar, gives an item with the reason, after the items of the members before the damage.
 
     Args:
-      tars: the files, in order.
+      path: the file.
       rule: which captions are taken.
-
-    A file that is damaged, or no uncompressed .tar, gives an item with the reason, after the items
-    of the members before the damage.
     """
-    return [item for path in tars for item in _tar_items(path, rule)]
-
-
-def _tar_items(path: Path, rule: CaptionRule) -> list[Item]:
     members: list[tarfile.TarInfo] = []
     damage = ""
     try:
@@ -279,8 +272,8 @@ def _tar_items(path: Path, rule: CaptionRule) -> list[Item]:
             raise UnusableError("empty file (0 bytes)")
         if (text := texts.of(name)) is None:
             return source, []
-        data = read_bytes(_source(path, by_name[text]), LONGEST_FILE)
-        return source, rule.of_sidecar(data, suffix_of(text))
+        with opened(_source(path, by_name[text])) as file:
+            return source, rule.of_sidecar(file.read(LONGEST_FILE), suffix_of(text))
 
     items = [
         _item(readable_name(f"{path.name}/{member.name}"), partial(find, name, member))
@@ -350,12 +343,14 @@ def find_items(
     elif _PACKED.search(place.name):
         raise InputError(f"{place}: {_UNPACK}")
     elif place.is_dir():
-        there = sorted(place.iterdir())
-        tars = [path for path in there if path.suffix.lower() == ".tar"]
-        packed = [path for path in there if _PACKED.search(path.name)]
-        items = tar_items([*tars, *packed], rule) if tars else folder_items(place, rule)
+        files = sorted(place.iterdir())
+        tars = [path for path in files if path.suffix.lower() == ".tar"]
+        packed = [path for path in files if _PACKED.search(path.name)]
+        archives = [*tars, *packed] if tars else []
+        items = [item for path in archives for item in tar_items(path, rule)]
+        items = items if tars else folder_items(place, rule)
     elif place.suffix.lower() == ".tar":
-        items = tar_items([place], rule)
+        items = tar_items(place, rule)
     else:
         raise InputError(
             f"{place}: is no input; give a folder, a table ({', '.join(TABLES)}) or a .tar file"
@@ -529,9 +524,8 @@ def set_items(place: Path, settings: MediaSettings) -> list[Item]:
         try:
             clips = {name: given[name] for name in given if name in _CLIPS}
             own = _checked(MediaSettings, clips)
-            folder = MediaFolder(
-                **_checked(MediaFolder, {n: v for n, v in given.items() if n not in clips})
-            )
+            rest = {name: given[name] for name in given if name not in clips}
+            folder = MediaFolder(**_checked(MediaFolder, rest))
             replace(settings, **own)
         except InputError as error:
             raise InputError(f"{where} ({given['path']}): {error}") from error
@@ -541,7 +535,7 @@ def set_items(place: Path, settings: MediaSettings) -> list[Item]:
         for item in find_items(source, folder.path_column, folder.caption_column, every, root):
             first, *others = captions = folder.captions_of(item)
             of_file = tuple(map(clean, (item.caption or "", *item.alternatives)))
-            item = replace(item, found=() if tuple(captions) == of_file else of_file)
+            item = replace(item, found=() if captions == of_file else of_file)
             item = replace(item, name=str(name / item.name), own=tuple(own.items()))
             item = replace(item, weight=folder.weight, dropout=folder.caption_dropout)
             caption = None if item.caption is None and not first else first

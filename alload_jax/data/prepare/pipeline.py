@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -28,6 +29,7 @@ from alload_jax.data.store import finish_store, is_finished
 from alload_jax.data.store.files import partial_folder
 from alload_jax.errors import InputError
 from alload_jax.files import replacing
+from alload_jax.processes import follow_parent
 
 SKIPPED_NAME = "skipped.parquet"
 """The list of files that cannot be used, in the data folder."""
@@ -103,9 +105,9 @@ def prepare_media(
             on_files([each.item for each in changes.found if each.now], True)
         units: list[Sequence[Item]] = [()] * first
         units += [items[at : at + size] for at in range(0, len(items), size)]
-        todo = []
+        todo, reports = [], work_folder.read_reports(out)
         for number, unit in enumerate(units[first:], first):
-            if is_finished(out, number) and work_folder.read_report(out, number) is not None:
+            if is_finished(out, number) and number in reports:
                 on_files(unit, True)
             else:
                 todo.append(number)
@@ -173,8 +175,8 @@ def _in_processes(
     with ExitStack() as stack:
         jobs = [job]
         if job.has_weights:
-            processes = encoding_processes(job.vae, job.text, job.given, context)
-            jobs = [replace(job, remote=each) for each in stack.enter_context(processes)]
+            processes = stack.enter_context(encoding_processes(job, context))
+            jobs = [replace(job, remote=each) for each in processes]
         stop = context.Event()
         pool = ProcessPoolExecutor(workers, context, _start_worker, (jobs, stop))
         running: dict[Future[str | None], int] = {}
@@ -203,19 +205,14 @@ _workers: list[tuple[list[Job], Event, IO[str]]] = []
 
 def _start_worker(jobs: list[Job], stop: Event) -> None:
     _workers.append((jobs, stop, work_folder.join_workers(jobs[0].out)))
+    follow_parent()  # it would wait for work forever
     threading.Thread(target=_end_in_time, args=(stop,), daemon=True).start()
 
 
 def _end_in_time(stop: Event) -> None:
-    """Ends this process when the first one is killed, or soon after it says stop.
-
-    It would wait for work forever, or an encoder would go on for minutes.
-    """
-    parent = multiprocessing.parent_process()
-    while parent is not None and parent.is_alive() and not stop.is_set():
-        parent.join(_SECONDS_BETWEEN_LOOKS)
-    if parent is not None:
-        parent.join(_SECONDS_TO_STOP)
+    """Ends this process soon after the first one says stop: an encoder would go on for minutes."""
+    stop.wait()
+    time.sleep(_SECONDS_TO_STOP)
     os._exit(1)
 
 
@@ -240,9 +237,7 @@ def _finish(
         write_skipped(path or own, total.skipped)
         work_folder.remove_work_folder(out)
         return total
-    found = [
-        work_folder.read_report(out, number) or work_folder.UnitReport() for number in range(units)
-    ]
+    found = [report for number, report in work_folder.read_reports(out).items() if number < units]
     # Reports of an earlier version have none: what follows them would get other captions.
     drawn = takewhile(lambda report: report.previews or not report.used, found)
     total = work_folder.UnitReport(

@@ -14,19 +14,13 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import ray
 
+from alload_jax.data.prepare import unit
 from alload_jax.data.prepare.pipeline import Finished, Units, run_shards
 from alload_jax.data.prepare.sources import Item, short
-from alload_jax.data.prepare.unit import (
-    ENCODING_ENDED,
-    Encoders,
-    Job,
-    deferred_interrupts,
-    prepare_unit,
-)
 from alload_jax.data.prepare.work_folder import progress_note, work_folder
 from alload_jax.errors import InputError
 from alload_jax.files import Json
@@ -53,7 +47,9 @@ class RayEngine:
     address: str | None = None
     workers: int | None = None
 
-    def __call__(self, job: Job, units: Units, todo: Sequence[int], finished: Finished) -> None:
+    def __call__(
+        self, job: unit.Job, units: Units, todo: Sequence[int], finished: Finished
+    ) -> None:
         """Prepares shards.
 
         Raises:
@@ -113,7 +109,7 @@ def _started(address: str | None, workers: int | None, encoders: bool) -> Iterat
             if host and "/" not in host and port.isdecimal():
                 # Where nothing listens, Ray would wait for minutes.
                 socket.create_connection((host, int(port)), _SECONDS_TO_CONNECT).close()
-            with deferred_interrupts():
+            with unit.deferred_interrupts():
                 ray.init(address, **options)
         except (OSError, ValueError, RuntimeError) as error:
             raise InputError(
@@ -122,12 +118,12 @@ def _started(address: str | None, workers: int | None, encoders: bool) -> Iterat
             ) from error
         yield
     finally:
-        with deferred_interrupts():
+        with unit.deferred_interrupts():
             ray.shutdown()
 
 
 @ray.remote(num_cpus=0, num_gpus=1, max_restarts=-1, max_task_retries=_RETRIES)
-class _GpuEncoders(Encoders):
+class _GpuEncoders(unit.Encoders):
     """Encoders that have a GPU of the cluster."""
 
     def node(self) -> str:
@@ -135,9 +131,8 @@ class _GpuEncoders(Encoders):
         return str(ray.get_runtime_context().get_node_id())
 
 
-@dataclass(frozen=True)
-class _RayEncoders:
-    """Has the method of `RemoteEncoders`, by an actor."""
+class _RayEncoders(NamedTuple):
+    """Has the method of `Encoders`, by an actor."""
 
     actor: Any
 
@@ -147,11 +142,11 @@ class _RayEncoders:
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None
         except ray.exceptions.RayActorError as error:
-            raise InputError(ENCODING_ENDED) from error
+            raise InputError(unit.ENCODING_ENDED) from error
 
 
 @contextmanager
-def _encoders(job: Job) -> Iterator[dict[str, list[_RayEncoders]]]:
+def _encoders(job: unit.Job) -> Iterator[dict[str, list[_RayEncoders]]]:
     """Starts encoders on each GPU that is free, and ends them at the end.
 
     They are given by node. There are none in a cluster without GPUs, and for encoders without
@@ -161,8 +156,7 @@ def _encoders(job: Job) -> Iterator[dict[str, list[_RayEncoders]]]:
       InputError: the cluster has GPUs, and none is free.
     """
     gpus = int(ray.cluster_resources().get("GPU", 0)) if job.has_weights else 0
-    start = cast(Any, _GpuEncoders).remote
-    actors = [start(vae=job.vae, text=job.text, given=job.given) for _ in range(gpus)]
+    actors = [cast(Any, _GpuEncoders).remote(job) for _ in range(gpus)]
     try:
         nodes = {actor.node.remote(): actor for actor in actors}
         ready = ray.wait(list(nodes), num_returns=gpus, timeout=_GPU_SECONDS)[0] if gpus else []
@@ -179,7 +173,7 @@ def _encoders(job: Job) -> Iterator[dict[str, list[_RayEncoders]]]:
             ray.kill(actor)
 
 
-_jobs: dict[str, tuple[Job, dict[str, list[_RayEncoders]]]] = {}
+_jobs: dict[str, tuple[unit.Job, dict[str, list[_RayEncoders]]]] = {}
 """The job of a worker process by its token, because encoders keep what they have loaded."""
 
 
@@ -198,7 +192,7 @@ def _prepare(
         job = replace(job, remote=here[number % len(here)])
     try:
         _require_shared(job.out, token, seen)
-        prepare_unit(job, number, items, finished=progress_note(job.out, number))
+        unit.prepare_unit(job, number, items, finished=progress_note(job.out, number))
     except InputError as error:
         return str(error)
     return ""

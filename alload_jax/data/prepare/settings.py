@@ -13,7 +13,7 @@ from alload_jax.data.prepare.encoders import (
     TEXT_ENCODERS,
     VAE_ENCODERS,
     EncoderOptions,
-    GivenEncoder,
+    GivenFrames,
     TextEncoder,
     VaeEncoder,
 )
@@ -84,32 +84,23 @@ class MediaSettings:
     files_per_shard: int = 32
 
     def __post_init__(self) -> None:
-        near = max(1, round((self.frames - 1) / 4) * 4 + 1)
+        frames, folded = self.frames, self.frames_per_latent
+        near = max(1, round((frames - 1) / 4) * 4 + 1)
         stride, threshold = self.stride_seconds, self.scene_threshold
+        folds = folded == 1 or (folded in (2, 4) and self.vae == "none")
+        is_ratio = threshold is None or 1 <= threshold < math.inf
+        usual = f"at least 1 and finite, such as {DEFAULT_SCENE_THRESHOLD}"
         if threshold is not None and not self.scenes:
             raise InputError(f"--scene-threshold is {threshold}, but --scenes is missing; add it")
         for flag, fits, wanted in (
-            ("frames", self.frames > 0 and self.frames % 4 == 1, f"4n + 1, such as {near}"),
-            (
-                "min-frames",
-                1 <= self.min_frames <= self.frames,
-                f"from 1 to --frames {self.frames}",
-            ),
-            (
-                "frames-per-latent",
-                self.frames_per_latent == 1
-                or (self.frames_per_latent in (2, 4) and self.vae == "none"),
-                "1, or with --vae none 2 or 4",
-            ),
+            ("frames", frames > 0 and frames % 4 == 1, f"4n + 1, such as {near}"),
+            ("min-frames", 1 <= self.min_frames <= frames, f"from 1 to --frames {frames}"),
+            ("frames-per-latent", folds, "1, or with --vae none 2 or 4"),
             ("max-clips", self.max_clips is None or self.max_clips > 0, "at least 1"),
             ("files-per-shard", self.files_per_shard > 0, "at least 1"),
             ("max-enlarge", 0 < self.max_enlarge < math.inf, "above 0 and finite"),
             ("stride-seconds", stride is None or 0 < stride < math.inf, "above 0 and finite"),
-            (
-                "scene-threshold",
-                threshold is None or 1 <= threshold < math.inf,
-                f"at least 1 and finite, such as {DEFAULT_SCENE_THRESHOLD}",
-            ),
+            ("scene-threshold", is_ratio, usual),
         ):
             if not fits:
                 value = getattr(self, flag.replace("-", "_"))
@@ -165,19 +156,15 @@ class MediaSettings:
         Raises:
           InputError: a name is unknown, or an encoder refuses the options or captions.
         """
-        captions = tuple(
-            clean(caption)
-            for item in items
-            for caption in (item.caption, *item.alternatives)
-            if caption is not None
-        )
+        every = (caption for item in items for caption in (item.caption, *item.alternatives))
+        captions = tuple(clean(caption) for caption in every if caption is not None)
         vae, text = VAE_ENCODERS.get(self.vae), TEXT_ENCODERS.get(self.text)
         folder = _folder("--vae", self.vae, vae, self.vae_folder)
         made = vae.make(EncoderOptions(folder, frames_per_latent=self.frames_per_latent))
         folder = _folder("--text", self.text, text, self.text_folder)
         return made, text.make(EncoderOptions(folder, self._text_length, captions))
 
-    def given_frames(self) -> GivenEncoder | None:
+    def given_frames(self) -> GivenFrames | None:
         """The encoder of the frames that image-to-video models are given; None for none.
 
         Raises:
@@ -207,8 +194,7 @@ class MediaSettings:
         names = (name for name in self.__dataclass_fields__ if not name.endswith("_folder"))
         values = {name: getattr(self, name) for name in names}
         values |= {"area": list(self.area), "fps": str(self.rate)}
-        values["text_length"] = self._text_length
-        values |= {"scene_threshold": self.cut_threshold}
+        values |= {"text_length": self._text_length, "scene_threshold": self.cut_threshold}
         for name, usual in (("captions", "one"), ("frames_per_latent", 1)):
             if values[name] == usual:  # folders of earlier versions lack it
                 del values[name]

@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -121,9 +121,7 @@ def content_of(source: Source, own: object = (), copy: int = 0) -> str:
     """
     try:
         with opened(source) as file:
-            digest = hashlib.file_digest(
-                cast(io.BufferedReader, file), lambda: hashlib.blake2b(digest_size=16)
-            )
+            digest = hashlib.file_digest(file, partial(hashlib.blake2b, digest_size=16))
     except OSError as error:
         raise UnusableError(f"cannot be read ({short(error)})") from error
     digest.update(repr(own).encode() if own else b"")
@@ -197,7 +195,7 @@ class _Part(io.RawIOBase):
 
 
 @contextmanager
-def opened(source: Source) -> Iterator[BinaryIO]:
+def opened(source: Source) -> Iterator[io.BufferedReader]:
     """Opens the bytes of a source for reading.
 
     Raises:
@@ -209,18 +207,7 @@ def opened(source: Source) -> Iterator[BinaryIO]:
         raise UnusableError(f"cannot be opened ({error.strerror or short(error)})") from error
     with file:
         whole = source.offset == 0 and source.size == source.path.stat().st_size
-        part = file if whole else io.BufferedReader(_Part(file, source.offset, source.size))
-        yield cast(BinaryIO, part)
-
-
-def read_bytes(source: Source, limit: int) -> bytes:
-    """The first `limit` bytes of a source.
-
-    Raises:
-      UnusableError: it cannot be read.
-    """
-    with opened(source) as file:
-        return file.read(limit)
+        yield file if whole else io.BufferedReader(_Part(file, source.offset, source.size))
 
 
 AREA_CLASSES: dict[str, tuple[int, int]] = {
@@ -242,18 +229,6 @@ class Bucket(NamedTuple):
 
     height: int
     width: int
-
-
-class Fit(NamedTuple):
-    """How a picture is brought to a bucket: resized, then cut around its centre.
-
-    Attributes:
-      bucket: size after cutting, in pixels.
-      resized: (height, width) after resizing; no side is shorter than the bucket's.
-    """
-
-    bucket: Bucket
-    resized: tuple[int, int]
 
 
 def parse_area(text: str) -> tuple[int, int]:
@@ -300,7 +275,9 @@ def buckets_of(area: str, multiple: int) -> tuple[Bucket, ...]:
     return tuple(found)
 
 
-def fit(height: float, width: float, areas: Sequence[Sequence[Bucket]], max_enlarge: float) -> Fit:
+def fit(
+    height: float, width: float, areas: Sequence[Sequence[Bucket]], max_enlarge: float
+) -> Bucket:
     """The bucket of the nearest aspect ratio in the largest area that needs no more enlarging.
 
     Args:
@@ -319,7 +296,7 @@ def fit(height: float, width: float, areas: Sequence[Sequence[Bucket]], max_enla
     for bucket in reversed(nearest):
         scale = max(bucket.height / height, bucket.width / width)
         if scale <= max_enlarge:
-            return Fit(bucket, covering(bucket, height, width))
+            return bucket
     raise UnusableError(
         f"too small: {width:.0f} wide × {height:.0f} high would be enlarged {scale:.2f} times"
     )
@@ -328,10 +305,7 @@ def fit(height: float, width: float, areas: Sequence[Sequence[Bucket]], max_enla
 def covering(bucket: Bucket, height: float, width: float) -> tuple[int, int]:
     """(height, width) of a picture of that aspect ratio that just covers the bucket."""
     scale = max(bucket.height / height, bucket.width / width)
-    return (
-        max(bucket.height, round(height * scale)),
-        max(bucket.width, round(width * scale)),
-    )
+    return max(bucket.height, round(height * scale)), max(bucket.width, round(width * scale))
 
 
 BACKGROUND = 255
@@ -440,13 +414,13 @@ def upright(image: Image.Image, colour: tuple[int, int], note: Note) -> Image.Im
 
 
 def decode_image(
-    source: Source, choose: Callable[[int, int], Fit], note: Note = lambda change: None
+    source: Source, choose: Callable[[int, int], Bucket], note: Note = lambda change: None
 ) -> np.ndarray:
     """Decodes an image as `upright` does, resized and cut.
 
     Args:
       source: the file.
-      choose: gives the fit for (height, width) in pixels.
+      choose: gives the bucket for (height, width) in pixels.
       note: called with what is changed.
 
     Returns:
@@ -457,10 +431,10 @@ def decode_image(
     """
     with opened(source) as file, image_errors():
         image = upright(*open_image(file), note)
-    wanted = choose(image.height, image.width)
-    height, width = wanted.resized
+    bucket = choose(image.height, image.width)
+    height, width = covering(bucket, image.height, image.width)
     resized = image.resize((width, height), Image.Resampling.LANCZOS)
-    return cut(np.asarray(resized), wanted)[None]
+    return cut(np.asarray(resized), bucket)[None]
 
 
 def check_pixels(height: int, width: int) -> None:
@@ -475,11 +449,10 @@ def check_pixels(height: int, width: int) -> None:
         )
 
 
-def cut(picture: np.ndarray, wanted: Fit) -> np.ndarray:
+def cut(picture: np.ndarray, bucket: Bucket) -> np.ndarray:
     """Cuts [height, width, 3] to the bucket around its centre."""
-    top = (picture.shape[0] - wanted.bucket.height) // 2
-    left = (picture.shape[1] - wanted.bucket.width) // 2
-    return picture[top : top + wanted.bucket.height, left : left + wanted.bucket.width]
+    top, left = (picture.shape[0] - bucket.height) // 2, (picture.shape[1] - bucket.width) // 2
+    return picture[top : top + bucket.height, left : left + bucket.width]
 
 
 # ---------------------------------------------------------------- high dynamic range

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.context import SpawnContext
-from multiprocessing.managers import BaseManager, BaseProxy
+from multiprocessing.managers import BaseManager
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +23,14 @@ from alload_jax.data.prepare.captions import clean
 from alload_jax.data.prepare.encoders import (
     Encoded,
     Given,
-    GivenEncoder,
+    GivenFrames,
     TextEncoder,
     VaeEncoder,
 )
 from alload_jax.data.prepare.settings import MediaSettings
 from alload_jax.data.prepare.videos import video_clips
 from alload_jax.data.prepare.work_folder import PREVIEWS, Skipped, UnitReport, preview, write_report
-from alload_jax.data.record import TEXT
 from alload_jax.data.store import ShardWriter
-from alload_jax.data.store.shard import Alternative
 from alload_jax.encoders.loading import device_count
 from alload_jax.errors import InputError
 from alload_jax.files import Json
@@ -64,10 +62,12 @@ def deferred_interrupts() -> Iterator[None]:
 
 
 @contextmanager
-def encoding_processes(
-    vae: VaeEncoder, text: TextEncoder, given: GivenEncoder | None, context: SpawnContext
-) -> Iterator[list["RemoteEncoders"]]:
-    """Starts a process for each GPU, or one where there is none; ends them at the end."""
+def encoding_processes(job: "Job", context: SpawnContext) -> Iterator[list[Any]]:
+    """Starts a process for each GPU, or one where there is none; ends them at the end.
+
+    Yields:
+      proxies of their `Encoders`.
+    """
     managers: list[_Manager] = []
     try:
         for device in _devices():
@@ -75,7 +75,7 @@ def encoding_processes(
             with deferred_interrupts():
                 manager.start(_begin, (device,))
                 managers.append(manager)
-        yield [manager.Encoders(vae=vae, text=text, given=given) for manager in managers]
+        yield [manager.Encoders(job) for manager in managers]
     finally:
         with deferred_interrupts(), ExitStack() as stack:
             for manager in managers:
@@ -99,16 +99,19 @@ def _begin(device: str | None) -> None:
 
 
 class Encoders:
-    """The encoders of an encoding process; a thread for each worker may call them."""
+    """The encoders of an encoding process; a thread for each worker may call them.
 
-    def __init__(self, **encoders: VaeEncoder | TextEncoder | GivenEncoder | None):
-        self._encoders = encoders
-        self._lock = threading.Lock()
+    Its proxies may be pickled and sent to workers, whose calls are answered one by one. Their
+    frames are sent while others are encoded.
+    """
+
+    def __init__(self, job: "Job"):
+        self._job, self._lock = job, threading.Lock()
 
     def encode(self, name: str, method: str, *arguments: Any) -> Any:
-        """Calls a method of the encoder of that name in a `Job`."""
+        """Calls a method of the job's encoder of that name."""
         with self._lock:
-            return getattr(self._encoders[name], method)(*arguments)
+            return self._job.call(name, method, *arguments)
 
 
 ENCODING_ENDED = (
@@ -117,32 +120,11 @@ ENCODING_ENDED = (
 )
 
 
-class RemoteEncoders(BaseProxy):
-    """Encodes in another process; may be pickled and sent to workers.
-
-    The calls of several workers are answered one by one. Their frames are sent while others are
-    encoded.
-    """
-
-    _exposed_ = ("encode",)
-
-    def encode(self, name: str, method: str, *arguments: Any) -> Any:
-        """Calls a method of the encoder of that name in a `Job`.
-
-        Raises:
-          InputError: the process has ended; what the encoder raises is raised here too.
-        """
-        try:
-            return self._callmethod("encode", (name, method, *arguments))
-        except (EOFError, ConnectionError, FileNotFoundError) as error:
-            raise InputError(ENCODING_ENDED) from error
-
-
 class _Manager(BaseManager):
-    Encoders: Callable[..., RemoteEncoders]
+    Encoders: Callable[..., Any]
 
 
-_Manager.register("Encoders", Encoders, RemoteEncoders)
+_Manager.register("Encoders", Encoders, exposed=["encode"])
 
 
 @dataclass(frozen=True)
@@ -162,12 +144,8 @@ class Job:
     settings: MediaSettings
     vae: VaeEncoder
     text: TextEncoder
-    given: GivenEncoder | None = None
+    given: GivenFrames | None = None
     remote: Any = None
-
-    def encode_frames(self, frames: np.ndarray) -> np.ndarray:
-        """Encodes a clip, here or remotely; see `VaeEncoder.encode`."""
-        return np.asarray(self.call("vae", "encode", frames))
 
     def encode_caption(self, caption: str | None) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Encodes a caption, here or remotely: the condition, and tokens of further kinds by name.
@@ -175,9 +153,8 @@ class Job:
         See `TextEncoder.encode`.
         """
         found: Encoded = self.call("text", "encode", caption)
-        if not isinstance(found, dict):
-            return found, {}
-        return found[TEXT], {name: array for name, array in found.items() if name != TEXT}
+        parts = dict(found) if isinstance(found, dict) else {records.TEXT: found}
+        return parts.pop(records.TEXT), parts
 
     @property
     def has_weights(self) -> bool:
@@ -185,16 +162,23 @@ class Job:
         return self.vae.has_weights or self.text.has_weights
 
     def call(self, name: str, method: str, *arguments: Any) -> Any:
-        """Calls a method of the encoder of that name, here or remotely."""
+        """Calls a method of the encoder of that name, here or remotely.
+
+        Raises:
+          InputError: the other process has ended; what the encoder raises is raised here too.
+        """
         encoder = getattr(self, name)
-        if self.remote is not None and getattr(encoder, "has_weights", True):
+        if self.remote is None or not getattr(encoder, "has_weights", True):
+            return getattr(encoder, method)(*arguments)
+        try:
             return self.remote.encode(name, method, *arguments)
-        return getattr(encoder, method)(*arguments)
+        except (EOFError, ConnectionError, FileNotFoundError) as error:
+            raise InputError(ENCODING_ENDED) from error
 
     def encoder_origins(self) -> Json:
         """What the encoders' outputs depend on, by encoder, as JSON values."""
-        found = {"vae": self.vae.origin(), "text": self.text.origin()}
-        return found if self.given is None else found | {"image_to_video": self.given.origin()}
+        encoders: Json = {"vae": self.vae, "text": self.text, "image_to_video": self.given}
+        return {name: each.origin() for name, each in encoders.items() if each is not None}
 
     def origin(self) -> Json:
         """The provenance that the manifest stores, as JSON values."""
@@ -256,10 +240,8 @@ def _add_item(
     changes = set() if caption else {"no caption"}
     try:
         condition, parts = job.encode_caption(caption)
-        alternatives: list[Alternative] = []
-        for words in map(clean, item.alternatives):
-            other, other_parts = job.encode_caption(words)
-            alternatives.append((other, words, other_parts))
+        others = [(words, job.encode_caption(words)) for words in map(clean, item.alternatives)]
+        alternatives = [(other, words, of_other) for words, (other, of_other) in others]
         can_count = hasattr(job.text, "surplus_tokens")
         for words in map(clean, filter(None, (item.caption, *item.alternatives))):
             if can_count and (surplus := int(job.call("text", "surplus_tokens", words))):
@@ -326,7 +308,7 @@ def _encoded(job: Job, item: sources.Item, note: sources.Note) -> Iterator[_Clip
         size, given = (len(clip), clip.shape[1], clip.shape[2]), Given(None, None)
         if job.given is not None:
             given = job.call("given", "encode", clip[0], clip[-1], len(clip))
-        yield job.encode_frames(clip), given, size, clip
+        yield np.asarray(job.call("vae", "encode", clip)), given, size, clip
 
 
 def clip_sizes(
@@ -357,16 +339,4 @@ def _clips(
     if is_image and not sources.is_animated(item.source):
         yield sources.decode_image(item.source, choose, note)
         return
-    yield from video_clips(
-        item.source,
-        choose,
-        fps=settings.rate,
-        frames=settings.frames,
-        min_frames=settings.min_frames,
-        stride=settings.stride,
-        max_clips=settings.max_clips,
-        scene_threshold=settings.cut_threshold,
-        animated_image=is_image,
-        times_only=times_only,
-        note=note,
-    )
+    yield from video_clips(item.source, choose, settings, is_image, times_only, note)

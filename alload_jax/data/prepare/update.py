@@ -133,8 +133,7 @@ class Update:
             self.todo.append(item)
         places = (out, partial_folder(out))
         names = (path.name for place in places if place.is_dir() for path in place.iterdir())
-        numbers = [n for name in names if (n := shard_number(name)) is not None]
-        self.first = max(numbers, default=-1) + 1
+        self.first = max(map(shard_number, names), default=-1) + 1
 
     def commit(self) -> str:
         """Writes the manifest of what is stored now; returns what has changed, in words."""
@@ -205,7 +204,7 @@ class Update:
                 if same or "caption" not in row["reason"]:
                     one = Skipped(**row | {"path": each.item.name})
                     skipped[one.path][one.reason] = one
-        for number, report in read_reports(self._out):
+        for number, report in read_reports(self._out).items():
             for one in report.skipped:
                 files = now.get(one.path, ())
                 if any(not f.now or shard_number(f.now.rows[0]["shard"]) == number for f in files):

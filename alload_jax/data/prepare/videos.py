@@ -15,6 +15,7 @@ from av.filter import Graph
 from av.video.reformatter import Interpolation, VideoReformatter
 
 from alload_jax.data.prepare import sources
+from alload_jax.data.prepare.settings import MediaSettings
 from alload_jax.errors import InputError
 
 # Playlists and scripts that open other files or addresses must not pass for a video.
@@ -277,7 +278,7 @@ def shown_size(frame: av.VideoFrame, aspect: Fraction | None) -> tuple[float, fl
 def to_picture(
     frame: av.VideoFrame,
     aspect: Fraction | None,
-    wanted: sources.Fit,
+    bucket: sources.Bucket,
     scaler: VideoReformatter,
     note: sources.Note,
 ) -> np.ndarray:
@@ -288,7 +289,7 @@ def to_picture(
     Args:
       frame: the frame.
       aspect: width over height of its pixels; None for square ones.
-      wanted: the fit.
+      bucket: its size then.
       scaler: resizes; one for all frames of a video, because it takes long to set up.
       note: is told what is changed.
 
@@ -296,7 +297,7 @@ def to_picture(
       UnusableError: its pixel format cannot be converted.
     """
     transpose, flip_x, flip_y = turn_of(frame)
-    height, width = sources.covering(wanted.bucket, *shown_size(frame, aspect))
+    height, width = sources.covering(bucket, *shown_size(frame, aspect))
     height, width = (width, height) if transpose else (height, width)
     with_alpha = any(part.is_alpha for part in frame.format.components)
     with_alpha = with_alpha or frame.format.has_palette
@@ -330,7 +331,7 @@ def to_picture(
     picture = picture.swapaxes(0, 1) if transpose else picture
     picture = picture[:, ::-1] if flip_x else picture
     picture = picture[::-1] if flip_y else picture
-    return sources.cut(picture, wanted)
+    return sources.cut(picture, bucket)
 
 
 _LONGEST_SIDE = 256
@@ -402,13 +403,8 @@ def _small(frame: av.VideoFrame, like: np.ndarray | None) -> np.ndarray:
     size = [max(1, round(side * scale)) for side in (frame.height, frame.width)]
     height, width = size if like is None else like.shape[:2]
     with damage_named("pixel format that cannot be converted"):
-        return frame.reformat(
-            width=width,
-            height=height,
-            format="bgr24",
-            interpolation=Interpolation.AREA,
-            threads=1,
-        ).to_ndarray()
+        small = frame.reformat(width, height, "bgr24", interpolation=Interpolation.AREA, threads=1)
+        return small.to_ndarray()
 
 
 def clip_lengths(frames: int) -> tuple[int, ...]:
@@ -419,32 +415,22 @@ def clip_lengths(frames: int) -> tuple[int, ...]:
 
 def video_clips(
     source: sources.Source,
-    choose: Callable[[int, int], sources.Fit],
-    *,
-    fps: Fraction,
-    frames: int,
-    min_frames: int,
-    stride: int | None,
-    max_clips: int | None,
-    scene_threshold: float | None,
+    choose: Callable[[int, int], sources.Bucket],
+    settings: MediaSettings,
     animated_image: bool,
     times_only: bool,
     note: sources.Note,
 ) -> Iterator[np.ndarray]:
     """Decodes a video or an animated image and cuts it into clips.
 
-    Without a threshold it is one scene. A short scene gives one clip, of the length that fits. What
-    is left after the last whole clip of a scene is dropped.
+    Where scenes are not asked for it is one scene. A short scene gives one clip, of the length that
+    fits; it is left out where no clip of `min_frames` fits. What is left after the last whole clip
+    of a scene is dropped.
 
     Args:
       source: the file.
-      choose: gives the fit for (height, width) in pixels.
-      fps: frames per second of the clips.
-      frames: length of a clip, 4n + 1.
-      min_frames: scenes in which no clip of this length fits are left out.
-      stride: frames from the start of a clip to that of the next; None for no gap or overlap.
-      max_clips: most clips of a video; None for all.
-      scene_threshold: cuts the video into scenes, see `numbered_scenes`; None does not.
+      choose: gives the bucket for (height, width) in pixels.
+      settings: say how frames become clips.
       animated_image: whether Pillow decodes it.
       times_only: whether to show the first frame of a video always, without decoding others.
       note: called with what is changed in its pictures.
@@ -460,13 +446,13 @@ def video_clips(
         if not animated_image:
             container = stack.enter_context(opened_video(source))
             stream, decoded = container.streams.video[0], video_frames(container, note)
-            if times_only and scene_threshold is None:
+            if times_only and settings.cut_threshold is None:
                 decoded = first_frame_at_times(container)
             aspect = stream.sample_aspect_ratio
             expected = float((stream.duration or 0) * (stream.time_base or 0))
-        if scene_threshold is not None:
-            decoded = numbered_scenes(scene_threshold, decoded)
-        chosen: list[sources.Fit] = []
+        if (threshold := settings.cut_threshold) is not None:
+            decoded = numbered_scenes(threshold, decoded)
+        chosen: list[sources.Bucket] = []
         scaler = VideoReformatter()
 
         def picture(frame: av.VideoFrame) -> np.ndarray:
@@ -476,15 +462,15 @@ def video_clips(
             return to_picture(frame, aspect, chosen[0], scaler, note)
 
         longest = clips = 0
-        shown = frames_at(decoded, fps, expected)
+        shown = frames_at(decoded, settings.rate, expected)
         for _, scene in itertools.groupby(shown, key=lambda one: one.scene):
-            for window in _windows(scene, picture, stride or frames, frames):
+            for window in _windows(scene, picture, settings.stride, settings.frames):
                 longest = max(longest, len(window))
-                length = next(n for n in clip_lengths(frames) if n <= len(window))
-                if length >= min_frames:
+                length = next(n for n in clip_lengths(settings.frames) if n <= len(window))
+                if length >= settings.min_frames:
                     yield np.stack(window[:length])
                     clips += 1
-                if clips == max_clips:
+                if clips == settings.max_clips:
                     return
         if clips == 0:
             raise sources.UnusableError(f"too short: {longest} frames at the asked rate")

@@ -24,10 +24,6 @@ from alload_jax.files import Json, read_json, replacing
 from alload_jax.planning.samples import Triple
 
 _SETTINGS = "settings.json"
-_FILES = "files"
-"""The setting that says which input files there are."""
-_UPDATE = "update"
-"""The setting that says whether it is an update."""
 _WORKERS = "workers"
 """Locked by the processes that write shards."""
 _SECONDS_BETWEEN_NOTES = 0.2
@@ -112,16 +108,11 @@ def claimed(out: Path, flags: Json, update: bool = False) -> Iterator[None]:
     shutil.rmtree(_removed(out), ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock, (folder / _WORKERS).open("w") as workers:
-        _lock(
-            lock, 0, f"{out}: another process is preparing it; wait for it, or name another folder"
-        )
+        other = "another process is preparing it; wait for it"
+        _lock(lock, 0, f"{out}: {other}, or name another folder")
         # The workers of a process that was killed end a little later.
-        _lock(
-            workers,
-            _SECONDS_FOR_WORKERS,
-            f"{out}: processes of an earlier command still write to it; end them, or name another "
-            "folder",
-        )
+        other = "processes of an earlier command still write to it; end them"
+        _lock(workers, _SECONDS_FOR_WORKERS, f"{out}: {other}, or name another folder")
         workers.close()
         _compare(out, folder / _SETTINGS, json.loads(json.dumps(flags)), update)
         yield
@@ -160,16 +151,16 @@ def _compare(out: Path, path: Path, flags: Json, update: bool) -> None:
     if not isinstance(found, dict):
         raise InputError(f"{path}: is not a JSON object; remove {path.parent}")
     if update:  # which goes on after any preparation, with any files
-        found = found | {name: flags.get(name) for name in (_FILES, _UPDATE)}
+        found = found | {name: flags.get(name) for name in ("files", "update")}
         _write(path, flags)
     # Other captions are other files too: the flag says more.
-    order = {_UPDATE: 0, _FILES: 2}
+    order = {"update": 0, "files": 2}
     for flag in sorted(flags.keys() | found.keys(), key=lambda flag: (order.get(flag, 1), flag)):
         if found.get(flag) != flags.get(flag):
             remedy = f"remove {path.parent} and {out.name}.partial to start again"
-            if flag == _UPDATE:
+            if flag == "update":
                 raise InputError(f"{out}: an update of it was interrupted; add --update to go on")
-            if flag == _FILES:
+            if flag == "files":
                 raise InputError(
                     f"{out}: was begun with other input files or captions; add --update to go on "
                     f"with these, or {remedy}"
@@ -188,26 +179,19 @@ def _words(value: object) -> str:
 
 def write_report(out: Path, number: int, report: UnitReport) -> None:
     """Writes the report of a shard."""
-    _write(_report_path(out, number), asdict(report))
+    _write(work_folder(out) / f"report-{number:05d}.json", asdict(report))
 
 
-def read_report(out: Path, number: int) -> UnitReport | None:
-    """The report of a shard; None if there is none."""
-    try:
-        found = read_json(_report_path(out, number))
-    except InputError:
-        return None
-    if found is None:
-        return None
-    skipped = [Skipped(**row) for row in found.pop("skipped")]
-    return UnitReport(**found, skipped=skipped)
-
-
-def read_reports(out: Path) -> list[tuple[int, UnitReport]]:
-    """The reports of all shards that have one, by number."""
-    names = (path.stem.rpartition("-")[2] for path in work_folder(out).glob("report-*.json"))
-    found = ((number, read_report(out, number)) for number in sorted(map(int, names)))
-    return [(number, report) for number, report in found if report]
+def read_reports(out: Path) -> dict[int, UnitReport]:
+    """The reports of the shards that have one, by number, in order."""
+    reports: dict[int, UnitReport] = {}
+    numbered = ((int(path.stem[7:]), path) for path in work_folder(out).glob("report-*.json"))
+    for number, path in sorted(numbered):
+        with contextlib.suppress(InputError):  # one that is not whole is none
+            found = read_json(path)
+            skipped = [Skipped(**row) for row in found.pop("skipped")]
+            reports[number] = UnitReport(**found, skipped=skipped)
+    return reports
 
 
 def progress_note(out: Path, number: int) -> Callable[[int], None]:
@@ -215,7 +199,7 @@ def progress_note(out: Path, number: int) -> Callable[[int], None]:
 
     It writes only where the last time is a while ago. What an earlier process noted is removed.
     """
-    path, written = _progress_path(out, number), time.monotonic()
+    path, written = work_folder(out) / f"progress-{number:05d}", time.monotonic()
     path.unlink(missing_ok=True)
 
     def note(files: int) -> None:
@@ -230,23 +214,15 @@ def progress_note(out: Path, number: int) -> Callable[[int], None]:
 def read_progress(out: Path, number: int) -> int:
     """Files of a shard that are finished, as last noted; 0 without a note."""
     try:
-        return int(_progress_path(out, number).read_text(encoding="ascii") or 0)
+        return int((work_folder(out) / f"progress-{number:05d}").read_text("ascii"))
     except (FileNotFoundError, ValueError):  # not written yet, or half
         return 0
-
-
-def _progress_path(out: Path, number: int) -> Path:
-    return work_folder(out) / f"progress-{number:05d}"
 
 
 def remove_work_folder(out: Path) -> None:
     """Removes the work folder at once, which ends a preparation."""
     work_folder(out).rename(_removed(out))
     shutil.rmtree(_removed(out))
-
-
-def _report_path(out: Path, number: int) -> Path:
-    return work_folder(out) / f"report-{number:05d}.json"
 
 
 def _write(path: Path, value: Json) -> None:

@@ -26,7 +26,6 @@ class SampleReader(Protocol):
         Raises:
           BadRecordError: the sample is missing, damaged, or not as the manifest says.
         """
-        ...
 
     def of_window(self, window: WindowContent) -> Self:
         """Returns what reads the samples of a window by their numbers in it.
@@ -75,7 +74,6 @@ class SourceConfig(Protocol):
         Raises:
           InputError: the folder does not hold what the source reads.
         """
-        ...
 
 
 SOURCES: Registry[type[SourceConfig]] = Registry(
@@ -84,7 +82,7 @@ SOURCES: Registry[type[SourceConfig]] = Registry(
         "store": "alload_jax.data.sources.opening:Store",
         "parquet": "alload_jax.data.sources.parquet:Parquet",
         "musubi": "alload_jax.data.sources.opening:Musubi",
-        "safetensors": "alload_jax.data.sources.safetensors_folder:SafetensorsFolder",
+        "safetensors": "alload_jax.data.sources.opening:SafetensorsFolder",
     },
     method="open",
 )

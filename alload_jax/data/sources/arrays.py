@@ -132,25 +132,27 @@ Layout = Literal["CTHW", "TCHW", "THWC"]
 _LARGEST_AXIS = 10**6
 READ_ERRORS = (pa.ArrowException, OSError, ValueError, OverflowError)
 """What reading a damaged file raises."""
-FLOATS = frozenset(
-    np.dtype(one) for one in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)
-)
+FLOATS = frozenset(map(np.dtype, (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)))
 """Dtypes that latents and text embeddings may have."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Reading:
     """How stored arrays become samples.
 
     Attributes:
-      layout: order of the axes of the latents.
-      normalize: the VAE with whose statistics latents are normalised; None if not known.
-      classes: whether conditions are classes.
+      labels: name of what holds integers, or lists of them: classes, which then take the place of
+        text.
+      layout: order of the axes of latents.
+      normalize: the VAE whose statistics normalise the latents; none for normalised latents.
+      vae_stride: pixels per latent along frames, height and width; null for the recorded one, or
+        the usual one of latents with 16 or 48 channels.
     """
 
+    labels: str | None = None
     layout: Layout = "CTHW"
-    normalize: Normalize | None = "none"
-    classes: bool = False
+    normalize: Normalize | None = None
+    vae_stride: Triple | None = None
 
 
 def latent_shape(shape: Sequence[int], layout: Layout) -> tuple[int, int, int, int]:
@@ -241,9 +243,8 @@ def checked_sample(
       BadRecordError: one is missing, its shape or dtype is not as the manifest says, or a value is
         not finite.
     """
-    latents = manifest.latent_shape(tuple(manifest.shape[sample]))
     found = {}
-    for name, shape in {LATENTS: latents, **manifest.record_shapes(sample)}.items():
+    for name, shape in manifest.record_shapes(sample).items():
         if name not in arrays:
             raise BadRecordError(f"{place} holds no {name}")
         array, is_condition = arrays[name], name in (TEXT, LABELS)
@@ -298,7 +299,6 @@ class FileSamples(SampleSource):
         folder: Path,
         samples: Sequence[ScannedSample],
         reading: Reading,
-        stride: Triple | None,
         file_bytes: dict[str, int],
         origin: Json,
     ):
@@ -311,7 +311,6 @@ class FileSamples(SampleSource):
           folder: the data folder.
           samples: the samples in their order.
           reading: how they are read; layout and normalisation are part of the identity.
-          stride: VAE stride; None takes that of the recorded sizes, or the usual one.
           file_bytes: size of each file.
           origin: provenance.
 
@@ -332,7 +331,8 @@ class FileSamples(SampleSource):
                     f"{folder}: sample {wrong} ({file}, {row}) has {what} {values[wrong]}, "
                     f"sample 0 has {values[0]}; keep samples of one kind in the folder"
                 )
-        stride = stride or _recorded_stride(samples, grids) or _USUAL_STRIDES.get(channels[0])
+        stride = reading.vae_stride or _recorded_stride(samples, grids)
+        stride = stride or _USUAL_STRIDES.get(channels[0])
         if stride is None:
             raise InputError(
                 f"{folder}: the VAE's stride is not recorded, and latents of {channels[0]} "
@@ -376,7 +376,7 @@ class FileSamples(SampleSource):
     @override
     def read(self, sample: int) -> dict[str, np.ndarray]:
         latents, condition, place = self._stored(sample)
-        name = LABELS if self.reading.classes else TEXT
+        name = LABELS if self.reading.labels else TEXT
         stored = {LATENTS: latents, name: condition}
         arrays = checked_sample(self.manifest, sample, stored, place)
         return arrays | {LATENTS: normalized(latents, self.reading.normalize)}

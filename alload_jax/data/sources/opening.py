@@ -1,51 +1,305 @@
-"""Opens the samples of a folder, as its files or the config say; musubi-tuner's caches too.
+"""Opens the samples of a folder, as its files or the config say.
 
-`wan_cache_latents.py` writes KEY_WIDTHxHEIGHT_wan.safetensors, with KEY_POSITION-FRAMES for a clip
-of a video. Its latents are [C, T, H, W] and normalised by the VAE.
+Stores, safetensors of one sample each, whose tensors have names of your choice, and musubi-tuner's
+caches: `wan_cache_latents.py` writes KEY_WIDTHxHEIGHT_wan.safetensors, with KEY_POSITION-FRAMES for
+a clip of a video. Its latents are [C, T, H, W] and normalised by the VAE.
 `wan_cache_text_encoder_outputs.py` writes KEY_wan_te.safetensors without padding. Widths and
 heights are those of the original files.
+
+A mapped file that another program truncates ends the process; reading it is an error of one sample.
 """
 
+import math
+import os
 import re
+import zlib
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Literal
+from typing import IO, Literal, NamedTuple
+
+import numpy as np
+from typing_extensions import override
 
 from alload_jax.data.manifest import MANIFEST_NAME, read_manifest
-from alload_jax.data.sources import SOURCES, SampleSource, SourceConfig
-from alload_jax.data.sources.arrays import Reading, find_files, find_pickle, scan
-from alload_jax.data.sources.safetensors_folder import TensorNames, TensorSamples, read_header
-from alload_jax.data.store import StoreReader
-from alload_jax.data.store.remote import RemoteStore, is_address
+from alload_jax.data.record import DTYPES
+from alload_jax.data.sources import SOURCES, SampleSource, SourceConfig, arrays
+from alload_jax.data.store import BadRecordError, StoreReader
+from alload_jax.data.store.reader import RemoteStore, is_address
 from alload_jax.errors import InputError, print_stderr
-from alload_jax.files import require_regular
+from alload_jax.files import Json, parse_json, require_regular
 from alload_jax.processes import waits
+
+_LARGEST_HEADER = 100_000_000  # the limit of the safetensors library
+_PROBE = 4096
+
+
+class TensorInfo(NamedTuple):
+    """Place of a tensor in a file.
+
+    Attributes:
+      dtype: dtype as safetensors names it.
+      shape: shape of the tensor.
+      begin, end: offsets of its bytes in the file.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class Header(NamedTuple):
+    """What the header of a file says.
+
+    Attributes:
+      tensors: the tensors by name.
+      metadata: texts by name.
+      bytes: size of the file.
+    """
+
+    tensors: dict[str, TensorInfo]
+    metadata: dict[str, str]
+    bytes: int
+
+
+def read_header(path: Path) -> Header:
+    """Reads a header and checks it against the size of the file.
+
+    Raises:
+      ValueError: the file is not a complete safetensors file.
+      OSError: the file cannot be read.
+    """
+    with path.open("rb") as file:
+        return _header(file)
+
+
+def read_tensors(path: Path, names: list[str]) -> dict[str, np.ndarray]:
+    """Reads tensors by name.
+
+    Raises:
+      ValueError: the file is damaged, lacks a tensor, or a dtype is not supported.
+      OSError: the file cannot be read.
+    """
+    found = {}
+    with path.open("rb") as file:
+        header = _header(file)
+        for name in names:
+            info = _info_of(header, name)
+            size = info.end - info.begin
+            if info.dtype not in DTYPES:
+                raise ValueError(f"{name} is {info.dtype}; supported are {', '.join(DTYPES)}")
+            dtype = np.dtype(DTYPES[info.dtype])
+            if math.prod(info.shape) * dtype.itemsize != size:
+                raise ValueError(f"{name} has {size} bytes, not those of {info.dtype} {info.shape}")
+            file.seek(info.begin)
+            data = file.read(size)
+            if len(data) != size:
+                raise ValueError(f"it is truncated within {name}")
+            found[name] = np.frombuffer(data, dtype).reshape(info.shape)
+    return found
+
+
+def content_mark(path: Path, tensors: list[TensorInfo]) -> int:
+    """Returns a CRC-32 of dtypes, shapes, and the first and last 4 KiB of tensors of a file.
+
+    Raises:
+      OSError: the file cannot be read.
+    """
+    mark = 0
+    with path.open("rb") as file:
+        for info in tensors:
+            mark = zlib.crc32(repr((info.dtype, info.shape)).encode(), mark)
+            for begin in (info.begin, max(info.begin, info.end - _PROBE)):
+                file.seek(begin)
+                mark = zlib.crc32(file.read(min(_PROBE, info.end - begin)), mark)
+    return mark
+
+
+def _header(file: IO[bytes]) -> Header:
+    size = os.fstat(file.fileno()).st_size
+    length = int.from_bytes(file.read(8), "little")
+    if size < 8 or length > min(size - 8, _LARGEST_HEADER):
+        raise ValueError("it is empty or truncated, or not a safetensors file")
+    try:
+        content = parse_json(file.read(length), "the header", "")
+        metadata = content.pop("__metadata__", {})
+        tensors, offset = {}, 8 + length
+        for name, value in content.items():
+            (begin, end), shape = value["data_offsets"], tuple(value["shape"])
+            if not all(type(one) is int and one >= 0 for one in (begin, end, *shape)):
+                raise ValueError("a size is not a whole number")
+            tensors[name] = TensorInfo(str(value["dtype"]), shape, offset + begin, offset + end)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError("its header is not that of a safetensors file") from error
+    for name, info in tensors.items():
+        if not offset <= info.begin <= info.end <= size:
+            raise ValueError(f"it is truncated: {name} ends at byte {info.end} of {size}")
+    return Header(tensors, metadata if isinstance(metadata, dict) else {}, size)
+
+
+def _info_of(header: Header, name: str) -> TensorInfo:
+    if name not in header.tensors:
+        held = ", ".join(sorted(header.tensors)[:8]) or "nothing"
+        raise ValueError(f"it lacks the tensor {name}, and holds {held}")
+    return header.tensors[name]
+
+
+class TensorNames(NamedTuple):
+    """Where a sample's tensors lie.
+
+    Attributes:
+      latents_file: file of the latents, relative to the data folder.
+      latents: name of the tensor of latents.
+      condition_file: file of the condition.
+      condition: name of the tensor of text embeddings or classes.
+      mask: name of the text's mask in the same file; None if there is none.
+    """
+
+    latents_file: str
+    latents: str
+    condition_file: str
+    condition: str
+    mask: str | None = None
+
+
+@waits("for the data folder to be read")
+class TensorSamples(arrays.FileSamples):
+    """Random access to samples in safetensors files; see `SampleSource`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        names: Sequence[TensorNames],
+        reading: arrays.Reading,
+        origin: Json,
+        caption: str = "caption",
+    ):
+        """Reads the headers of all files.
+
+        Args:
+          folder: the data folder.
+          names: the samples, in their order.
+          reading: how tensors become samples.
+          origin: provenance.
+          caption: name of the caption in the metadata of the condition's file.
+
+        Raises:
+          InputError: a file is damaged, or samples disagree.
+        """
+        self._root, self._names, self.reading = arrays.root_of(folder), list(names), reading
+        self._caption_name = caption
+        found = arrays.scan(self._scanned, self._names)
+        sizes = {name: size for _, of_sample in found for name, size in of_sample.items()}
+        super().__init__(folder, [sample for sample, _ in found], reading, sizes, origin)
+
+    @override
+    def _stored(self, sample: int) -> tuple[np.ndarray, np.ndarray, str]:
+        names = self._names[sample]
+        path = self._root / names.latents_file
+        place = f"{path} (sample {sample})"
+        try:
+            latents = read_tensors(path, [names.latents])[names.latents]
+            latents = arrays.channels_last(latents, self.reading.layout)
+            path = self._root / names.condition_file
+            wanted = [name for name in (names.condition, names.mask) if name]
+            condition, *mask = read_tensors(path, wanted).values()
+            if self.reading.labels:
+                return latents, condition.reshape(-1), place
+            return latents, arrays.text_tokens(condition, mask[0] if mask else None), place
+        except (OSError, ValueError) as error:
+            raise BadRecordError(f"{path} (sample {sample}) cannot be read: {error}") from error
+
+    @override
+    def _caption(self, sample: int) -> str | None:
+        header = read_header(self._root / self._names[sample].condition_file)
+        return header.metadata.get(self._caption_name)
+
+    def _scanned(self, names: TensorNames) -> tuple[arrays.ScannedSample, dict[str, int]]:
+        """What the headers say of a sample, and the sizes of its files."""
+        path = self._root / names.latents_file
+        try:
+            header = read_header(path)
+            info = _info_of(header, names.latents)
+            latents = arrays.latent_shape(info.shape, self.reading.layout)
+            sizes = {names.latents_file: header.bytes}
+            mark = content_mark(path, [info])
+            path = self._root / names.condition_file
+            if names.condition_file != names.latents_file:
+                header = read_header(path)
+                sizes[names.condition_file] = header.bytes
+            infos = [_info_of(header, name) for name in (names.condition, names.mask) if name]
+            length, width = (math.prod(infos[0].shape), None)
+            if not self.reading.labels:
+                length, width = arrays.text_shape(infos[0].shape)
+            mark ^= content_mark(path, infos)
+        except (OSError, ValueError) as error:
+            raise InputError(
+                f"{path}: cannot be read ({error}); write it again, or remove it"
+            ) from error
+        return arrays.ScannedSample(names.latents_file, 0, latents, length, width, mark), sizes
+
+
+SUFFIX = ".safetensors"
 
 
 @dataclass(frozen=True)
-class Store:
-    """A data folder with manifest.parquet and shards; see `SourceConfig`.
+class SafetensorsFolder(arrays.Reading):
+    """Safetensors files with one sample each; see `SourceConfig`.
 
     Attributes:
-      name: `store`.
+      name: `safetensors`.
+      latents: name of the tensor of latents.
+      text: name of the tensor of text embeddings.
+      mask: name of the text's mask: 1 for tokens, then 0 for padding; null if there is none.
+      text_suffix: if the text lies in a file of its own beside FILE.safetensors, what follows FILE
+        in its name, such as _te.safetensors; null if it lies in the same file.
     """
 
-    name: Literal["store"] = "store"
+    name: Literal["safetensors"] = "safetensors"
+    latents: str = "latents"
+    text: str = "prompt_embeds"
+    mask: str | None = None
+    text_suffix: str | None = None
 
-    def open(self, folder: str) -> StoreReader:
+    def __post_init__(self) -> None:
+        if self.text_suffix is not None and not self.text_suffix.endswith(SUFFIX):
+            raise InputError(
+                f"data.source.text_suffix is {self.text_suffix!r}; it must end in {SUFFIX}"
+            )
+
+    def open(self, folder: str) -> TensorSamples:
         """See `SourceConfig.open`.
 
         Raises:
-          InputError: the manifest or a shard is missing, truncated or in another format.
+          InputError: a file is missing or damaged, or lacks a tensor.
         """
-        if is_address(folder):
-            return RemoteStore(folder)
-        return StoreReader(read_manifest(folder))
+        place = Path(folder)
+        files = arrays.find_files(place, SUFFIX) if place.exists() else []
+        if not files:
+            raise InputError(f"{place}: holds no {SUFFIX} files; set data.folder to their folder")
+        names, present, mask = [], set(files), None if self.labels else self.mask
+        for name in files:
+            other = name.removesuffix(SUFFIX) + self.text_suffix if self.text_suffix else name
+            if self.text_suffix and name.endswith(self.text_suffix):
+                if other in present:
+                    raise InputError(
+                        f"{place / name}: its name is that of a text, but {other} would be its "
+                        "own; rename the sample so that it does not end in data.source.text_suffix"
+                    )
+                continue
+            if other not in present:
+                raise InputError(
+                    f"{place / name}: its text {other} is missing; add it, or remove both"
+                )
+            names.append(TensorNames(name, self.latents, other, self.labels or self.text, mask))
+        return TensorSamples(place, names, self, {"format": "safetensors"})
 
+
+# ---------------------------------------------------------------- musubi-tuner
 
 LATENTS_SUFFIX, TEXT_SUFFIX = "_wan.safetensors", "_wan_te.safetensors"
-_STRIDE = (4, 8, 8)
 
 _NAME = re.compile(r"(?P<key>.*?)(?P<clip>_\d+-\d+(-\d+)?)?_\d+x\d+_wan\.safetensors", re.DOTALL)
 _LATENTS = re.compile(r"latents_\d+x\d+x\d+_\w+")
@@ -70,7 +324,7 @@ class Musubi:
           InputError: a text is missing, or a file is damaged or of another kind.
         """
         place = Path(folder)
-        present = find_files(place, ".safetensors") if place.is_dir() else []
+        present = arrays.find_files(place, ".safetensors") if place.is_dir() else []
         files = [name for name in present if name.endswith(LATENTS_SUFFIX)]
         if not files:
             raise InputError(
@@ -80,7 +334,7 @@ class Musubi:
         names_present = set(present)
         pairs = [(name, _text_file(place, name, names_present)) for name in files]
         unread: list[str] = []
-        names = scan(lambda pair: _tensor_names(place, *pair, unread), pairs)
+        names = arrays.scan(lambda pair: _tensor_names(place, *pair, unread), pairs)
         if unread:
             kinds = ", ".join(
                 f"{kind} in {count:,} files" for kind, count in sorted(Counter(unread).items())
@@ -90,7 +344,8 @@ class Musubi:
                 "`alload prepare media --image-to-video first` writes what image-to-video takes"
             )
         origin = {"format": "musubi-tuner", "vae": "wan2.1"}
-        return TensorSamples(place, names, Reading(), _STRIDE, origin, caption="caption1")
+        reading = arrays.Reading(normalize="none", vae_stride=(4, 8, 8))
+        return TensorSamples(place, names, reading, origin, caption="caption1")
 
 
 def _text_file(folder: Path, name: str, present: set[str]) -> str:
@@ -135,8 +390,7 @@ def _tensor_names(
                 "remove it, or cache again without --one_frame"
             )
         matching = [name for name in names if pattern.fullmatch(name)]
-        kinds = {kind for kind in _UNREAD for name in names if name.startswith(kind)}
-        unread.extend(kinds)
+        unread.extend({kind for kind in _UNREAD for name in names if name.startswith(kind)})
         if len(matching) != 1:
             raise InputError(
                 f"{folder / file}: needs one tensor {pattern.pattern}, and holds "
@@ -144,6 +398,27 @@ def _tensor_names(
             )
         found.append(matching[0])
     return TensorNames(latents_file, found[0], text_file, found[1])
+
+
+@dataclass(frozen=True)
+class Store:
+    """A data folder with manifest.parquet and shards; see `SourceConfig`.
+
+    Attributes:
+      name: `store`.
+    """
+
+    name: Literal["store"] = "store"
+
+    def open(self, folder: str) -> StoreReader:
+        """See `SourceConfig.open`.
+
+        Raises:
+          InputError: the manifest or a shard is missing, truncated or in another format.
+        """
+        if is_address(folder):
+            return RemoteStore(folder)
+        return StoreReader(read_manifest(folder))
 
 
 @waits("for the data folder to be read")
@@ -174,14 +449,14 @@ def find_source_name(folder: str) -> str:
     require_regular(place / MANIFEST_NAME, "prepare the data again", or_folder=False)
     if not place.exists() or (place / MANIFEST_NAME).is_file() or place.name == MANIFEST_NAME:
         return "store"
-    tensors = find_files(place, ".safetensors")
+    tensors = arrays.find_files(place, ".safetensors")
     if any(name.endswith(LATENTS_SUFFIX) for name in tensors):
         return "musubi"
-    if find_files(place, ".parquet"):
+    if arrays.find_files(place, ".parquet"):
         return "parquet"
     if tensors:
         return "safetensors"
-    if pickle := find_pickle(place):
+    if pickle := arrays.find_pickle(place):
         raise InputError(
             f"{place}: {pickle} is a pickle of PyTorch, which can run code when it is read, so it "
             "is not; convert such files with torch.load(FILE, weights_only=True) and StoreWriter, "

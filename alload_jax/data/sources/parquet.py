@@ -22,7 +22,6 @@ from alload_jax.data.sources import arrays
 from alload_jax.data.store import BadRecordError
 from alload_jax.errors import InputError, first_line
 from alload_jax.files import Json
-from alload_jax.planning.samples import Triple
 from alload_jax.processes import waits
 
 _BUFFER = 1 << 20
@@ -54,7 +53,7 @@ _PARTS: dict[str, tuple[Callable[[pa.DataType], bool], str]] = {
 
 
 @dataclass(frozen=True)
-class Parquet:
+class Parquet(arrays.Reading):
     """Rows of latents and text embeddings; see `SourceConfig`. The defaults are FastVideo's.
 
     An array NAME has three columns: NAME_bytes, NAME_shape and NAME_dtype.
@@ -65,21 +64,12 @@ class Parquet:
       text: name of the array of text embeddings.
       mask: name of the text's mask: 1 for tokens, then 0 for padding; null for
         text_attention_mask where the files have it.
-      labels: a column of integers, or lists of them, which then takes the place of text.
-      layout: order of the axes of latents.
-      normalize: the VAE whose statistics normalise the latents; none for normalised latents.
-      vae_stride: pixels per latent along frames, height and width; null for the recorded one, or
-        the usual one of latents with 16 or 48 channels.
     """
 
     name: Literal["parquet"] = "parquet"
     latents: str = "vae_latent"
     text: str = "text_embedding"
     mask: str | None = None
-    labels: str | None = None
-    layout: arrays.Layout = "CTHW"
-    normalize: arrays.Normalize | None = None
-    vae_stride: Triple | None = None
 
     def open(self, folder: str) -> "ParquetSamples":
         """See `SourceConfig.open`.
@@ -121,8 +111,7 @@ class ParquetSamples(arrays.FileSamples):
             raise InputError(f"{folder}: holds no .parquet files; set data.folder to their folder")
         samples = [sample for of_file in arrays.scan(self._scanned, names) for sample in of_file]
         sizes = {name: (self._root / name).stat().st_size for name in names}
-        reading = arrays.Reading(config.layout, config.normalize, classes=config.labels is not None)
-        super().__init__(folder, samples, reading, config.vae_stride, sizes, {"format": "parquet"})
+        super().__init__(folder, samples, config, sizes, {"format": "parquet"})
 
     @override
     def _stored(self, sample: int) -> tuple[np.ndarray, np.ndarray, str]:
@@ -137,11 +126,8 @@ class ParquetSamples(arrays.FileSamples):
                 classes = np.array(labels if isinstance(labels, list) else [labels])
                 return latents, classes, place
             text, mask = array_of(values, config.text), config.mask_in(values)
-            return (
-                latents,
-                arrays.text_tokens(text, array_of(values, mask) if mask else None),
-                place,
-            )
+            kept = array_of(values, mask) if mask else None
+            return latents, arrays.text_tokens(text, kept), place
         except arrays.READ_ERRORS as error:
             raise BadRecordError(f"{place} cannot be read: {first_line(error)}") from error
 

@@ -44,10 +44,10 @@ def shard_name(number: int) -> str:
     return f"shard-{number:05d}.arrayrecord"
 
 
-def shard_number(name: str) -> int | None:
-    """Number in the file name of a shard; None for other names."""
+def shard_number(name: str) -> int:
+    """Number in the file name of a shard; −1 for other names."""
     found = _SHARD.fullmatch(name)
-    return int(found[1]) if found else None
+    return int(found[1]) if found else -1
 
 
 def partial_folder(folder: Path) -> Path:
@@ -71,9 +71,8 @@ def write_rows(path: Path, rows: pa.Table, notes: Json) -> None:
     """Writes rows and notes as Parquet; the same bytes for the same values."""
     written = json.dumps(notes).encode()
     digest = manifest_digest(rows.schema, len(rows), written)
-    rows = rows.combine_chunks().replace_schema_metadata(
-        {METADATA_KEY: written, DIGEST_KEY: digest}
-    )
+    metadata = {METADATA_KEY: written, DIGEST_KEY: digest}
+    rows = rows.combine_chunks().replace_schema_metadata(metadata)
     with replacing(path) as unfinished:
         pyarrow.parquet.write_table(
             rows, unfinished, version="2.6", compression="snappy", write_page_checksum=True
@@ -98,8 +97,7 @@ class Part(NamedTuple):
     @property
     def number(self) -> int:
         """Number of the shard; −1 of a manifest."""
-        number = shard_number(self.path.name)
-        return -1 if number is None else number
+        return shard_number(self.path.name)
 
 
 def write_sidecar(folder: Path, number: int, rows: pa.Table, notes: Json) -> None:
@@ -150,7 +148,7 @@ def stored_part(folder: Path) -> list[Part]:
 def stored_numbers(folder: Path) -> list[int]:
     """Numbers of the shards in the manifest of `folder`; none if there is no manifest."""
     names = manifest_metadata(folder / MANIFEST_NAME).get("shard_bytes", {})
-    return [number for name in names if (number := shard_number(name)) is not None]
+    return [number for number in map(shard_number, names) if number >= 0]
 
 
 def is_finished(folder: str | Path, number: int) -> bool:
@@ -177,7 +175,7 @@ def remove_unfinished(folder: Path) -> None:
         return
     for path in partial.iterdir():
         number = shard_number(path.name)
-        lost = number is not None and not sidecar(partial, number).exists()
+        lost = number >= 0 and not sidecar(partial, number).exists()
         if lost or _UNFINISHED.fullmatch(path.name):
             path.unlink(missing_ok=True)
     if not any(partial.iterdir()):
@@ -253,10 +251,8 @@ def finish_store(
 
 def _manifest_of(parts: list[Part]) -> tuple[pa.Table, Json]:
     """Rows and notes of the manifest of all parts, which must agree."""
-    require_alike(
-        ((str(path), form_of(rows, notes)) for path, rows, notes in parts),
-        "write it again, or to another store",
-    )
+    there = ((str(path), form_of(rows, notes)) for path, rows, notes in parts)
+    require_alike(there, "write it again, or to another store")
     sizes: dict[str, int] = {}
     for part in parts:
         sizes |= part.notes["shard_bytes"]

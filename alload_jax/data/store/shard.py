@@ -107,10 +107,8 @@ class SampleWriter(ABC):
         """
         if path is not None and not isinstance(path, str):
             raise ValueError(f"path is {path!r}; give text, or None where there is none")
-        texts = [(condition, caption, parts or {})]
-        texts += [
-            (other, words, kinds[0] if kinds else {}) for other, words, *kinds in alternatives
-        ]
+        further = (((*each, {}) if len(each) == 2 else each) for each in alternatives)
+        texts = [(condition, caption, parts or {}), *further]
         place = f"{self._where}sample {self.written}"
         latents = np.asarray(latents)
         self._check_shape(latents, size, place)
@@ -128,27 +126,22 @@ class SampleWriter(ABC):
             )
         self.channels, self.form = arrays[records.LATENTS].shape[-1], form
         frames, height, width = (int(value) for value in size)
+        part_lengths = [_longest(arrays, name) for name in records.part_names(arrays)]
         row: Json = {
             "frames": frames,
             "height": height,
             "width": width,
             "channels": self.channels,
-            "text_length": max(map(len, records.texts_of(arrays))),
+            "text_length": _longest(arrays),
             manifest.CAPTION: caption,
+            manifest.CAPTIONS: [words for _, words, _ in texts] if len(texts) > 1 else None,
+            manifest.FOUND: list(found_captions) or None,
+            manifest.PATH: path,
+            manifest.PART_LENGTHS: part_lengths or None,
+            manifest.CONTENT: content,
+            manifest.WEIGHT: None if weight == 1 else weight,
+            manifest.DROPOUT: dropout or None,
         }
-        if len(texts) > 1:
-            row[manifest.CAPTIONS] = [words for _, words, _ in texts]
-        if path is not None:
-            row[manifest.PATH] = path
-        if content is not None:
-            row[manifest.CONTENT] = content
-        row |= {manifest.WEIGHT: weight} if weight != 1 else {}
-        row |= {manifest.DROPOUT: dropout} if dropout else {}
-        row |= {manifest.FOUND: list(found_captions)} if found_captions else {}
-        if names := records.part_names(arrays):
-            row[manifest.PART_LENGTHS] = [
-                max(map(len, records.texts_of(arrays, name))) for name in names
-            ]
         self.add_record(records.encode(arrays), row)
 
     @abstractmethod
@@ -186,15 +179,16 @@ class SampleWriter(ABC):
             )
 
 
+def _longest(arrays: records.Arrays, name: str | None = None) -> int:
+    return max(map(len, records.texts_of(arrays, name)))
+
+
 def _checked_texts(
     texts: Sequence[tuple[np.ndarray, str | None, Mapping[str, np.ndarray]]], place: str
 ) -> dict[str, np.ndarray]:
     """The texts of a record by name, classes as int32, each with its tokens of further kinds."""
-    for _, words, _ in texts:
-        if words is not None and not isinstance(words, str):
-            raise ValueError(
-                f"{place}: caption is {words!r}; give text, or None where there is none"
-            )
+    for words in (words for _, words, _ in texts if not isinstance(words, str | None)):
+        raise ValueError(f"{place}: caption is {words!r}; give text, or None where there is none")
     first, *others = (_checked_condition(np.asarray(text), place) for text, _, _ in texts)
     for other in others:
         if other.shape[1:] != first.shape[1:]:

@@ -12,18 +12,8 @@ import pyarrow as pa
 from array_record.python import array_record_module
 from typing_extensions import override
 
+from alload_jax.data import manifest as manifests
 from alload_jax.data import record as records
-from alload_jax.data.manifest import (
-    FPS,
-    MANIFEST_NAME,
-    NUMBER,
-    PATH,
-    VAE,
-    Manifest,
-    in_row_schema,
-    read_manifest,
-    read_rows,
-)
 from alload_jax.data.record import SampleForm
 from alload_jax.data.store import files
 from alload_jax.data.store.shard import SampleWriter, ShardWriter
@@ -98,13 +88,9 @@ class StoreWriter(SampleWriter):
         super().__init__(vae_stride, origin)
         self._shard: ShardWriter | None = None
         self._follow([*stored, *self._kept])
-        present = [files.shard_number(path.name) for path in self.folder.glob("*.arrayrecord")]
-        numbers = [
-            *files.stored_numbers(self.folder),
-            *present,
-            *(shard.number for shard in self._kept),
-        ]
-        self._next_number = max((n for n in numbers if n is not None), default=-1) + 1
+        numbers = files.stored_numbers(self.folder) + [shard.number for shard in self._kept]
+        numbers += [files.shard_number(path.name) for path in self.folder.glob("*.arrayrecord")]
+        self._next_number = max(numbers, default=-1) + 1
 
     def __enter__(self) -> Self:
         files.remove_unfinished(self.folder)
@@ -185,7 +171,7 @@ class StoreWriter(SampleWriter):
                 self.written -= shard.written
         files.remove_unfinished(self.folder)
         if files.finished_shards(self.folder):
-            mode = "append" if (self.folder / MANIFEST_NAME).is_file() else "resume"
+            mode = "append" if (self.folder / manifests.MANIFEST_NAME).is_file() else "resume"
             error.add_note(
                 f"{self.folder}: {self.written} samples are kept, the new ones in "
                 f"{files.partial_folder(self.folder)}; StoreWriter with mode={mode!r} goes on "
@@ -199,7 +185,7 @@ def require_free(folder: Path, mode: WriterMode = "new") -> None:
     Raises:
       InputError: something is in the way.
     """
-    is_store = (folder / MANIFEST_NAME).is_file()
+    is_store = (folder / manifests.MANIFEST_NAME).is_file()
     is_empty = folder.is_dir() and not any(folder.iterdir())
     if folder.exists() and not is_empty and not (mode == "append" and is_store):
         raise InputError(f"{folder}: exists already; name another folder or remove it")
@@ -218,7 +204,7 @@ def require_free(folder: Path, mode: WriterMode = "new") -> None:
         )
 
 
-_ENCODERS = (VAE, "text")
+_ENCODERS = (manifests.VAE, "text")
 """Names in the origin that must agree."""
 _LONGEST_VALUE = 40
 
@@ -245,27 +231,27 @@ def merge_stores(
         channels, kind of condition or the frames per second of their videos, or `out` exists.
     """
     out = Path(out)
-    manifests = [read_manifest(source) for source in sources]
-    if len(manifests) < 2:
-        raise InputError(f"{len(manifests)} stores to merge; give at least two")
-    folders = [manifest.folder.resolve() for manifest in manifests]
-    for number, manifest in enumerate(manifests):
+    stores = [manifests.read_manifest(source) for source in sources]
+    if len(stores) < 2:
+        raise InputError(f"{len(stores)} stores to merge; give at least two")
+    folders = [manifest.folder.resolve() for manifest in stores]
+    for number, manifest in enumerate(stores):
         if folders[number] in folders[:number]:
             raise InputError(f"{manifest.folder}: is given twice; leave one out")
-    forms = ((str(manifest.folder), _form(manifest)) for manifest in manifests)
+    forms = ((str(manifest.folder), _form(manifest)) for manifest in stores)
     files.require_alike(forms, "only stores that agree can be merged")
     require_free(out)
     files.remove_unfinished(out)
     partial = files.partial_folder(out)
     partial.mkdir(parents=True)
-    notes = manifests[0].notes() | {"origin": _merged_origin(manifests), "record_bytes": None}
+    notes = stores[0].notes() | {"origin": _merged_origin(stores), "record_bytes": None}
     try:
         # The folders' names, with as many of the folders above as tell them apart.
         depth = 1
         while len({folder.parts[-depth:] for folder in folders}) < len(folders):
             depth += 1
         names = ["/".join(folder.parts[-depth:]) if add_names else None for folder in folders]
-        named = zip(manifests, names, strict=True)
+        named = zip(stores, names, strict=True)
         shards = (shard for manifest, name in named for shard in _shards(manifest, name))
         for number, (path, rows) in enumerate(shards):
             try:
@@ -315,42 +301,42 @@ def _words(value: object) -> str:
     return text if len(text) <= _LONGEST_VALUE else f"{text[: _LONGEST_VALUE - 1]}…"
 
 
-def _form(manifest: Manifest) -> Json:
-    form = files.form_of(read_rows(manifest.folder), manifest.notes())
+def _form(manifest: manifests.Manifest) -> Json:
+    form = files.form_of(manifests.read_rows(manifest.folder), manifest.notes())
     form |= {f"the origin's {name}": manifest.origin.get(name) for name in _ENCODERS}
     if _has_videos(manifest) and manifest.fps:
         form["fps of its videos"] = manifest.fps
     return form
 
 
-def _has_videos(manifest: Manifest) -> bool:
+def _has_videos(manifest: manifests.Manifest) -> bool:
     return bool((manifest.shape[:, 0] > 1).any())
 
 
-def _merged_origin(manifests: list[Manifest]) -> Json:
-    origins = [manifest.origin for manifest in manifests]
+def _merged_origin(stores: list[manifests.Manifest]) -> Json:
+    origins = [manifest.origin for manifest in stores]
     if all(origin == origins[0] for origin in origins):
         return origins[0]
     shared = {name: origins[0][name] for name in _ENCODERS if name in origins[0]}
     # Images have no rate; of videos without one the rate is not known.
-    timed = [manifest for manifest in manifests if _has_videos(manifest)] or manifests
+    timed = [manifest for manifest in stores if _has_videos(manifest)] or stores
     if all(manifest.fps == timed[0].fps for manifest in timed) and timed[0].fps:
-        shared[FPS] = timed[0].origin[FPS]
+        shared[manifests.FPS] = timed[0].origin[manifests.FPS]
     return shared | {"merged": origins}
 
 
-def _shards(manifest: Manifest, name: str | None) -> Iterator[tuple[Path, pa.Table]]:
+def _shards(manifest: manifests.Manifest, name: str | None) -> Iterator[tuple[Path, pa.Table]]:
     """Path and rows of each shard, in the manifest's order; samples' paths get the name."""
-    rows = read_rows(manifest.folder)
-    if NUMBER in rows.column_names:  # which are those of this store alone
-        rows = rows.drop_columns(NUMBER)
+    rows = manifests.read_rows(manifest.folder)
+    if manifests.NUMBER in rows.column_names:  # which are those of this store alone
+        rows = rows.drop_columns(manifests.NUMBER)
     if name is not None:
         paths = [None] * len(rows)
-        if PATH in rows.column_names:
-            paths = rows[PATH].to_pylist()
-            rows = rows.drop_columns(PATH)
+        if manifests.PATH in rows.column_names:
+            paths = rows[manifests.PATH].to_pylist()
+            rows = rows.drop_columns(manifests.PATH)
         column = pa.array([f"{name}/{path}" if path else name for path in paths], pa.string())
-        rows = in_row_schema(rows.append_column(PATH, column))
+        rows = manifests.in_row_schema(rows.append_column(manifests.PATH, column))
     order = np.argsort(manifest.shard, kind="stable")
     names = manifest.shard[order]
     for shard in manifest.shard_bytes:
