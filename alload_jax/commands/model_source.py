@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 from alload_jax.commands.flags import lora_name
 from alload_jax.config import Config, read_config
 from alload_jax.data.manifest import fps_of
-from alload_jax.diffusion.schedules import Sampler
+from alload_jax.diffusion.samplers import Sampler
 from alload_jax.diffusion.timesteps import shift_of
 from alload_jax.errors import InputError
 from alload_jax.files import read_json

@@ -18,8 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from alload_jax.distributed.coordination import ProcessInfo
-from alload_jax.distributed.key_value_store import KeyValueStore, Seal
+from alload_jax.distributed.coordination import KeyValueStore, ProcessInfo, Seal
 from alload_jax.errors import USER_ERRORS, InputError, run_command
 from alload_jax.processes import FOR_OTHERS, waits
 from alload_jax.sharding.mesh import AXES, replicated

@@ -16,8 +16,12 @@ from typing import Literal, NoReturn, get_args
 
 import jax
 
-from alload_jax.distributed.coordination import SERVICE_ENDED_IT, SERVICE_FAILED, ProcessInfo
-from alload_jax.distributed.key_value_store import KeyValueStore
+from alload_jax.distributed.coordination import (
+    SERVICE_ENDED_IT,
+    SERVICE_FAILED,
+    KeyValueStore,
+    ProcessInfo,
+)
 from alload_jax.errors import USER_ERRORS, InputError, LostConnectionError, print_stderr, reason_of
 from alload_jax.files import parse_json
 

@@ -17,11 +17,11 @@ from alload_jax.distributed.coordination import (
     CONNECT_SECONDS,
     SERVICE_FAILED,
     ProcessInfo,
+    agree_on_seal,
     connect,
     host_and_port,
     process_info_from_launcher,
 )
-from alload_jax.distributed.key_value_store import agree_on_seal
 from alload_jax.errors import InputError, first_line, print_stderr, require_fields, require_positive
 
 

@@ -52,8 +52,7 @@ from alload_jax.sampling.samples import SampleWriter
 from alload_jax.sharding.mesh import group_meshes, make_mesh, ranks_of
 from alload_jax.training import EXPERTS, RunConfig
 from alload_jax.training.callbacks import Callback, CallbackContext
-from alload_jax.training.callbacks.speeds import DeviceProbe, DeviceSpeeds
-from alload_jax.training.callbacks.telemetry import LayerLog, Telemetry
+from alload_jax.training.callbacks.telemetry import DeviceProbe, DeviceSpeeds, LayerLog, Telemetry
 from alload_jax.training.callbacks.validating import Checkpointing, Drawing, Evaluation, Validating
 from alload_jax.training.callbacks.watchdog import Watchdog
 from alload_jax.training.checkpoint import BestCheckpoints, Checkpoints

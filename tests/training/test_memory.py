@@ -18,7 +18,7 @@ from alload_jax.models.common.config import TextConfig
 from alload_jax.models.common.lora import LoraConfig
 from alload_jax.models.families import abstract_model, gradient_dtypes
 from alload_jax.models.wan.transformer import WanConfig
-from alload_jax.objectives.flow_matching import FlowMatching
+from alload_jax.objectives import FlowMatching
 from alload_jax.planning.analytic import ALL_TRAINED, GRADIENT_BYTES, state_bytes
 from alload_jax.planning.remat import LADDER
 from alload_jax.run import training

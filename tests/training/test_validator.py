@@ -23,7 +23,7 @@ from alload_jax.diffusion.timesteps import TimestepConfig
 from alload_jax.errors import InputError
 from alload_jax.models.families import abstract_model
 from alload_jax.models.wan.transformer import WanConfig
-from alload_jax.objectives.flow_matching import FlowMatching
+from alload_jax.objectives import FlowMatching
 from alload_jax.planning.samples import Samples
 from alload_jax.sharding.mesh import batch_sharding
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
