@@ -30,6 +30,7 @@ from alload_jax.planning.analytic import (
 from alload_jax.planning.architecture import from_fields
 from alload_jax.planning.cost import MemoryModel
 from alload_jax.planning.devices import DEVICES, Device, device_named
+from alload_jax.planning.plan import Plan
 from alload_jax.planning.remat import (
     AUTO_REMAT,
     LADDER,
@@ -258,13 +259,14 @@ CHOICE = "remat.json"
 """In the run folder: what was chosen, and for which memory and micro-batches."""
 
 
-def resolved_model(
+def fitting_model(
     model: ModelConfig,
     parameters: ParametersConfig,
     optimizer: OptimizerConfig,
     mesh: MeshConfig,
     planning: PlanningConfig,
     tokens: int | None,
+    plan: Plan,
     shapes: Callable[[], Sequence[AnyBatch]],
     cluster: Cluster,
     folder: Path,
@@ -276,16 +278,18 @@ def resolved_model(
     Args:
       model, parameters, optimizer, mesh, planning: the run's settings.
       tokens: of a micro-batch on one device, at most; None if not known.
+      plan: of the run.
       shapes: gives those of its micro-batches.
       cluster: its processes.
       folder: of the run.
 
     Raises:
-      InputError: nothing fits, or the tokens of a micro-batch are not known.
+      InputError: nothing fits, the tokens of a micro-batch are not known, or a step of the policies
+        that the config names does not fit.
     """
-    if model.remat != AUTO_REMAT:
-        return model
-    budget = least_budget(model, cluster)
+    budgets = cluster.all_gather(memory_budget(model))
+    budget = min((each for each in budgets if each is not None), default=None)
+    settings, single = (parameters, optimizer), planning.single_gradient
 
     def choose() -> tuple[Sequence[str], str]:
         """The policies, and what is said of them."""
@@ -307,41 +311,15 @@ def resolved_model(
             "replicas": 1 if independent else replicas_of(mesh),
             "device": jax.local_devices()[0].device_kind,
         }
-        path = folder / CHOICE
-        before, changed = read_json(path), []
-        if before is not None:
-            known = isinstance(before, dict) and isinstance(before.get("for"), dict)
-            policies = before.get("policies") if known and before["for"] else None
-            chosen = set(policies) if isinstance(policies, list) else set()
-            if not chosen or not chosen <= set(get_args(RematPolicy)):
-                raise InputError(f"{path}: is not a choice of model.remat auto; remove it")
-            changed = [  # an older version wrote fewer conditions
-                f"{name} was {before['for'][name]} and is {value}"
-                for name, value in conditions.items()
-                if before["for"].get(name, value) != value
-            ]
-            if not changed and policies:
-                return policies, f"model.remat: {in_words(policies)}, as this run began"
-        from alload_jax.training import trial_step as trial  # what other policies don't need
-
-        seconds = None
-        if trial.measurable(model):
-            print("model.remat: auto times two layers under each policy", flush=True)
-            # As one row, whose condition a joint model counts among the tokens.
-            latents = max(1, tokens - trial.tokens_beside(model, trial.CONDITION_TOKENS))
-            shape = trial.square_latents(model, latents)
-            seconds = trial.layer_seconds(model, shape, optimizer=optimizer, parameters=parameters)
+        policies, changed = _kept_choice(path := folder / CHOICE, conditions)
+        if policies:
+            return policies, f"model.remat: {in_words(policies)}, as this run began"
+        seconds = _measured_seconds(model, tokens, *settings)
         choice = choose_for(
-            model,
-            tokens,
-            budget,
-            parameters,
-            optimizer,
-            shards=conditions["shards"],
-            replicas=conditions["replicas"],
+            *(model, tokens, budget, *settings),
+            **{name: conditions[name] for name in ("shards", "replicas", "work_space")},
             rows=conditions["samples"],
-            work_space=conditions["work_space"],
-            single=planning.single_gradient,
+            single=single,
             layer_seconds=seconds,
         )
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -349,18 +327,53 @@ def resolved_model(
         write_json(path, content)
         return choice.policies, "; ".join([choice.line(), *changed])
 
-    # Of process 0, since all must compile the same programs.
-    policies, line = cluster.broadcast(choose)
-    if first_process():
-        print(line, flush=True)
-    chosen: Json = {"remat": "none", "remat_layers": tuple(policies)}
-    return dataclasses.replace(model, **chosen)
+    if model.remat == AUTO_REMAT:  # by process 0, since all must compile the same programs
+        policies, line = cluster.broadcast(choose)
+        if first_process():
+            print(line, flush=True)
+        chosen: Json = {"remat": "none", "remat_layers": tuple(policies)}
+        model = dataclasses.replace(model, **chosen)
+    if budget is not None:
+        epoch, replicas = plan.epoch(0), replicas_of(mesh)
+        most = int((epoch.rows * epoch.padded_len).max())
+        require_fit(model, most, budget, *settings, mesh, replicas=replicas, single=single)
+    return model
 
 
-def least_budget(model: ModelConfig, cluster: Cluster) -> float | None:
-    """The least that a device of any process has, in bytes; None if unknown."""
-    budgets = cluster.all_gather(memory_budget(model))
-    return min((each for each in budgets if each is not None), default=None)
+def _kept_choice(path: Path, conditions: Json) -> tuple[list[str], list[str]]:
+    """The policies that an earlier start chose for the same conditions, and what has changed.
+
+    Raises:
+      InputError: the file holds no choice.
+    """
+    if (before := read_json(path)) is None:
+        return [], []
+    known = isinstance(before, dict) and isinstance(before.get("for"), dict)
+    policies = before.get("policies") if known and before["for"] else None
+    chosen = set(policies) if isinstance(policies, list) else set()
+    if not chosen or not chosen <= set(get_args(RematPolicy)):
+        raise InputError(f"{path}: is not a choice of model.remat auto; remove it")
+    changed = [  # an older version wrote fewer conditions
+        f"{name} was {before['for'][name]} and is {value}"
+        for name, value in conditions.items()
+        if before["for"].get(name, value) != value
+    ]
+    return (policies if policies and not changed else []), changed
+
+
+def _measured_seconds(
+    model: ModelConfig, tokens: int, parameters: ParametersConfig, optimizer: OptimizerConfig
+) -> Mapping[RematPolicy, float] | None:
+    """Seconds of a layer by policy, where a model of two layers tells them; else None."""
+    from alload_jax.training import trial_step as trial  # what other policies don't need
+
+    if not trial.measurable(model):
+        return None
+    print("model.remat: auto times two layers under each policy", flush=True)
+    # As one row, whose condition a joint model counts among the tokens.
+    latents = max(1, tokens - trial.tokens_beside(model, trial.CONDITION_TOKENS))
+    shape = trial.square_latents(model, latents)
+    return trial.layer_seconds(model, shape, optimizer=optimizer, parameters=parameters)
 
 
 def replicas_of(mesh: MeshConfig) -> int:
