@@ -267,7 +267,12 @@ def group_meshes(mesh: Mesh, plan: Plan) -> tuple[Mesh, ...]:
         )
     meshes = split_mesh(mesh)
     for number, group in enumerate(meshes):
-        refuse_spanning(number, processes_of(group))
+        if len(spanned := sorted(set(processes_of(group)))) > 1:
+            raise InputError(
+                f"mesh.data makes shape group {number} span processes {spanned}, and "
+                "planning.ranks_mode independent needs every group to lie within one process; make "
+                "fsdp·context·tensor divide the devices of a process, or set ranks_mode synchronous"
+            )
     if plan.shape_groups % len(meshes):
         raise InputError(
             f"planning.ranks_per_group is {plan.group_ranks}, so the plan has "
@@ -281,24 +286,6 @@ def group_meshes(mesh: Mesh, plan: Plan) -> tuple[Mesh, ...]:
 def can_group(mesh: Mesh) -> bool:
     """Whether ranks may have shapes of their own: no shape group spans several processes."""
     return all(len(set(processes_of(group))) == 1 for group in split_mesh(mesh))
-
-
-def refuse_spanning(group: int, processes: Sequence[int]) -> None:
-    """Refuses a shape group whose devices belong to several processes.
-
-    Args:
-      group: number of the group.
-      processes: the process of each of its devices.
-
-    Raises:
-      InputError: they differ.
-    """
-    if len(set(processes)) > 1:
-        raise InputError(
-            f"mesh.data makes shape group {group} span processes {sorted(set(processes))}, and "
-            "planning.ranks_mode independent needs every group to lie within one process; make "
-            "fsdp·context·tensor divide the devices of a process, or set ranks_mode synchronous"
-        )
 
 
 def processes_of(mesh: Mesh) -> list[int]:

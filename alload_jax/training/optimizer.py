@@ -12,8 +12,9 @@ from jax.tree_util import KeyPath
 from optax.contrib import ScheduleFreeState
 
 from alload_jax.errors import InputError, require_fields, require_positive
+from alload_jax.models.common.lora import check_patterns
 from alload_jax.sharding.mesh import path_name
-from alload_jax.training.parameters import check_patterns, matches, require_match
+from alload_jax.training.parameters import matches, require_match
 from alload_jax.training.update_rules import WITHOUT_MU_DTYPE, OptimizerName, update_rule
 
 ScheduleName = Literal["cosine", "constant", "linear", "wsd"]
