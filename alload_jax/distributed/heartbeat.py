@@ -3,7 +3,6 @@
 Without it the remaining processes would wait in their next collective: on GPUs forever.
 """
 
-import dataclasses
 import json
 import os
 import socket
@@ -65,10 +64,9 @@ def parse_message(text: str) -> Message | None:
         return None
     if not isinstance(fields, dict):
         return None
-    known = {each.name: fields[each.name] for each in dataclasses.fields(Message)
-             if each.name in fields}  # fmt: skip
-    kinds = {name: type(value) for name, value in vars(Message("")).items()}
-    typed = all(type(value) is kinds[name] for name, value in known.items())
+    usual = vars(Message(""))
+    known = {name: fields[name] for name in usual.keys() & fields.keys()}
+    typed = all(type(value) is type(usual[name]) for name, value in known.items())
     if not typed or "host" not in known or known.get("state", "running") not in get_args(State):
         return None
     return Message(**known)

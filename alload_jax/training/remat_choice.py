@@ -121,12 +121,8 @@ def choose_for(
     parameters: ParametersConfig,
     optimizer: OptimizerConfig,
     *,
-    shards: int = 1,
-    replicas: int = 1,
-    rows: float | None = None,
-    work_space: float = 0.0,
     single: bool = True,
-    layer_seconds: Mapping[RematPolicy, float] | None = None,
+    **options: Any,
 ) -> Choice:
     """The fastest choice for a model that fits; see `choose_remat`.
 
@@ -136,37 +132,20 @@ def choose_for(
       budget: bytes that a step may take.
       parameters: which parameters are trained.
       optimizer: the optimizer, whose state takes memory.
-      shards: devices that share one copy of weights and state.
-      replicas: as in `step_memory`.
-      rows: sequences of a micro-batch; None for as many short ones as M_mem is made for.
-      work_space: as in `choose_remat`.
       single: whether steps have one micro-batch, so that no sum is kept beside its gradient.
-      layer_seconds: as in `choose_remat`.
+      options: of `choose_remat`: shards, replicas, rows, work_space and layer_seconds.
 
     Raises:
       InputError: nothing fits, or no costs of such models are known.
     """
-    params = abstract_model(model).params
-    return choose_remat(
-        from_fields(model.architecture()),
-        getattr(model, "num_layers", 1),
-        _device(model),
-        tokens,
-        budget,
-        shards=shards,
-        replicas=replicas,
-        rows=rows,
-        work_space=work_space,
-        trained=trained_of(
-            params,
-            parameters,
-            optimizer,
-            accumulates=not single,
-            narrow=gradient_dtypes(model) if single else {},
-        ),
-        layer_seconds=layer_seconds,
-        host_budget=bytes_of_one(jax.local_device_count(), on_gpus=jax.default_backend() == "gpu"),
+    params, narrow = abstract_model(model).params, gradient_dtypes(model) if single else {}
+    options["trained"] = trained_of(
+        params, parameters, optimizer, accumulates=not single, narrow=narrow
     )
+    on_gpus = jax.default_backend() == "gpu"
+    options["host_budget"] = bytes_of_one(jax.local_device_count(), on_gpus=on_gpus)
+    architecture, layers = from_fields(model.architecture()), getattr(model, "num_layers", 1)
+    return choose_remat(architecture, layers, _device(model), tokens, budget, **options)
 
 
 def require_fit(
@@ -289,7 +268,7 @@ def fitting_model(
     """
     budgets = cluster.all_gather(memory_budget(model))
     budget = min((each for each in budgets if each is not None), default=None)
-    settings, single = (parameters, optimizer), planning.single_gradient
+    single = planning.single_gradient
 
     def choose() -> tuple[Sequence[str], str]:
         """The policies, and what is said of them."""
@@ -314,14 +293,10 @@ def fitting_model(
         policies, changed = _kept_choice(path := folder / CHOICE, conditions)
         if policies:
             return policies, f"model.remat: {in_words(policies)}, as this run began"
-        seconds = _measured_seconds(model, tokens, *settings)
-        choice = choose_for(
-            *(model, tokens, budget, *settings),
-            **{name: conditions[name] for name in ("shards", "replicas", "work_space")},
-            rows=conditions["samples"],
-            single=single,
-            layer_seconds=seconds,
-        )
+        seconds = _measured_seconds(model, tokens, parameters, optimizer)
+        options = {name: conditions[name] for name in ("shards", "replicas", "work_space")}
+        options |= {"rows": conditions["samples"], "single": single, "layer_seconds": seconds}
+        choice = choose_for(model, tokens, budget, parameters, optimizer, **options)
         path.parent.mkdir(parents=True, exist_ok=True)
         content = {"policies": choice.policies, "for": conditions, "layer_seconds": seconds}
         write_json(path, content)
@@ -336,7 +311,8 @@ def fitting_model(
     if budget is not None:
         epoch, replicas = plan.epoch(0), replicas_of(mesh)
         most = int((epoch.rows * epoch.padded_len).max())
-        require_fit(model, most, budget, *settings, mesh, replicas=replicas, single=single)
+        options: Json = {"replicas": replicas, "single": single}
+        require_fit(model, most, budget, parameters, optimizer, mesh, **options)
     return model
 
 

@@ -116,13 +116,11 @@ class Telemetry(Callback):
     def on_pause(self, run: Loop) -> None:
         self.settle()
 
+    on_stop = on_pause
+
     @override
     def on_resume(self, run: Loop) -> None:
         self._restart_clock()
-
-    @override
-    def on_stop(self, run: Loop) -> None:
-        self.settle()
 
     @override
     def close(self) -> None:
