@@ -49,10 +49,7 @@ class Cluster:
     """
 
     def __init__(
-        self,
-        process: ProcessInfo | None = None,
-        lost_after: float = 30.0,
-        seal: Seal | None = None,
+        self, process: ProcessInfo | None = None, lost_after: float = 30.0, seal: Seal | None = None
     ):
         """Call it after `connect`, with a seal; without `process` there is a single process."""
         self.num_processes = process.num_processes if process else 1

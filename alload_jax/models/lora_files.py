@@ -26,14 +26,7 @@ from jaxtyping import PyTree
 from alload_jax.errors import InputError
 from alload_jax.files import parse_json, read_text, replacing
 from alload_jax.models.common.config import ModelConfig
-from alload_jax.models.common.lora import (
-    ADAPTER,
-    DOWN,
-    MAGNITUDE,
-    UP,
-    LoraConfig,
-    output_lengths,
-)
+from alload_jax.models.common.lora import ADAPTER, DOWN, MAGNITUDE, UP, LoraConfig, output_lengths
 from alload_jax.models.common.safetensor_files import (
     FLOATS,
     TEXT_LENGTH,

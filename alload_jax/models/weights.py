@@ -105,7 +105,7 @@ def _moved(stack: PyTree, name: str, to_host: Callable[[str, jax.Array], bool]) 
             return part
         return jax.device_put(part, part.sharding.with_memory_kind(HOST_MEMORY))
 
-    return jax.tree_util.tree_map_with_path(moved, stack)
+    return jax.tree.map_with_path(moved, stack)
 
 
 def _float32(value: np.ndarray, sharding: NamedSharding) -> jax.Array:
@@ -143,9 +143,7 @@ def _with_layer(
     """Writes a layer into what `_zeros` returned, which is donated."""
     layer = stored_as(name, value[None], dtype)
     return jax.tree.map(
-        lambda whole, part: jax.lax.dynamic_update_index_in_dim(whole, part, index, 0),
-        stack,
-        layer,
+        lambda whole, part: jax.lax.dynamic_update_index_in_dim(whole, part, index, 0), stack, layer
     )
 
 

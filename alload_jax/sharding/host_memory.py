@@ -13,10 +13,7 @@ _POOL_OF_XLA = 64
 _SHARE = 0.5
 """Of the memory; the rest is for data and for the system."""
 _GIB = 1 << 30
-_LIMITS = (
-    Path("/sys/fs/cgroup/memory.max"),
-    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-)
+_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 """The limit of a container, in bytes, or `max`; in the second and in the first version."""
 _NODES = Path("/dev")
 
@@ -75,7 +72,7 @@ def pool_bytes() -> float:
 
 OVERLAP_FLAGS = {
     # Starts collectives as early, and waits for them as late, as data dependencies allow.
-    "xla_gpu_enable_latency_hiding_scheduler": "true",
+    "xla_gpu_enable_latency_hiding_scheduler": "true"
 }
 """They overlap collectives with computation."""
 DEFAULT_FLAGS = OVERLAP_FLAGS | {

@@ -166,7 +166,7 @@ def tree_shardings(tree: PyTree, mesh: AnyMesh, rules: Rules) -> PyTree:
                 )
         return NamedSharding(mesh, spec)
 
-    return jax.tree_util.tree_map_with_path(sharding, tree)
+    return jax.tree.map_with_path(sharding, tree)
 
 
 def zero_shardings(
@@ -193,7 +193,7 @@ def zero_shardings(
             split.append(names[0] if len(names) == 1 else names or None)
         return NamedSharding(mesh, PartitionSpec(*split))
 
-    return jax.tree_util.tree_map_with_path(sharding, tree)
+    return jax.tree.map_with_path(sharding, tree)
 
 
 def _first_match(name: str, rules: Rules) -> PartitionSpec:

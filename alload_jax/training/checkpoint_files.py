@@ -70,7 +70,7 @@ def _sum(value: Array) -> UInt32[Array, ""]:
 
 _COMMUNICATION = re.compile(
     "Gloo|NCCL|coordination service|Connection (?:reset|closed|refused)|DEADLINE_EXCEEDED|"
-    "UNAVAILABLE|Barrier timed out",
+    "UNAVAILABLE|Barrier timed out"
 )
 """Words of errors that say nothing about files."""
 _OS_REASONS = re.compile(
@@ -127,10 +127,7 @@ _DATA = "data"
 
 
 def check_identity(
-    place: Path,
-    found: Json,
-    identity: Json,
-    defaults: Mapping[str, object],
+    place: Path, found: Json, identity: Json, defaults: Mapping[str, object]
 ) -> None:
     """Checks that a checkpoint belongs to a run.
 

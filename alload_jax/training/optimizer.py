@@ -211,11 +211,7 @@ class OptimizerConfig:
         for names, holds, bound in (
             ("learning_rate clip_norm clip_value eps", lambda value: value > 0, "above 0"),
             ("beta1 beta2 ema_decay", lambda value: 0 <= value < 1, "from 0 to below 1"),
-            (
-                "weight_decay final_fraction warmup_steps",
-                lambda value: value >= 0,
-                "0 or more",
-            ),
+            ("weight_decay final_fraction warmup_steps", lambda value: value >= 0, "0 or more"),
             ("skip_above", lambda value: value > 1, "above 1, such as 5, or null"),
             ("decay_fraction", lambda value: 0 < value <= 1, "above 0 and at most 1"),
         ):
@@ -351,7 +347,7 @@ def group_of(name: str, groups: Sequence[OptimizerGroup]) -> int | None:
 
 def _labels(params: optax.Params, groups: tuple[OptimizerGroup, ...]) -> optax.Params:
     """Returns the label of each parameter: the number of its group, or `_MAIN`."""
-    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+    leaves = jax.tree.flatten_with_path(params)[0]
     names = [path_name(path) for path, _ in leaves]
     for group in groups:
         for pattern in group.parameters:
@@ -361,7 +357,7 @@ def _labels(params: optax.Params, groups: tuple[OptimizerGroup, ...]) -> optax.P
         group = group_of(path_name(path), groups)
         return _MAIN if group is None else str(group)
 
-    return jax.tree_util.tree_map_with_path(label, params)
+    return jax.tree.map_with_path(label, params)
 
 
 def update_ema(

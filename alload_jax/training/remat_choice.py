@@ -85,7 +85,7 @@ def trained_of(
     gradients = sum(
         leaf.size
         * jnp.dtype((narrow or {}).get(path_name(path), optimizer.accumulate_dtype)).itemsize
-        for path, leaf in jax.tree_util.tree_flatten_with_path(trained)[0]
+        for path, leaf in jax.tree.flatten_with_path(trained)[0]
     )
     each = _WEIGHT_BYTES + average + (gradients + moments) / count
     if parameters.identity():

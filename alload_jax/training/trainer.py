@@ -87,10 +87,7 @@ class Trainer:
         )
         self._empty = make_is_finite(spec, mesh, grouped=grouped)
         self._accumulate = make_accumulate(
-            spec,
-            groups[0].abstract_mesh if grouped else mesh,
-            single=self._single,
-            grouped=grouped,
+            spec, groups[0].abstract_mesh if grouped else mesh, single=self._single, grouped=grouped
         )
         # Weights, sums and key by mesh; the sums of a group are [1, ...].
         self._local: dict[Mesh, tuple[Weights, GradientAccumulator, jax.Array]] = {}

@@ -18,10 +18,7 @@ from alload_jax.data.condition import form_for
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.common.embedding import ConditionTokens
 from alload_jax.models.common.segments import Segments
-from alload_jax.models.families import (
-    abstract_model,
-    family_of,
-)
+from alload_jax.models.families import abstract_model, family_of
 from alload_jax.planning.remat import LADDER, RematPolicy
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
 from alload_jax.training.device_memory import out_of_memory

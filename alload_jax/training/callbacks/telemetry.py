@@ -30,12 +30,7 @@ from alload_jax.sharding.mesh import ranks_of
 from alload_jax.training.divergence import DivergenceGuard
 from alload_jax.training.loop import Callback, Loop
 from alload_jax.training.progress import ProgressBar
-from alload_jax.training.run_files import (
-    BadRecords,
-    MetricsLog,
-    drop_later,
-    open_own,
-)
+from alload_jax.training.run_files import BadRecords, MetricsLog, drop_later, open_own
 from alload_jax.training.run_plan import RunPlan
 from alload_jax.training.trackers import Tracker
 
@@ -288,11 +283,7 @@ class DeviceSpeeds(Callback):
 
     @override
     def on_start(self, run: Loop) -> None:
-        self._due, self._since, self._step = (
-            run.done + _INTERVAL,
-            time.perf_counter(),
-            run.done,
-        )
+        self._due, self._since, self._step = (run.done + _INTERVAL, time.perf_counter(), run.done)
 
     @override
     def due(self, run: Loop) -> bool:
