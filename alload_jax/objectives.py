@@ -25,7 +25,7 @@ from alload_jax.diffusion.timesteps import (
     squared_error,
     velocity,
 )
-from alload_jax.errors import InputError
+from alload_jax.errors import InputError, require_fields
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.common.embedding import TIMESTEP_SCALE
 from alload_jax.models.common.parts import Auxiliary, unpatchify
@@ -281,18 +281,15 @@ class FlowMatching:
     min_snr_gamma: float = 5.0
 
     def __post_init__(self) -> None:
-        for name in ("condition_dropout", "given_first_frame"):
-            if not 0 <= (share := getattr(self, name)) <= 1:
-                raise InputError(f"objective.{name} is {share}; it must be from 0 to 1")
+        shares, inside = "condition_dropout given_first_frame", lambda value: 0 <= value <= 1
+        require_fields("objective.", self, shares, inside, "from 0 to 1")
         for name, choices in (("weighting", Weighting), ("noise_weighting", NoiseWeighting)):
             if (value := getattr(self, name)) not in get_args(choices):
                 raise InputError(
                     f"objective.{name} is {value!r}; choose {' or '.join(get_args(choices))}"
                 )
-        if not self.min_snr_gamma > 0:
-            raise InputError(
-                f"objective.min_snr_gamma is {self.min_snr_gamma}; it must be above 0, such as 5"
-            )
+        bound = "above 0, such as 5"
+        require_fields("objective.", self, "min_snr_gamma", lambda value: value > 0, bound)
 
     def __call__(
         self, model: Model, batch: AnyBatch, key: jax.Array, sharding: NamedSharding

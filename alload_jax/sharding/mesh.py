@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from alload_jax.errors import InputError, require_positive
+from alload_jax.errors import InputError, require_fields, require_positive
 from alload_jax.planning.plan import Plan
 
 AXES = ("data", "fsdp", "context", "tensor")
@@ -45,8 +45,8 @@ class MeshConfig:
     tensor: int = 1
 
     def __post_init__(self) -> None:
-        if self.data < 1 and self.data != -1:
-            raise InputError(f"mesh.data is {self.data}; it must be at least 1, or -1 for the rest")
+        bound = "at least 1, or -1 for the rest"
+        require_fields("mesh.", self, "data", lambda value: value >= 1 or value == -1, bound)
         require_positive("mesh.", self, *(part.name for part in fields(self)[1:]))
 
 
