@@ -150,7 +150,7 @@ class PlanRequest:
         if self.config is None:
             return ALL_TRAINED, dataclasses.replace(ALL_TRAINED, accumulates=False)
         from alload_jax.models.families import abstract_model, gradient_dtypes
-        from alload_jax.training.remat_choice import trained_of
+        from alload_jax.training.memory import trained_of
 
         # Planned for a GPU, whatever this machine has.
         model = self.config.model

@@ -34,7 +34,7 @@ from alload_jax.sampling.requests import (
     read_list,
     stacked,
 )
-from alload_jax.training.device_memory import memory_named
+from alload_jax.training.memory import memory_named
 from alload_jax.training.restore import one_device_mesh
 
 _LISTED = (

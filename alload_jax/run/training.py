@@ -40,15 +40,15 @@ from alload_jax.report import summary as report
 from alload_jax.run.prepare import RunData, make_collator, plan_run, read_data
 from alload_jax.sampling.samples import SampleWriter
 from alload_jax.sharding.mesh import group_meshes, make_mesh, ranks_of
-from alload_jax.training import EXPERTS, RunConfig, remat_choice, restore, run_files
+from alload_jax.training import EXPERTS, RunConfig, memory, restore, run_files
 from alload_jax.training.callbacks import Callback, CallbackContext
 from alload_jax.training.callbacks.telemetry import DeviceProbe, DeviceSpeeds, LayerLog, Telemetry
 from alload_jax.training.callbacks.validating import Checkpointing, Drawing, Evaluation, Validating
 from alload_jax.training.callbacks.watchdog import Watchdog
 from alload_jax.training.checkpoint import BestCheckpoints, Checkpoints
-from alload_jax.training.device_memory import STATE_REMEDY, memory_named, run_memory
 from alload_jax.training.divergence import MOST_FOLLOWED, Divergence, DivergenceGuard
 from alload_jax.training.loop import BadSamples, Loop
+from alload_jax.training.memory import STATE_REMEDY, memory_named, run_memory
 from alload_jax.training.optimizer import OptimizerConfig, learning_rate_schedule
 from alload_jax.training.parameters import describe_trained
 from alload_jax.training.progress import ProgressBar
@@ -340,7 +340,7 @@ def _computation(run: _Run, shapes: Callable[[], Sequence[AnyBatch]], steps: int
       InputError: a step does not fit a device's memory.
     """
     config, plan = run.config, run.plan.plan
-    model = remat_choice.fitting_model(
+    model = memory.fitting_model(
         model=config.model,
         parameters=config.parameters,
         optimizer=config.optimizer,

@@ -1,20 +1,22 @@
-"""What layers keep, chosen for the memory of this process's devices and the size of the state."""
+"""The memory of a run: what layers keep, chosen for it and for the state, and what XLA lays out."""
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
+from jax.stages import Compiled
 from jaxtyping import PyTree
 
 from alload_jax.data.batch import AnyBatch, PackedBatch
 from alload_jax.distributed.cluster import Cluster, first_process
-from alload_jax.errors import InputError
+from alload_jax.errors import InputError, out_of_memory
 from alload_jax.files import Json, read_json
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.common.cudnn import launched_tokens
@@ -43,11 +45,12 @@ from alload_jax.planning.remat import (
     in_words,
 )
 from alload_jax.planning.settings import PlanningConfig
-from alload_jax.sharding.host_memory import bytes_of_one
-from alload_jax.sharding.mesh import MeshConfig, path_name
+from alload_jax.sharding.host_memory import POOL, bytes_of_one, pool_bytes
+from alload_jax.sharding.mesh import MeshConfig, in_host_memory, path_name
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.parameters import ParametersConfig, split_parameters
 from alload_jax.training.run_files import write_json
+from alload_jax.training.state import TrainState
 from alload_jax.training.update_rules import OptimizerName
 
 _WEIGHT_BYTES = 4
@@ -370,3 +373,112 @@ def _work_space(model: ModelConfig, mesh: MeshConfig, shapes: Sequence[AnyBatch]
             beyond = launched_tokens(rows, tokens, each.metadata.lengths) - rows * tokens
             most = max(most, beyond)
     return 4 * width * most
+
+
+REMEDY = "lower planning.m_mem, set model.remat to full or offload, or raise mesh.fsdp"
+STATE_REMEDY = "raise mesh.fsdp, or choose a smaller model or optimizer"
+HOST_REMEDY = f"lower planning.m_mem, set model.remat to offload or full, or raise {POOL}"
+_OF_HOST = "host_bfc"
+"""In the name of XLA's allocator of the host's memory."""
+
+
+class RunMemory(NamedTuple):
+    """Bytes on one device.
+
+    Attributes:
+      state: weights, optimizer state and moving average.
+      step: at most beside the state in a micro-batch: gradients, activations, the batch.
+      limit: what JAX may use; None if it does not say.
+      host: of the host's memory, at most in a micro-batch; frozen weights there included.
+      host_limit: of that, what XLA may use for the device; None if it has no limit.
+    """
+
+    state: int
+    step: int
+    limit: int | None
+    host: int = 0
+    host_limit: float | None = None
+
+    def line(self) -> str:
+        """The figures in words."""
+        of = "" if self.limit is None else f", of {size_in_words(self.limit)}"
+        return (
+            f"memory of a device: {size_in_words(self.state)} for weights and optimizer, "
+            f"{size_in_words(self.step)} for a step{of}"
+            + (f"; {size_in_words(self.host)} of the host's memory" if self.host else "")
+        )
+
+    def warning(self) -> str:
+        """What is likely to run out; empty if nothing is."""
+        needed = self.state + self.step
+        if self.limit is not None and needed > self.limit:
+            has = size_in_words(self.limit)
+            return f"a step needs {size_in_words(needed)} and a device has {has}; {REMEDY}"
+        if self.host_limit is not None and self.host > self.host_limit:
+            may = size_in_words(int(self.host_limit))
+            return (
+                f"a step needs {size_in_words(self.host)} of the host's memory and a device may "
+                f"use {may} of it; {HOST_REMEDY}"
+            )
+        return ""
+
+
+@contextmanager
+def memory_named(what: str = "a step", remedy: str = REMEDY) -> Iterator[None]:
+    """Tells that a training run is out of a device's or the host's memory, in place of JAX's error.
+
+    Args:
+      what: takes a device's memory.
+      remedy: for it.
+
+    Raises:
+      InputError: it is.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        said = " ".join(str(error).split()).partition("RESOURCE_EXHAUSTED: ")[2] or str(error)
+        reason = said.partition(" with allocator")[0][:200].rstrip(". ")
+        of_host = _OF_HOST in str(error)
+        place = "the host's memory" if of_host else "a device's memory"
+        helps = HOST_REMEDY if of_host else remedy
+        raise InputError(f"{what} does not fit {place} ({reason}); {helps}") from error
+
+
+def size_in_words(size: int) -> str:
+    """Bytes as GB, or as MB where they are few."""
+    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
+
+
+def run_memory(state: TrainState, programs: Iterable[Compiled]) -> RunMemory | None:
+    """Reads the memory of compiled gradient programs; None where XLA does not say.
+
+    Args:
+      state: the state that they train.
+      programs: as `Trainer.programs` holds them, at least one.
+    """
+    weights, on_host = _bytes_of(state.weights), _bytes_of(state.frozen, in_host=True)
+    steps, kept = [], []
+    for program in programs:
+        found = program.memory_analysis()
+        if found is None:
+            return None
+        inputs = found.argument_size_in_bytes - weights
+        outputs = found.output_size_in_bytes - found.alias_size_in_bytes
+        steps.append(inputs + outputs + found.temp_size_in_bytes)
+        kept.append(found.host_temp_size_in_bytes)
+    if not steps:
+        return None
+    device = jax.local_devices()[0]
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    host_limit = pool_bytes() / jax.local_device_count() if device.platform == "gpu" else None
+    return RunMemory(_bytes_of(state), max(0, *steps), limit, max(kept) + on_host, host_limit)
+
+
+def _bytes_of(tree: PyTree, *, in_host: bool = False) -> int:
+    """Bytes of the shards of a tree's arrays on one device, or in the host's memory for it."""
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if leaf.addressable_shards]
+    leaves = [leaf for leaf in leaves if in_host_memory(leaf) == in_host]
+    return sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
