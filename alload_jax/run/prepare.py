@@ -31,11 +31,10 @@ from alload_jax.planning.samples import Samples
 from alload_jax.planning.settings import PlanningConfig, policy_config
 from alload_jax.planning.stream import StreamPlan, enough_samples
 from alload_jax.sharding.mesh import can_group, local_plan_ranks, ranks_of, ranks_per_group
-from alload_jax.training import RunConfig
+from alload_jax.training import RunConfig, ValidationConfig
 from alload_jax.training.restore import CHECKPOINTS
 from alload_jax.training.run_plan import RunPlan, run_costs
-from alload_jax.training.validation import ValidationConfig
-from alload_jax.training.validation.validator import HeldOut, split_data
+from alload_jax.training.validator import HeldOut, split_data
 
 
 class RunData(NamedTuple):

@@ -58,7 +58,7 @@ from alload_jax.training.state import TrainingSpec, TrainState, training_spec
 from alload_jax.training.step import auxiliary_shapes
 from alload_jax.training.trackers import TrackerContext, Trackers
 from alload_jax.training.trainer import Trainer, largest, on_mesh
-from alload_jax.training.validation.validator import Validator
+from alload_jax.training.validator import Validator
 from pallas_kernels.first_use import COMPARISONS
 
 
