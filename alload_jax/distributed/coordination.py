@@ -2,7 +2,7 @@
 
 When the connection to process 0 breaks, JAX aborts the process from C++ with a page of stack trace,
 and Python cannot intervene. JAX therefore connects to a proxy, which keeps its connection to JAX
-open when process 0 is lost. JAX sees only silence; `heartbeat.py` detects and reports the loss.
+open when process 0 is lost. JAX sees only silence; `Heartbeat` detects and reports the loss.
 With `jax_enable_recoverability` it aborts all the same (tried with JAX 0.10.2).
 
 JAX aborts as well where the service reports an error: a process is started twice, or somebody else
