@@ -24,10 +24,10 @@ from alload_jax.models.weights import load_weights, read_transformer, require_fr
 from alload_jax.planning.samples import Triple
 from alload_jax.sampling.config import SamplingConfig
 from alload_jax.sampling.requests import family_fps
+from alload_jax.training import WeightsKind
 from alload_jax.training.restore import (
     CHECKPOINTS,
     StepChoice,
-    WeightsKind,
     described_model,
     find_step,
     one_device_mesh,

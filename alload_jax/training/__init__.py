@@ -130,7 +130,8 @@ class CheckpointConfig:
         require_fields("checkpoint.", self, "minutes", lambda value: 0 < value < math.inf, in_time)
 
 
-ValidationWeights = Literal["ema", "raw"]
+WeightsKind = Literal["ema", "raw"]
+"""The moving average of the weights, or the latest weights."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ class ValidationConfig:
     noise_levels: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7, 0.9)
     max_samples: int | None = 64
     max_shapes: int | None = 8
-    weights: ValidationWeights = "ema"
+    weights: WeightsKind = "ema"
     seed: int = 0
 
     def __post_init__(self) -> None:

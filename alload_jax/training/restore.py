@@ -32,7 +32,7 @@ from alload_jax.models.families import (
 from alload_jax.models.weights import load_weights, read_transformer, require_same_architecture
 from alload_jax.processes import waits
 from alload_jax.sharding.mesh import MeshConfig, make_mesh, on_device
-from alload_jax.training import RunConfig
+from alload_jax.training import RunConfig, WeightsKind
 from alload_jax.training.checkpoint import Checkpoints, best_step
 from alload_jax.training.checkpoint_files import (
     BASE,
@@ -65,9 +65,6 @@ from alload_jax.training.state import (
 
 CHECKPOINTS = "checkpoints"
 """Folder of the checkpoints in a run folder."""
-
-WeightsKind = Literal["ema", "raw"]
-"""The moving average of the weights, or the latest weights."""
 
 StepChoice = int | Literal["best"] | None
 """A step, the best one, or None for the newest."""

@@ -34,7 +34,7 @@ from alload_jax.objectives import MeasuresLevels
 from alload_jax.planning.epoch import MicroBatch, Step
 from alload_jax.planning.samples import Triple, digest
 from alload_jax.sharding.mesh import batch_sharding, local_plan_ranks, ranks_of, replicated
-from alload_jax.training import LOSS, SAMPLES, ValidationConfig, ValidationWeights
+from alload_jax.training import LOSS, SAMPLES, ValidationConfig, WeightsKind
 from alload_jax.training.state import TrainingSpec, TrainState, Weights
 from alload_jax.training.trainer import in_parallel, on_mesh
 
@@ -427,7 +427,7 @@ class Validator:
         return weights_of(state, self._config.weights).merged()
 
 
-def weights_of(state: TrainState, kind: ValidationWeights) -> Weights:
+def weights_of(state: TrainState, kind: WeightsKind) -> Weights:
     """The weights to validate: the moving average, or the raw ones where there is none."""
     averaged = kind == "ema" and jax.tree.leaves(state.ema)
     return state.averaged_weights if averaged else state.weights
