@@ -87,7 +87,7 @@ def load_weights(
             value = tensor.to_ours(stored[tensor.rows] if tensor.outputs else stored)
             sharding, dtype = shardings[name], dtype_of(name)
             if tensor.layer is None:
-                params[name] = _stored(_float32(value, sharding), name, dtype)
+                params[name] = _stored(name, _float32(value, sharding), dtype)
                 continue
             if name not in params:
                 params[name] = _zeros(name, shapes[name].shape, dtype, sharding)
@@ -131,9 +131,7 @@ def _zeros(
     return jax.jit(make, out_shardings=shardings)()
 
 
-@partial(jax.jit, static_argnums=(1, 2), donate_argnums=0)
-def _stored(value: jax.Array, name: str, dtype: StoredDtype) -> PyTree:
-    return stored_as(name, value, dtype)
+_stored = jax.jit(stored_as, static_argnums=(0, 2), donate_argnums=1)
 
 
 @partial(jax.jit, static_argnums=(3, 4), donate_argnums=0)
