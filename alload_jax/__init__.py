@@ -28,7 +28,7 @@ _API = {
     "read_model_config": "models.families",
     # steps
     "Collator": "data.collate",
-    "FlowMatching": "objectives.flow_matching",
+    "FlowMatching": "objectives",
     "MeshConfig": "sharding.mesh",
     "OptimizerConfig": "training.optimizer",
     "Trainer": "training.trainer",

@@ -40,6 +40,7 @@ from alload_jax.training import (
     DivergenceConfig,
     ExpertsConfig,
     RunConfig,
+    ValidationConfig,
     WatchdogConfig,
     expert_places,
 )
@@ -54,7 +55,6 @@ from alload_jax.training.parameters import ParametersConfig
 from alload_jax.training.run_files import write_atomically
 from alload_jax.training.trackers import TRACKERS, TensorBoardConfig, TrackerConfig
 from alload_jax.training.update_rules import OptimizerName
-from alload_jax.training.validation import ValidationConfig
 
 
 @dataclass(frozen=True)

@@ -131,6 +131,11 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+def out_of_memory(error: Exception) -> bool:
+    """Whether an error of JAX's runtime says that a device is out of memory."""
+    return "RESOURCE_EXHAUSTED" in str(error) or "Out of memory" in str(error)
+
+
 def without_secrets(text: str) -> str:
     """A text without the names, passwords and tokens of the addresses in it."""
     return _SECRETS.sub(lambda part: f"{part[1] or part[2] or part[3]}***", text)

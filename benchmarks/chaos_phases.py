@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from orbax.checkpoint import AsyncCheckpointer
 
 _FUNCTIONS = {
-    "restore": "alload_jax.run.training:state_of_checkpoint",
+    "restore": "alload_jax.training.restore:state_of_checkpoint",
     "compile": "alload_jax.run.training:_compile",
     "steps": "alload_jax.training.loop:Loop._step",
     "validation": "alload_jax.training.callbacks.validating:Validating.act",

@@ -26,9 +26,9 @@ from alload_jax.planning.architecture import from_fields
 from alload_jax.planning.devices import DEVICES
 from alload_jax.planning.remat import LADDER, OFFLOADED, RematPolicy
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
+from alload_jax.training.memory import trained_of
 from alload_jax.training.optimizer import OptimizerConfig
 from alload_jax.training.parameters import ALL_TRAINED, ParametersConfig
-from alload_jax.training.remat_choice import trained_of
 from alload_jax.training.trial_step import tokens_beside, training_spec
 
 WAN, LARGE, JOINT = ("1.3b", 30), ("14b", 8), ("hunyuan-video-1.5", 16)

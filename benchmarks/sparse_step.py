@@ -29,11 +29,10 @@ from alload_jax.bench.harness import (
     model_fields,
     training_fields,
 )
-from alload_jax.errors import run_command
+from alload_jax.errors import out_of_memory, run_command
 from alload_jax.files import Json
 from alload_jax.models.common.sparse_attention.config import SparseAttentionConfig
 from alload_jax.models.families import config_from_fields
-from alload_jax.training.device_memory import out_of_memory
 from alload_jax.training.state import TrainingSpec
 from alload_jax.training.trial_step import Step, training_spec
 

@@ -42,7 +42,7 @@ PARTS = {
     "data": (["alload_jax/data/**/*.py"], ["tests/data"]),
     "training": (["alload_jax/training/**/*.py", "alload_jax/run/*.py"], ["tests/training"]),
     "diffusion": (
-        ["alload_jax/diffusion/*.py", "alload_jax/objectives/*.py", "alload_jax/sampling/**/*.py"],
+        ["alload_jax/diffusion/*.py", "alload_jax/objectives.py", "alload_jax/sampling/**/*.py"],
         ["tests/diffusion", "tests/sampling", "tests/training/*sample*", "tests/training/*draw*"],
     ),
     "models": (["alload_jax/models/**/*.py"], ["tests/models"]),

@@ -24,7 +24,7 @@ from alload_jax.errors import InputError, one_line, reason_of, run_command
 from alload_jax.files import open_regular, replacing
 from alload_jax.models.common.config import TextConfig
 from alload_jax.models.wan.transformer import WanConfig
-from alload_jax.objectives.flow_matching import FlowMatching
+from alload_jax.objectives import FlowMatching
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.sampling.config import SamplingConfig
 from alload_jax.training import CheckpointConfig

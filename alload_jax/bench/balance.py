@@ -24,7 +24,7 @@ from alload_jax.data.condition import Conditions, conditions_for, form_for
 from alload_jax.data.loader import PlacedStep, place_ahead
 from alload_jax.data.manifest import Manifest
 from alload_jax.data.record import GIVEN, IMAGE, LABELS, LATENTS, TEXT
-from alload_jax.errors import InputError
+from alload_jax.errors import InputError, out_of_memory
 from alload_jax.files import Json
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.families import config_from_fields
@@ -37,7 +37,6 @@ from alload_jax.planning.samples import Geometry, Samples, digest
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.planning.workloads import ASPECT_RATIOS, make_workload
 from alload_jax.sharding.mesh import MeshConfig, group_meshes, make_mesh, ranks_of, ranks_per_group
-from alload_jax.training.device_memory import out_of_memory
 from alload_jax.training.state import init_state
 from alload_jax.training.trainer import Trainer
 from alload_jax.training.trial_step import training_spec, without_zeros

@@ -22,7 +22,7 @@ from jax.stages import Compiled
 
 from alload_jax.bench.balance import random_collator
 from alload_jax.bench.harness import measured
-from alload_jax.errors import InputError
+from alload_jax.errors import InputError, out_of_memory
 from alload_jax.files import Json
 from alload_jax.models.common.cudnn import packed_unsupported_reason
 from alload_jax.models.families import family_of
@@ -31,7 +31,6 @@ from alload_jax.planning.factory import make_plan
 from alload_jax.planning.fit import Point, fit_memory, fit_quadratic
 from alload_jax.planning.samples import Geometry, Samples
 from alload_jax.planning.settings import PlanningConfig
-from alload_jax.training.device_memory import out_of_memory
 from alload_jax.training.trial_step import Step, with_density
 
 LEAST_POINTS = 5

@@ -15,15 +15,14 @@ import jax
 
 from alload_jax.bench.device import load_of, sampling
 from alload_jax.bench.harness import provenance
-from alload_jax.errors import InputError
+from alload_jax.errors import InputError, out_of_memory
 from alload_jax.files import Json
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.families import config_from_fields, parameter_count
 from alload_jax.planning.remat import AUTO_REMAT, RematPolicy
-from alload_jax.training.device_memory import out_of_memory
+from alload_jax.training.memory import choose_for, memory_budget
 from alload_jax.training.optimizer import OptimizerConfig
 from alload_jax.training.parameters import ALL_TRAINED
-from alload_jax.training.remat_choice import choose_for, memory_budget
 from alload_jax.training.run_files import peak_memory
 from alload_jax.training.trial_step import (
     Step,

@@ -297,7 +297,7 @@ def _step(config: "Config", bounds: "Bounds") -> "Step":
     from alload_jax.models.families import abstract_model, parameter_count
     from alload_jax.planning.analytic import state_bytes
     from alload_jax.planning.cost import MemoryModel
-    from alload_jax.training.remat_choice import trained_of
+    from alload_jax.training.memory import trained_of
     from alload_jax.training.trial_step import Step, training_spec, with_density
 
     limit = device_memory(bounds.memory)

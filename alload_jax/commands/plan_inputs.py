@@ -148,7 +148,7 @@ class PlanRequest:
             one = dataclasses.replace(analytic.ALL_TRAINED, accumulates=False)
             return analytic.ALL_TRAINED, one
         from alload_jax.models.families import abstract_model, gradient_dtypes
-        from alload_jax.training.remat_choice import trained_of
+        from alload_jax.training.memory import trained_of
 
         # Planned for a GPU, whatever this machine has.
         model = self.config.model

@@ -8,13 +8,14 @@ error of v is σ times as large in x₀: ‖x̂₀ − x₀‖² = σ²·‖v̂ 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from alload_jax.errors import InputError
+from alload_jax.errors import InputError, require_fields
 from alload_jax.models.common.embedding import TIMESTEP_SCALE
 
 
@@ -107,22 +108,16 @@ class TimestepConfig:
     highest: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("mean", "std", "mode_scale", "shift", "shift_seq_len", "shift_power"):
-            value = getattr(self, name)
-            if not math.isfinite(value):
-                raise InputError(f"objective.timesteps.{name} is {value}; it must be finite")
-            if name in ("std", "shift", "shift_seq_len") and not value > 0:
-                raise InputError(f"objective.timesteps.{name} is {value}; it must be above 0")
+        require = partial(require_fields, "objective.timesteps.", self)
+        require("mean std mode_scale shift shift_seq_len shift_power", math.isfinite, "finite")
+        require("std shift shift_seq_len", lambda value: value > 0, "above 0")
         if not 0 <= self.lowest < self.highest <= 1:
             raise InputError(
                 f"objective.timesteps.lowest is {self.lowest} and highest {self.highest}; they "
                 "must be from 0 to 1, the lowest below the highest"
             )
-        if not -1 <= self.mode_scale <= _MODE_LIMIT:
-            raise InputError(
-                f"objective.timesteps.mode_scale is {self.mode_scale}; it must be from -1 to "
-                f"{_MODE_LIMIT:.2f}"
-            )
+        bound = f"from -1 to {_MODE_LIMIT:.2f}"
+        require("mode_scale", lambda value: -1 <= value <= _MODE_LIMIT, bound)
         logarithm, most = math.log(self.shift), math.log(np.finfo(np.float32).max) / 2
         for seq_len in _LENGTHS:
             growth = self.shift_power * math.log(seq_len / self.shift_seq_len)

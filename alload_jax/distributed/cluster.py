@@ -1,31 +1,49 @@
-"""The processes of a run as one of them sees them, and how they exchange values.
+"""The processes of a run as one of them sees them: how they exchange values, and notice a loss.
 
 A signal reaches the processes at different moments, and only one process reads a given record.
 Before each step every process submits what it knows to a small all-reduce. The devices compute it
 during the step before, and its result is read when the step is due. So no process waits, and all
 processes get the same result for the same step.
+
+A heartbeat detects that a process of the run is lost or has failed, and ends this one with a clear
+message. Without it the remaining processes would wait in their next collective: on GPUs forever.
 """
 
 import json
+import os
+import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from threading import Event, Thread
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, Self, TypeVar
+from typing import Literal, NamedTuple, NoReturn, Self, TypeVar, get_args
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from alload_jax.distributed.coordination import ProcessInfo
-from alload_jax.distributed.key_value_store import KeyValueStore, Seal
-from alload_jax.errors import USER_ERRORS, InputError, run_command
+from alload_jax.distributed.coordination import (
+    SERVICE_ENDED_IT,
+    SERVICE_FAILED,
+    KeyValueStore,
+    ProcessInfo,
+    Seal,
+)
+from alload_jax.errors import (
+    USER_ERRORS,
+    InputError,
+    LostConnectionError,
+    print_stderr,
+    reason_of,
+    run_command,
+)
+from alload_jax.files import parse_json
 from alload_jax.processes import FOR_OTHERS, waits
 from alload_jax.sharding.mesh import AXES, replicated
-
-if TYPE_CHECKING:
-    from alload_jax.distributed.heartbeat import Heartbeat
 
 T = TypeVar("T")
 
@@ -50,10 +68,7 @@ class Cluster:
     """
 
     def __init__(
-        self,
-        process: ProcessInfo | None = None,
-        lost_after: float = 30.0,
-        seal: Seal | None = None,
+        self, process: ProcessInfo | None = None, lost_after: float = 30.0, seal: Seal | None = None
     ):
         """Call it after `connect`, with a seal; without `process` there is a single process."""
         self.num_processes = process.num_processes if process else 1
@@ -62,9 +77,7 @@ class Cluster:
         self.heartbeat: Heartbeat | None = None
         if process and seal:
             self.store = KeyValueStore(seal)
-            from alload_jax.distributed import heartbeat  # one process needs none
-
-            self.heartbeat = heartbeat.Heartbeat(self.store, process, lost_after)
+            self.heartbeat = Heartbeat(self.store, process, lost_after)
         self.calls = 0
         self._status: int | None = None
 
@@ -232,3 +245,245 @@ class Consensus:
     def signal(self) -> int:
         """Returns the largest number of a reason to stop of all processes; waits for all."""
         return max(self._cluster.all_gather(self._signal()))
+
+
+_GRACE = 5.0
+"""Seconds after another process's failure in which this one may fail of the same and report it."""
+
+
+State = Literal["running", "unconfirmed", "failed", "exited"]
+
+
+@dataclass
+class Message:
+    """What a process publishes about itself at every interval.
+
+    Attributes:
+      host: name of its host.
+      sequence: number of the message; a new number proves that the process is alive.
+      state: `running`; `unconfirmed`: it has an error that another process's loss may have caused;
+        `failed`: the error is its own; `exited`.
+      reason: of the error, in one line.
+      step: the step that the process is at, from 1; 0 before the first.
+      waiting: what it has waited for unusually long, apart from the other processes.
+    """
+
+    host: str
+    sequence: int = 0
+    state: State = "running"
+    reason: str = ""
+    step: int = 0
+    waiting: str = ""
+
+
+_LONGEST_MESSAGE = 10_000
+
+
+def parse_message(text: str) -> Message | None:
+    """Reads a message of another process; None if it is malformed."""
+    try:
+        fields = parse_json(text, "", "") if len(text) <= _LONGEST_MESSAGE else None
+    except InputError:
+        return None
+    if not isinstance(fields, dict):
+        return None
+    usual = vars(Message(""))
+    known = {name: fields[name] for name in usual.keys() & fields.keys()}
+    typed = all(type(value) is type(usual[name]) for name, value in known.items())
+    if not typed or "host" not in known or known.get("state", "running") not in get_args(State):
+        return None
+    return Message(**known)
+
+
+@dataclass
+class _Received:
+    """The newest message of a process; times are of this process's monotonic clock, in seconds.
+
+    Attributes:
+      message: the message.
+      at: when it arrived.
+      failed_at: when the first message that reports a failure or exit arrived.
+    """
+
+    message: Message
+    at: float
+    failed_at: float | None = None
+
+
+class Heartbeat:
+    """Two threads: one exchanges messages through process 0, the other checks for lost processes.
+
+    Attributes:
+      step: the current step, from 1; 0 before the first.
+      waiting: what this process has waited for unusually long, apart from the other processes.
+      remedy: returns the advice to print when a process is lost.
+    """
+
+    def __init__(self, store: KeyValueStore, process: ProcessInfo, lost_after: float):
+        """Starts both threads; a process counts as lost after `lost_after` seconds of silence."""
+        self.step, self.waiting = 0, ""
+        self.remedy: Callable[[], str] = lambda: "start all processes again"
+        self._store, self._process, self._lost_after = store, process, lost_after
+        self._interval = min(2.0, lost_after / 8)
+        self._message = Message(socket.gethostname())
+        now = time.monotonic()
+        self._received = {
+            n: _Received(Message("host unknown"), now) for n in range(process.num_processes)
+        }
+        self._store_answered_at = now
+        self._closed = Event()
+        loops = (self._exchange_loop, self._check_loop)
+        self._threads = [Thread(target=loop, daemon=True) for loop in loops]
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """Stops both threads, after all processes have finished."""
+        self._closed.set()
+        for thread in self._threads:
+            thread.join()
+
+    def report_failure(self, error: BaseException) -> None:
+        """Reports to the other processes that this one has failed.
+
+        An error that the loss of another process may have caused is held back until that is
+        decided. If another process is lost or has failed, this function does not return: the check
+        ends the process with a message that names the other one.
+        """
+        if self._message.state == "exited":  # the check has found it, and is about to end this one
+            Event().wait()
+        if self._message.state != "running":
+            return
+        self._message.reason = reason = reason_of(error)
+        if not isinstance(error, USER_ERRORS) or isinstance(error, LostConnectionError):
+            self._message.state = "unconfirmed"
+            # If another process failed for another reason, the check ends this one meanwhile.
+            seconds = self._lost_after + 4 * self._interval
+            self._wait_for_others(
+                lambda other: other.state == "unconfirmed" or other.reason == reason, seconds
+            )
+        self._message.state = "failed"
+
+    def exit_process(self, status: int) -> NoReturn:
+        """Ends this process, which has failed. Process 0, which hosts the store, exits last."""
+        if self._process.process_id == 0:
+            self._wait_for_others(lambda other: other.state == "exited", self._lost_after)
+        else:
+            self._message.state = "exited"
+            if not SERVICE_FAILED.is_set():  # its client would not answer
+                self._exchange()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+    def held_up_by(self) -> str:
+        """Names the other processes that hold this one up; "" if none is known to."""
+        found = []
+        for number, received in self._received.items():
+            message = received.message
+            if number != self._process.process_id and (
+                message.step < self.step or (message.waiting and not self.waiting)
+            ):
+                waits = f", and waits {message.waiting}" if message.waiting else ""
+                found.append(f"{self._describe(number)} is at step {message.step}{waits}")
+        return ", ".join(found)
+
+    def give_up(self, reason: str) -> None:
+        """Reports that this process ends for a reason; first lets one that holds it up say so.
+
+        If another process has failed, the check ends this one meanwhile with its reason.
+        """
+        self._exchange()  # it may have failed since the last time
+        own = self._received[self._process.process_id]
+        failed = [found for found in self._received.values() if found.failed_at is not None]
+        if self.held_up_by() or any(found is not own for found in failed):
+            time.sleep(2 * _GRACE + 2 * self._interval)
+        self._message.state, self._message.reason = "failed", reason
+        self._exchange()
+
+    def _wait_for_others(self, condition: Callable[[Message], bool], seconds: float) -> None:
+        """Waits until the condition holds for all other processes, at most for some seconds."""
+        end = time.monotonic() + seconds
+        others = [found for n, found in self._received.items() if n != self._process.process_id]
+        while not all(condition(other.message) for other in others) and time.monotonic() < end:
+            time.sleep(self._interval / 2)
+
+    def _exchange_loop(self) -> None:
+        while not self._closed.is_set():
+            self._exchange()
+            self._closed.wait(self._interval)
+
+    def _exchange(self) -> None:
+        """Publishes this process's message and reads those of all processes."""
+        try:
+            self._message.sequence += 1
+            self._message.step, self._message.waiting = self.step, self.waiting
+            own = json.dumps(asdict(self._message))
+            self._store.put(f"heartbeat/{self._process.process_id}", own)
+            texts = self._store.get_prefix("heartbeat")
+        except jax.errors.JaxRuntimeError:
+            return  # the store does not answer; the check measures for how long
+        self._store_answered_at = time.monotonic()
+        for number, text in texts.items():
+            if not number.isdecimal() or int(number) not in self._received:
+                continue  # started with a larger cluster.processes; Cluster.require_same reports it
+            received, message = self._received[int(number)], parse_message(text)
+            if message is None:
+                continue  # not of this program; silence will tell
+            if message.sequence > received.message.sequence:  # no old one that a stranger repeats
+                received.message, received.at = message, self._store_answered_at
+            if message.state in ("failed", "exited") and received.failed_at is None:
+                received.failed_at = self._store_answered_at
+
+    def _check_loop(self) -> None:
+        last = time.monotonic()
+        while not self._closed.wait(self._interval / 2):
+            pause, last = time.monotonic() - last, time.monotonic()
+            if failure := self._find_suspension(pause) or self._find_failure():
+                self._message.state, self._message.reason = "exited", failure
+                try:
+                    print_stderr(f"error: {failure}; {self.remedy()}")
+                finally:  # stderr may be closed, for example because its reader has ended
+                    # Process 0, which exits last, need not wait for this one.
+                    announcement = Thread(target=self._exchange, daemon=True)
+                    announcement.start()
+                    announcement.join(self._interval)  # longer where process 0 does not answer
+                    os._exit(1)
+
+    def _find_suspension(self, pause: float) -> str:
+        """Describes a suspension of this process that the others take for its loss; or "".
+
+        Args:
+          pause: seconds since the last check, which received no messages meanwhile.
+        """
+        if pause <= self._lost_after:
+            return ""
+        own = self._describe(self._process.process_id)
+        return f"{own} was suspended for {pause:.0f} seconds{self._at_step()} and counts as lost"
+
+    def _find_failure(self) -> str:
+        """Describes the loss or failure of a process that must end this one; or ""."""
+        now, ends = time.monotonic(), self._message.state in ("failed", "exited")
+        if SERVICE_FAILED.is_set() and not ends:
+            return f"{SERVICE_ENDED_IT}{self._at_step()}"
+        if now - self._store_answered_at > self._lost_after:
+            return f"{self._describe(0)} was lost{self._at_step()}"
+        # While process 0 does not answer, silence of the others proves nothing.
+        store_answers = now - self._store_answered_at <= self._lost_after / 2
+        for number, received in self._received.items():
+            silent = now - received.at > self._lost_after
+            if store_answers and silent and received.message.state != "exited":
+                return f"{self._describe(number)} was lost{self._at_step()}"
+        for number, received in self._received.items():
+            failed_at = received.failed_at
+            if not ends and failed_at is not None and now - failed_at > _GRACE:
+                reason = received.message.reason
+                return f"{self._describe(number)} ended{self._at_step()}: {reason}"
+        return ""
+
+    def _describe(self, number: int) -> str:
+        host = self._received[number].message.host
+        return f"process {number} of {self._process.num_processes} ({host})"
+
+    def _at_step(self) -> str:
+        return f" at step {self.step}" if self.step else " before the first step"

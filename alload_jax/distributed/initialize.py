@@ -17,11 +17,11 @@ from alload_jax.distributed.coordination import (
     CONNECT_SECONDS,
     SERVICE_FAILED,
     ProcessInfo,
+    agree_on_seal,
     connect,
     host_and_port,
     process_info_from_launcher,
 )
-from alload_jax.distributed.key_value_store import agree_on_seal
 from alload_jax.errors import InputError, first_line, print_stderr, require_fields, require_positive
 
 
@@ -93,11 +93,9 @@ class ClusterConfig:
         if self.coordinator is not None and not 0 < host_and_port(self.coordinator)[1] < 2**16:
             raise InputError(f"cluster.coordinator is {self.coordinator}; ports are 1 to 65535")
         require_positive("cluster.", self, "processes")
-        if self.process is not None and not 0 <= self.process < (self.processes or 1):
-            raise InputError(
-                f"cluster.process is {self.process}; it must be 0 to {(self.processes or 1) - 1} "
-                "(cluster.processes - 1)"
-            )
+        count = self.processes or 1
+        bound = f"0 to {count - 1} (cluster.processes - 1)"
+        require_fields("cluster.", self, "process", lambda value: 0 <= value < count, bound)
         require_fields("cluster.", self, "lost_after", lambda value: value >= 2, "at least 2")
 
 

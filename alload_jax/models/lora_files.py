@@ -26,14 +26,7 @@ from jaxtyping import PyTree
 from alload_jax.errors import InputError
 from alload_jax.files import parse_json, read_text, replacing
 from alload_jax.models.common.config import ModelConfig
-from alload_jax.models.common.lora import (
-    ADAPTER,
-    DOWN,
-    MAGNITUDE,
-    UP,
-    LoraConfig,
-    output_lengths,
-)
+from alload_jax.models.common.lora import ADAPTER, DOWN, MAGNITUDE, UP, LoraConfig, output_lengths
 from alload_jax.models.common.safetensor_files import (
     FLOATS,
     TEXT_LENGTH,
@@ -51,12 +44,14 @@ _PREFIX = re.compile(
 )
 _MUSUBI = "lora_unet_"
 _TEXT = ("text_encoder", "lora_te")
-_DOWN = re.compile(r"\.lora(_A|_down)(\.default)?\.weight$")
-_UP = re.compile(r"\.lora(_B|_up)(\.default)?\.weight$")
-_ALPHA, _DIFFERENCE, _BIAS = ".alpha", ".diff", ".diff_b"
-_MAGNITUDE = re.compile(r"\.(dora_scale|lora_magnitude_vector(\.default)?(\.weight)?)$")
-_KRONECKER = re.compile(r"\.(lokr_w[12](_[ab])?)$")
 _LOKR = {f"lokr_w{n}{part}" for n in (1, 2) for part in ("", "_a", "_b")}
+_ENDINGS = {
+    "down": r"\.lora(_A|_down)(\.default)?\.weight$",
+    "up": r"\.lora(_B|_up)(\.default)?\.weight$",
+    "magnitude": r"\.(dora_scale|lora_magnitude_vector(\.default)?(\.weight)?)$",
+    **{name: rf"\.{name}$" for name in ("alpha", "diff", "diff_b", *_LOKR)},
+}
+"""Of keys, by what they hold."""
 _METADATA = "lora_adapter_metadata"
 _NAMES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")
 """Names of the file in folders that diffusers and PEFT write."""
@@ -242,14 +237,9 @@ def _settings(file: Path, notes: dict[str, str]) -> dict[str, Any]:
 def _split(key: str) -> tuple[str, str]:
     """Splits a key into the module's and what it holds: down, up, alpha, diff, lokr_w1 or other."""
     name = _PREFIX.sub("", key, count=1)
-    if found := _KRONECKER.search(name):
-        return name[: found.start()], found[1]
-    for pattern, what in ((_DOWN, "down"), (_UP, "up"), (_MAGNITUDE, "magnitude")):
-        if found := pattern.search(name):
+    for what, ending in _ENDINGS.items():
+        if found := re.search(ending, name):
             return name[: found.start()], what
-    for ending in (_ALPHA, _DIFFERENCE, _BIAS):
-        if name.endswith(ending):
-            return name.removesuffix(ending), ending[1:]
     return name, "other"
 
 

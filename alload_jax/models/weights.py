@@ -87,7 +87,7 @@ def load_weights(
             value = tensor.to_ours(stored[tensor.rows] if tensor.outputs else stored)
             sharding, dtype = shardings[name], dtype_of(name)
             if tensor.layer is None:
-                params[name] = _stored(_float32(value, sharding), name, dtype)
+                params[name] = _stored(name, _float32(value, sharding), dtype)
                 continue
             if name not in params:
                 params[name] = _zeros(name, shapes[name].shape, dtype, sharding)
@@ -105,7 +105,7 @@ def _moved(stack: PyTree, name: str, to_host: Callable[[str, jax.Array], bool]) 
             return part
         return jax.device_put(part, part.sharding.with_memory_kind(HOST_MEMORY))
 
-    return jax.tree_util.tree_map_with_path(moved, stack)
+    return jax.tree.map_with_path(moved, stack)
 
 
 def _float32(value: np.ndarray, sharding: NamedSharding) -> jax.Array:
@@ -131,9 +131,7 @@ def _zeros(
     return jax.jit(make, out_shardings=shardings)()
 
 
-@partial(jax.jit, static_argnums=(1, 2), donate_argnums=0)
-def _stored(value: jax.Array, name: str, dtype: StoredDtype) -> PyTree:
-    return stored_as(name, value, dtype)
+_stored = jax.jit(stored_as, static_argnums=(0, 2), donate_argnums=1)
 
 
 @partial(jax.jit, static_argnums=(3, 4), donate_argnums=0)
@@ -143,9 +141,7 @@ def _with_layer(
     """Writes a layer into what `_zeros` returned, which is donated."""
     layer = stored_as(name, value[None], dtype)
     return jax.tree.map(
-        lambda whole, part: jax.lax.dynamic_update_index_in_dim(whole, part, index, 0),
-        stack,
-        layer,
+        lambda whole, part: jax.lax.dynamic_update_index_in_dim(whole, part, index, 0), stack, layer
     )
 
 

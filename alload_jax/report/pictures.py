@@ -16,7 +16,7 @@ from alload_jax.data.store import BadRecordError
 from alload_jax.errors import InputError
 from alload_jax.sampling.pictures import to_bytes
 from alload_jax.sampling.progress_grid import label_font, lines_of
-from alload_jax.training.validation import LOSS, MEASURED_SET
+from alload_jax.training import LOSS, MEASURED_SET
 
 
 def write_sparsity_picture(path: Path, rows: Sequence[dict[str, Any]], title: str) -> None:

@@ -23,13 +23,12 @@ from alload_jax.data.condition import conditions_for
 from alload_jax.data.loader import PlacedStep
 from alload_jax.data.record import GIVEN, IMAGE, LABELS, LATENTS, TEXT
 from alload_jax.data.store import StoreWriter
-from alload_jax.errors import InputError
+from alload_jax.errors import InputError, out_of_memory
 from alload_jax.files import Json
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.planning.samples import Samples
 from alload_jax.run.training import run
 from alload_jax.training.callbacks import CALLBACKS, CallbackConfig, CallbackContext
-from alload_jax.training.device_memory import out_of_memory
 from alload_jax.training.loop import Callback, Loop
 from alload_jax.training.run_files import is_validation, process_seconds
 

@@ -31,11 +31,10 @@ from alload_jax.planning.samples import Samples
 from alload_jax.planning.settings import PlanningConfig, policy_config
 from alload_jax.planning.stream import StreamPlan, enough_samples
 from alload_jax.sharding.mesh import can_group, local_plan_ranks, ranks_of, ranks_per_group
-from alload_jax.training import RunConfig
+from alload_jax.training import RunConfig, ValidationConfig
 from alload_jax.training.restore import CHECKPOINTS
 from alload_jax.training.run_plan import RunPlan, run_costs
-from alload_jax.training.validation import ValidationConfig
-from alload_jax.training.validation.validator import HeldOut, split_data
+from alload_jax.training.validator import HeldOut, split_data
 
 
 class RunData(NamedTuple):
@@ -48,6 +47,7 @@ class RunData(NamedTuple):
       weights: how often samples stand in an epoch.
       conditions: shape and dtype of their conditions, as the model takes them.
       held_out: samples of the validation; None without one.
+      stream: the samples for training, if they are a stream.
     """
 
     manifest: Manifest
@@ -56,6 +56,7 @@ class RunData(NamedTuple):
     weights: tuple[SourceWeight, ...]
     conditions: Conditions
     held_out: HeldOut | None
+    stream: GrainStream | None
 
 
 def read_data(
@@ -71,7 +72,8 @@ def read_data(
     source = open_source(data.folder, data.source)
     source.require_settings()
     source.manifest.require(model.latent_channels, model.patch_size)
-    if isinstance(source, GrainStream):
+    stream = source if isinstance(source, GrainStream) else None
+    if stream is not None:
         numbered = {"data.weights": data.weights, "data.exclude": data.exclude}
         _refuse_for_stream(numbered, "its samples have keys and no paths or numbers")
     excluded = read_excluded(data.exclude, source.manifest.sample_numbers)
@@ -86,7 +88,9 @@ def read_data(
     held_out = None
     if validated:
         held_out = HeldOut.of(validated, model, conditions, source.manifest)
-    return RunData(source.manifest, training, among_training, data.weights, conditions, held_out)
+    return RunData(
+        source.manifest, training, among_training, data.weights, conditions, held_out, stream
+    )
 
 
 def plan_run(
@@ -105,42 +109,44 @@ def plan_run(
     Raises:
       InputError: a sample cannot be placed, or a bound is missing.
     """
-    trained, costs = data.training.manifest, run_costs(model, planning)
-    stream = data.training if isinstance(data.training, GrainStream) else None
-    if stream is not None:
-        unending = {"planning.recalibrate": planning.recalibrate, "run.epochs": run.epochs}
-        _refuse_for_stream(unending, "it has no epochs")
-        if planning.policy not in (AUTO, "balanced"):
-            raise InputError(
-                f"planning.policy is {planning.policy}, but data.source is a stream, which "
-                "balanced alone plans; choose it"
-            )
-        planning = policy_config(planning, "balanced")
-    paths = read_paths(trained)
+    trained, costs, reason = data.training.manifest, run_costs(model, planning), ""
+    paths, given = read_paths(trained), (ranks_of(mesh), run.seed, costs, ranks_per_group(mesh))
 
     def samples_of(policy: str) -> Samples:
         samples = samples_for(model, trained, data.conditions, find_policy(policy).packed)
-        if stream is not None:
-            m_mem = planning.required_m_mem(costs)
-            return enough_samples(samples, m_mem, ranks, planning.look_ahead)
         return with_weights(samples, data.weights, paths)
 
-    ranks = planning.ranks or ranks_of(mesh)
-    chosen = _with_policy(planning, model, run, mesh, samples_of, costs)
-    samples = samples_of(chosen.config.policy)
-    plan = make_plan(chosen.config, samples, ranks_of(mesh), run.seed, costs, ranks_per_group(mesh))
-    if stream is not None:
-        plan = StreamPlan(samples, plan.policy, plan.topology, run.seed, stream)
+    if data.stream is None:
+        planning, reason = _with_policy(planning, model, run, mesh, samples_of, costs)
+        plan = make_plan(planning, samples_of(planning.policy), *given)
+    else:
+        planning = _of_stream(planning, run)
+        m_mem, ranks = planning.required_m_mem(costs), planning.ranks or ranks_of(mesh)
+        samples = enough_samples(samples_of(planning.policy), m_mem, ranks, planning.look_ahead)
+        listed = make_plan(planning, samples, *given)
+        plan = StreamPlan(samples, listed.policy, listed.topology, run.seed, data.stream)
     run_plan = RunPlan(
         plan=plan,
-        planning=chosen.config,
+        planning=planning,
         cluster=cluster,
         costs=costs,
         model=model,
         excluded=data.excluded,
-        manifest=trained if stream is None else None,
+        manifest=trained,
     )
-    return run_plan, chosen.reason
+    return run_plan, reason
+
+
+def _of_stream(planning: PlanningConfig, run: RunConfig) -> PlanningConfig:
+    """The planning section of a stream."""
+    unending = {"planning.recalibrate": planning.recalibrate, "run.epochs": run.epochs}
+    _refuse_for_stream(unending, "it has no epochs")
+    if planning.policy not in (AUTO, "balanced"):
+        raise InputError(
+            f"planning.policy is {planning.policy}, but data.source is a stream, which "
+            "balanced alone plans; choose it"
+        )
+    return policy_config(planning, "balanced")
 
 
 def _refuse_for_stream(settings: Mapping[str, object], why: str) -> None:

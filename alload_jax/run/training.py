@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 from jax.sharding import Mesh
+from jaxtyping import PyTree
 
 from alload_jax.config import (
     Config,
@@ -25,7 +27,6 @@ from alload_jax.config import (
 from alload_jax.data.batch import AnyBatch, describe
 from alload_jax.data.condition import unread
 from alload_jax.data.loader import place_ahead
-from alload_jax.data.manifest import Manifest
 from alload_jax.data.selection import weights_identity
 from alload_jax.data.store import mean_square
 from alload_jax.distributed.cluster import Cluster, Consensus, first_process
@@ -33,74 +34,31 @@ from alload_jax.distributed.initialize import initialize
 from alload_jax.errors import InputError, print_stderr
 from alload_jax.files import Json
 from alload_jax.models.weights import require_same_architecture
-from alload_jax.objectives import Objective
 from alload_jax.planning.epoch import times_placed
-from alload_jax.planning.plan import Plan
 from alload_jax.processes import waits
-from alload_jax.report.summary import (
-    Opening,
-    changed_settings,
-    print_summary,
-    read_summary,
-    scale_warning,
-    show_opening,
-    summarise,
-    unused_settings,
-)
+from alload_jax.report import summary as report
 from alload_jax.run.prepare import RunData, make_collator, plan_run, read_data
 from alload_jax.sampling.samples import SampleWriter
 from alload_jax.sharding.mesh import group_meshes, make_mesh, ranks_of
-from alload_jax.training import EXPERTS, RunConfig
+from alload_jax.training import EXPERTS, RunConfig, memory, restore, run_files
 from alload_jax.training.callbacks import Callback, CallbackContext
-from alload_jax.training.callbacks.speeds import DeviceProbe, DeviceSpeeds
-from alload_jax.training.callbacks.telemetry import LayerLog, Telemetry
+from alload_jax.training.callbacks.telemetry import DeviceProbe, DeviceSpeeds, LayerLog, Telemetry
 from alload_jax.training.callbacks.validating import Checkpointing, Drawing, Evaluation, Validating
 from alload_jax.training.callbacks.watchdog import Watchdog
 from alload_jax.training.checkpoint import BestCheckpoints, Checkpoints
-from alload_jax.training.device_memory import STATE_REMEDY, memory_named, run_memory
 from alload_jax.training.divergence import MOST_FOLLOWED, Divergence, DivergenceGuard
 from alload_jax.training.loop import BadSamples, Loop
+from alload_jax.training.memory import STATE_REMEDY, memory_named, run_memory
 from alload_jax.training.optimizer import OptimizerConfig, learning_rate_schedule
 from alload_jax.training.parameters import describe_trained
 from alload_jax.training.progress import ProgressBar
-from alload_jax.training.remat_choice import (
-    least_budget,
-    replicas_of,
-    require_fit,
-    resolved_model,
-)
-from alload_jax.training.restore import (
-    CHECKPOINTS,
-    WeightsKind,
-    described_model,
-    find_step,
-    is_run,
-    new_state,
-    restore_weights,
-    state_of_checkpoint,
-)
-from alload_jax.training.run_files import (
-    BadRecords,
-    MetricsLog,
-    after_loss,
-    append_environment,
-    continue_with,
-    locked,
-    peak_memory,
-    process_seconds,
-    write_json,
-)
-from alload_jax.training.signals import (
-    StopRequest,
-    leave,
-    stop_name,
-    termination_as_interrupt,
-)
+from alload_jax.training.run_plan import RunPlan
+from alload_jax.training.signals import StopRequest, leave, stop_name, termination_as_interrupt
 from alload_jax.training.state import TrainingSpec, TrainState, training_spec
 from alload_jax.training.step import auxiliary_shapes
 from alload_jax.training.trackers import TrackerContext, Trackers
 from alload_jax.training.trainer import Trainer, largest, on_mesh
-from alload_jax.training.validation.validator import Validator
+from alload_jax.training.validator import Validator
 from pallas_kernels.first_use import COMPARISONS
 
 
@@ -121,7 +79,7 @@ def run(config: Config, argv: Sequence[str]) -> int:
         termination_as_interrupt(status, leave),
     ):
         stop = StopRequest()
-        remedy = partial(continue_with, Path(config.run.folder), config.cluster)
+        remedy = partial(run_files.continue_with, Path(config.run.folder), config.cluster)
         experts = experts_of(config)
         with cluster.report_failures():
             _require_experts(config, experts)
@@ -146,29 +104,61 @@ def _require_experts(config: Config, experts: Sequence[Config]) -> None:
     """
     folder = Path(config.run.folder)
     if config.experts is None:
-        if is_run(folder / EXPERTS[0]):
+        if restore.is_run(folder / EXPERTS[0]):
             raise InputError(
                 f"{folder}: two experts were trained there; restore experts in the config, or name "
                 "another run.folder"
             )
         return
-    if is_run(folder):
+    if restore.is_run(folder):
         raise InputError(f"{folder}: one model was trained there; name another run.folder")
     first, second = experts
     before = values_in(folder / "config.yaml").get("experts.boundary", config.experts.boundary)
-    if before != config.experts.boundary and is_run(first.run.folder):
+    if before != config.experts.boundary and restore.is_run(first.run.folder):
         raise InputError(
             f"experts.boundary is {config.experts.boundary}, but {first.run.folder} was trained "
             f"with {before}; set it to this, or name another run.folder"
         )
-    if second.run.initial_weights is None or is_run(second.run.folder):
+    if second.run.initial_weights is None or restore.is_run(second.run.folder):
         return
     place = Path(second.run.initial_weights)
     if not place.exists():
         raise InputError(f"experts.low_noise is {place}, which is not there; name its weights")
-    model = None if is_run(place) else described_model(place)
+    model = None if restore.is_run(place) else restore.described_model(place)
     if model is not None:
         require_same_architecture(config.model, model, place)
+
+
+class _Run(NamedTuple):
+    """What a run has before it knows where it goes on.
+
+    Attributes:
+      config: with the policy in force.
+      folder: of the run.
+      cluster, stop, watchdog: its processes, whether it is asked to stop, what ends it if it hangs.
+      data: its samples.
+      mesh: all devices.
+      plan: of its steps.
+      policy_reason: why auto took the policy; "" if the config names it.
+      identity: what it must keep when it goes on, by part.
+      groups: mesh of each shape group; empty for none.
+      tokens: most of a micro-batch; None without a bound.
+      writer: draws its samples.
+    """
+
+    config: Config
+    folder: Path
+    cluster: Cluster
+    stop: StopRequest
+    watchdog: Watchdog
+    data: RunData
+    mesh: Mesh
+    plan: RunPlan
+    policy_reason: str
+    identity: Json
+    groups: tuple[Mesh, ...]
+    tokens: int | None
+    writer: SampleWriter
 
 
 def train(
@@ -187,49 +177,13 @@ def train(
     began, folder, root = time.monotonic(), Path(config.run.folder), Path(whole.run.folder)
     use_compilation_cache(config.run)
     if cluster.heartbeat:
-        cluster.heartbeat.remedy = partial(after_loss, folder, root, config.cluster)
+        cluster.heartbeat.remedy = partial(run_files.after_loss, folder, root, config.cluster)
     cluster.require_same(values_of(config), "start all processes with the same config")
-
-    # ---------------------------------------------------------------- data
-    data = read_data(config.data, config.validation, config.model, cluster)
-
-    # ---------------------------------------------------------------- devices, plan, loader
-    mesh = make_mesh(config.mesh)
-    config.planning.refuse_foreign_costs(
-        config.model.step_fields() | {"parameters": config.parameters.identity()},
-        mesh.devices.flat[0].device_kind,
-    )
-    run_plan, policy_reason = plan_run(
-        config.planning, config.model, data, config.run, mesh, cluster
-    )
-    plan, planning, costs = run_plan.plan, run_plan.planning, run_plan.costs
-    config = dataclasses.replace(config, planning=planning)
-    values = values_of(config)
-    identity = _identity(config, data, plan)
-    held_out = data.held_out.identity() if data.held_out else {}
-    cluster.require_same(
-        identity["plan"] | identity["data"] | held_out,
-        "give all processes the same data folder, code and packages",
-    )
-    groups, tokens = group_meshes(mesh, plan), planning.tokens_bound(costs)
-    writer = SampleWriter(
-        folder / "samples",
-        config.model,
-        config.objective.timesteps,
-        config.sampling,
-        data.manifest,
-        trained_null=getattr(config.objective, "condition_dropout", 0.0) > 0,
-    )
-    for evaluator in config.evaluators:
-        evaluator.check(config.model, data.manifest)
-    for tracker_config in config.trackers:
-        tracker_config.check()
-
+    run = _planned(config, cluster, stop, watchdog)
+    config, mesh, run_plan, groups = run.config, run.mesh, run.plan, run.groups
     defaults = config.model.later_fields | OptimizerConfig.usual_identity
-    with (
-        locked(folder, cluster),
-        Checkpoints(folder / CHECKPOINTS, config.checkpoint, identity, defaults) as checkpoints,
-    ):
+    kept = folder / restore.CHECKPOINTS, config.checkpoint, run.identity, defaults
+    with run_files.locked(folder, cluster), Checkpoints(*kept) as checkpoints:
         # ------------------------------------------------------------ where the run goes on
         with cluster.report_failures():
             start, joined = checkpoints.continue_from(cluster), ""
@@ -237,128 +191,74 @@ def train(
                 joined = run_plan.restore(checkpoints.restore_recalibration(start), start)
                 checkpoints.other_samples = bool(joined)
                 checkpoints.check(start)
-        plan, total = run_plan.plan, run_steps(config.run, run_plan.plan)
-        collator = make_collator(run_plan, data, config.model, mesh, config.run.seed)
+        total = run_steps(config.run, run_plan.plan)
+        collator = make_collator(run_plan, run.data, config.model, mesh, config.run.seed)
 
         # ------------------------------------------------------------ what a step computes
-        shapes = partial(collator.collation.shapes, plan)
-        spec = _computation(config, plan, tokens, shapes, total, cluster)
-        validator = None
-        if data.held_out:
-            validator = Validator(config.validation, spec, mesh, data.held_out, tokens)
+        shapes = partial(collator.collation.shapes, run_plan.plan)
+        spec, validator = _computation(run, shapes, total), None
+        if held_out := run.data.held_out:
+            validator = Validator(config.validation, spec, mesh, held_out, run.tokens)
         watchdog.progress()
         with stop, cluster.report_failures(), memory_named():
             # -------------------------------------------------------- state, new or restored
-            summary = cluster.broadcast(partial(read_summary, folder, start))
+            summary = cluster.broadcast(partial(report.read_summary, folder, start))
             if summary and start >= total:
-                print_summary(summary, folder)
+                report.print_summary(summary, folder)
                 return 0
-            kind: WeightsKind = "raw" if config.optimizer.ema_decay is None else "ema"
-            found = partial(
-                restore_weights,
-                config=spec.model,
-                parameters=config.parameters,
-                mesh=mesh,
-                weights=kind,
-            )
-            writer.begin(
-                lambda run: found(place := Path(run) / CHECKPOINTS, find_step(place)).merged()
-            )
+            run.writer.begin(partial(_weights_of_run, config, spec, mesh))
             state, state_to_train, source = _begin(spec, mesh, config.run, checkpoints, start)
-            trainer = Trainer(spec, mesh, state, groups, single=planning.single_gradient)
+            single = config.planning.single_gradient
+            trainer = Trainer(spec, mesh, state, groups, single=single)
 
             # -------------------------------------------------------- run folder, compilation
             square = cluster.broadcast(lambda: mean_square(collator.reader))
+            doubts = [unread(config.model, run.data.manifest), report.scale_warning(square)]
             before = values_in(folder / "config.yaml") if start else {}
-            unused = unused_settings(before, values) if checkpoints.base is None else ""
-            doubts = (unread(config.model, data.manifest), scale_warning(square), unused)
-            opening = Opening(
+            if checkpoints.base is None:
+                doubts.append(report.unused_settings(before, values_of(config)))
+            if joined:
+                joined = f"the data folder has changed since step {start}: {joined}"
+            changed = [joined, report.changed_settings(before, values_of(config))]
+            opening = report.Opening(
                 plan=run_plan.plan,
-                policy=planning.policy,
-                m_mem=tokens,
-                cost_model=planning.predictor(costs),
-                timed=planning.cost_model is not None,
+                policy=config.planning.policy,
+                m_mem=run.tokens,
+                cost_model=config.planning.predictor(run_plan.costs),
+                timed=config.planning.cost_model is not None,
                 steps=total,
                 start=start,
                 weights=source,
-                excluded=len(data.excluded),
+                excluded=len(run.data.excluded),
                 validation=validator.told() if validator else "",
-                policy_reason=policy_reason,
+                policy_reason=run.policy_reason,
                 doubts=[text for text in doubts if text],
             )
-            if joined:
-                joined = f"the data folder has changed since step {start}: {joined}"
-            show_opening(opening, [joined, changed_settings(before, values)])
-            _write_beginning(config, whole, data.manifest, argv, start)
+            report.show_opening(opening, changed)
+            _write_beginning(run, whole, argv, start)
             missing: Sequence[AnyBatch] = ()
             if start < total:
-                missing = collator.collation.shapes(run_plan.plan)
-                of_group = groups[0] if groups else mesh
+                missing, of_group = shapes(), groups[0] if groups else mesh
                 batch = on_mesh(largest(missing), of_group)
                 trace = partial(auxiliary_shapes, spec, of_group, state.weights, batch)
                 share_comparisons(cluster, trace)
             compile_began = time.monotonic()
             # What compiles in parallel ends where nothing holds the iterator any more.
-            _compile(
-                "compiling",
-                len(missing),
-                map(describe, trainer.compile(missing)),
-                stop,
-                watchdog.progress,
-            )
+            _compile(run, "compiling", len(missing), map(describe, trainer.compile(missing)))
             compile_seconds = time.monotonic() - compile_began
             with memory_named("the state", STATE_REMEDY):
                 trainer.begin(jax.block_until_ready(state_to_train()))
             if trainer.programs and not stop:
                 _show_memory(trainer)
                 if validator:
-                    _compile(
-                        "compiling validation",
-                        len(validator.classes),
-                        validator.compile(trainer.state),
-                        stop,
-                        watchdog.progress,
-                    )
-
-            # -------------------------------------------------------- callbacks
-            log, bar = MetricsLog(folder, resumed_at=start), ProgressBar("training", total, start)
-            tracker = Trackers(config.trackers, TrackerContext(folder, start, values))
-            checkpointing = Checkpointing(checkpoints, config.checkpoint, run_plan)
-            evaluation = Evaluation(config.evaluators, writer, config.sampling.seed)
-            validating = None
-            if validator:
-                best = BestCheckpoints(folder, config.checkpoint.keep_best, checkpoints, cluster)
-                every, save = config.validation.every, checkpointing.save
-                validating = Validating(validator, every, log, tracker, bar.say, best, save)
-            of_nothing = getattr(config.objective, "loss_of_nothing", None)
-            nothing = None
-            if of_nothing and square is not None:
-                nothing = of_nothing(square, config.model)
-            divergence = Divergence(config.divergence.stop_above, nothing)
-            guard = DivergenceGuard(divergence, checkpoints, run_plan, folder)
-            guard.follow(cluster.broadcast(lambda: log.losses(MOST_FOLLOWED) if start else []))
-            bad_records = BadRecords(folder / "bad_records.txt", cluster)
-            most_bad = config.data.loader.max_bad_records
-            schedule = learning_rate_schedule(config.optimizer, total)
-            every, progress = config.sampling.every, writer.progress(start)
-            # Devices of a CPU share its cores.
-            unlike = ranks_of(mesh) > 1 and mesh.devices.flat[0].platform != "cpu"
-            follows = unlike and run_plan.planning.recalibrate == "window"
-            probe = DeviceProbe(mesh, cluster) if follows else None
-            callbacks: list[Callback] = [
-                watchdog,
-                Telemetry(run_plan, schedule, log, tracker, bad_records, most_bad, bar, guard),
-                LayerLog(folder, config.model, start),
-                # Before the state is saved, which then has what they found.
-                *([DeviceSpeeds(run_plan, mesh, cluster, probe)] if probe else []),
-                checkpointing,
-                *([validating] if validating else []),
-                Drawing(writer, every, tracker, progress),
-                *(each.make(CallbackContext(folder, stop)) for each in config.callbacks),
-                evaluation,
-            ]
+                    names, count = validator.compile(trainer.state), len(validator.classes)
+                    _compile(run, "compiling validation", count, names)
 
             # -------------------------------------------------------- training
+            log = run_files.MetricsLog(folder, resumed_at=start)
+            callbacks, checkpointing, figures = _callbacks(
+                run, checkpoints, log, validator, square, start, total
+            )
             consensus = Consensus(cluster, mesh, lambda: stop.number, checkpointing.wants_save)
             place = partial(place_ahead, mesh=mesh, groups=groups, consensus=consensus)
             repair = BadSamples(
@@ -367,11 +267,11 @@ def train(
                 collator=collator,
                 place=lambda step: next(place(iter([step]))),
                 folder=folder,
-                most=most_bad,
+                most=config.data.loader.max_bad_records,
                 progress=watchdog.progress,
             )
             loop = Loop(trainer, start, total, callbacks, repair)
-            ready = process_seconds() if root == folder else time.monotonic() - began
+            ready = run_files.process_seconds() if root == folder else time.monotonic() - began
             stop_at = start if consensus.signal() else total
             with closing(run_plan.steps(start, stop_at, collator, config.data.loader)) as steps:
                 loop.run(place(steps))
@@ -382,114 +282,103 @@ def train(
             raise InputError(f"{loop.refusal} (saved at step {loop.done})")
         if stopped_by:
             done = f"saved step {loop.done} of {total}"
-            print(f"{stop_name(stopped_by)}: {done}; {continue_with(root, config.cluster)}")
+            goes_on = run_files.continue_with(root, config.cluster)
+            print(f"{stop_name(stopped_by)}: {done}; {goes_on}")
             return config.run.status_when_stopped
-        figures: dict[str, float] = {}
-        if first_process() and (steps_done := log.rows[start:]):
-            figures = {
-                "programs": len(trainer.programs),
-                "compile_seconds": compile_seconds,
-                "first_step_seconds": ready + steps_done[0]["step_seconds"],
-            }
-        _finish(folder, loop, log, evaluation, validating, figures, began)
+        compiled = len(trainer.programs), compile_seconds, ready
+        _finish(loop, log, figures, compiled, start, began)
         return 0
 
 
-def _identity(config: Config, data: RunData, plan: Plan) -> Json:
-    """What a run must keep when it goes on, by part."""
-    return {
+def _planned(config: Config, cluster: Cluster, stop: StopRequest, watchdog: Watchdog) -> _Run:
+    """Reads the data, plans the steps and checks what does not depend on where the run goes on."""
+    folder, model, planning = Path(config.run.folder), config.model, config.planning
+    data = read_data(config.data, config.validation, model, cluster)
+    mesh = make_mesh(config.mesh)
+    planning.refuse_foreign_costs(
+        model.step_fields() | {"parameters": config.parameters.identity()},
+        mesh.devices.flat[0].device_kind,
+    )
+    plan, reason = plan_run(planning, model, data, config.run, mesh, cluster)
+    config = dataclasses.replace(config, planning=plan.planning)
+    identity: Json = {
         "validation": config.validation.identity(),
-        "model": config.model.architecture(),
+        "model": model.architecture(),
         "mixture": weights_identity(config.data.weights),
-        "plan": plan.identity(),
+        "plan": plan.plan.identity(),
         "parameters": config.parameters.identity(),
         "optimizer": config.optimizer.identity(),
         "planning": config.planning.identity(),
         "data": data.manifest.identity(),
     }
+    held_out = data.held_out.identity() if data.held_out else {}
+    cluster.require_same(
+        identity["plan"] | identity["data"] | held_out,
+        "give all processes the same data folder, code and packages",
+    )
+    groups, tokens = group_meshes(mesh, plan.plan), config.planning.tokens_bound(plan.costs)
+    writer = SampleWriter(
+        folder / "samples",
+        model,
+        config.objective.timesteps,
+        config.sampling,
+        data.manifest,
+        trained_null=getattr(config.objective, "condition_dropout", 0.0) > 0,
+    )
+    for evaluator in config.evaluators:
+        evaluator.check(model, data.manifest)
+    for tracker in config.trackers:
+        tracker.check()
+    made = data, mesh, plan, reason, identity, groups, tokens, writer
+    return _Run(config, folder, cluster, stop, watchdog, *made)
 
 
-def _computation(
-    config: Config,
-    plan: Plan,
-    tokens: int | None,
-    shapes: Callable[[], Sequence[AnyBatch]],
-    steps: int,
-    cluster: Cluster,
-) -> TrainingSpec:
-    """What a step computes, with `model.remat: auto` replaced.
-
-    Args:
-      config: with the policy in force.
-      plan: of the steps.
-      tokens: most of a micro-batch; None without a bound.
-      shapes: gives those of the plan's micro-batches.
-      steps: of the run.
-      cluster: the processes.
+def _computation(run: _Run, shapes: Callable[[], Sequence[AnyBatch]], steps: int) -> TrainingSpec:
+    """What a step of a run of so many computes, with `model.remat: auto` replaced.
 
     Raises:
       InputError: a step does not fit a device's memory.
     """
-    model = resolved_model(
+    config, plan = run.config, run.plan.plan
+    model = memory.fitting_model(
         model=config.model,
         parameters=config.parameters,
         optimizer=config.optimizer,
         mesh=config.mesh,
         planning=config.planning,
-        tokens=tokens,
+        tokens=run.tokens,
+        plan=plan,
         shapes=shapes,
-        cluster=cluster,
-        folder=Path(config.run.folder),
+        cluster=run.cluster,
+        folder=run.folder,
     )
-    if (budget := least_budget(model, cluster)) is not None:
-        epoch = plan.epoch(0)
-        require_fit(
-            model=model,
-            tokens=int((epoch.rows * epoch.padded_len).max()),
-            budget=budget,
-            parameters=config.parameters,
-            optimizer=config.optimizer,
-            mesh=config.mesh,
-            replicas=replicas_of(config.mesh),
-            single=config.planning.single_gradient,
-        )
+    by_token = getattr(config.objective, "weighting", "sample") == "token"
+    weight = None  # each step is divided by its own
+    if config.optimizer.gradient_mean != "step" and not by_token:
+        # The mean number of samples of the plan's steps: one that is left out counts like one that
+        # is found to be damaged.
+        weight = float(times_placed(plan.epoch(0)).sum()) / plan.steps_per_epoch
     return training_spec(
         model=model,
         optimizer=config.optimizer,
         objective=config.objective,
         parameters=config.parameters,
         steps=steps,
-        step_weight=_step_weight(config.optimizer, config.objective, plan),
+        step_weight=weight,
     )
 
 
-def _step_weight(optimizer: OptimizerConfig, objective: Objective, plan: Plan) -> float | None:
-    """The mean number of samples of a step; None where each step is divided by its own weight.
-
-    Of the plan's: one that is left out counts like one that is found to be damaged.
-    """
-    by_token = getattr(objective, "weighting", "sample") == "token"
-    if optimizer.gradient_mean == "step" or by_token:
-        return None
-    times = times_placed(plan.epoch(0))
-    return float(times.sum()) / plan.steps_per_epoch
-
-
-def _write_beginning(
-    config: Config, whole: Config, manifest: Manifest, argv: Sequence[str], start: int
-) -> None:
-    """Writes to the run folder what continues the run, what samples need, and what it runs on."""
-    folder = Path(config.run.folder)
-    write_config(config, folder / "config.yaml")
-    if whole.experts is not None:
-        write_config(whole, Path(whole.run.folder) / "config.yaml")
-    facts = {  # which `alload sample` needs of the data, wherever they go
-        "vae_stride": list(manifest.vae_stride),
-        "text_length": manifest.longest_text(),
-        "origin": manifest.origin,
-    }
-    write_json(folder / "data.json", facts)
-    append_environment(folder / "environment.json", list(argv), start)
+def _weights_of_run(config: Config, spec: TrainingSpec, mesh: Mesh, run: str) -> PyTree:
+    """The values of the model in another run's newest checkpoint."""
+    place = Path(run) / restore.CHECKPOINTS
+    return restore.restore_weights(
+        place,
+        restore.find_step(place),
+        config=spec.model,
+        parameters=config.parameters,
+        mesh=mesh,
+        weights="raw" if config.optimizer.ema_decay is None else "ema",
+    ).merged()
 
 
 def _begin(
@@ -498,14 +387,85 @@ def _begin(
     """The state to train from, as `new_state` returns it, and in words where it comes from."""
     if start:
         source = f"checkpoint of step {start} in {run.folder}"
-        restored = state_of_checkpoint(spec, mesh, run, checkpoints, start)
+        restored = restore.state_of_checkpoint(spec, mesh, run, checkpoints, start)
         state, state_to_train = restored, lambda: restored
     else:
         source = run.initial_weights or f"new, drawn with run.seed {run.seed}"
-        state, state_to_train, lacking = new_state(spec, mesh, run, checkpoints)
+        state, state_to_train, lacking = restore.new_state(spec, mesh, run, checkpoints)
         source += f"; {lacking}" if lacking else ""
     trained = describe_trained(state.params, state.frozen, spec.parameters)
     return state, state_to_train, f"{source}; {trained}" if trained else source
+
+
+def _write_beginning(run: _Run, whole: Config, argv: Sequence[str], start: int) -> None:
+    """Writes to the run folder what continues the run, what samples need, and what it runs on."""
+    manifest = run.data.manifest
+    write_config(run.config, run.folder / "config.yaml")
+    if whole.experts is not None:
+        write_config(whole, Path(whole.run.folder) / "config.yaml")
+    facts = {  # which `alload sample` needs of the data, wherever they go
+        "vae_stride": list(manifest.vae_stride),
+        "text_length": manifest.longest_text(),
+        "origin": manifest.origin,
+    }
+    run_files.write_json(run.folder / "data.json", facts)
+    run_files.append_environment(run.folder / "environment.json", list(argv), start)
+
+
+def _callbacks(
+    run: _Run,
+    checkpoints: Checkpoints,
+    log: run_files.MetricsLog,
+    validator: Validator | None,
+    square: float | None,
+    start: int,
+    total: int,
+) -> tuple[list[Callback], Checkpointing, Callable[[], dict[str, float]]]:
+    """What acts beside the steps from `start` to `total`, in order.
+
+    Returns:
+      The callbacks; the one that saves; and what gives the figures of the others for the summary.
+    """
+    config, folder, cluster, mesh = run.config, run.folder, run.cluster, run.mesh
+    bar = ProgressBar("training", total, start)
+    tracker = Trackers(config.trackers, TrackerContext(folder, start, values_of(config)))
+    checkpointing = Checkpointing(checkpoints, config.checkpoint, run.plan)
+    evaluation = Evaluation(config.evaluators, run.writer, config.sampling.seed)
+    validating, speeds = list[Validating](), list[DeviceSpeeds]()
+    if validator:
+        best = BestCheckpoints(folder, config.checkpoint.keep_best, checkpoints, cluster)
+        every, save = config.validation.every, checkpointing.save
+        validating = [Validating(validator, every, log, tracker, bar.say, best, save)]
+    nothing, of_nothing = None, getattr(config.objective, "loss_of_nothing", None)
+    if of_nothing and square is not None:
+        nothing = of_nothing(square, config.model)
+    divergence = Divergence(config.divergence.stop_above, nothing)
+    guard = DivergenceGuard(divergence, checkpoints, run.plan, folder)
+    guard.follow(cluster.broadcast(lambda: log.losses(MOST_FOLLOWED) if start else []))
+    bad_records = run_files.BadRecords(folder / "bad_records.txt", cluster)
+    most_bad = config.data.loader.max_bad_records
+    schedule = learning_rate_schedule(config.optimizer, total)
+    every, progress = config.sampling.every, run.writer.progress(start)
+    # Devices of a CPU share its cores.
+    unlike = ranks_of(mesh) > 1 and mesh.devices.flat[0].platform != "cpu"
+    if unlike and config.planning.recalibrate == "window":
+        speeds = [DeviceSpeeds(run.plan, mesh, cluster, DeviceProbe(mesh, cluster))]
+    callbacks: list[Callback] = [
+        run.watchdog,
+        Telemetry(run.plan, schedule, log, tracker, bad_records, most_bad, bar, guard),
+        LayerLog(folder, config.model, start),
+        *speeds,  # before the state is saved, which then has what they found
+        checkpointing,
+        *validating,
+        Drawing(run.writer, every, tracker, progress),
+        *(each.make(CallbackContext(folder, run.stop)) for each in config.callbacks),
+        evaluation,
+    ]
+
+    def figures() -> dict[str, float]:
+        return evaluation.figures | (validating[0].figures() if validating else {})
+
+    return callbacks, checkpointing, figures
 
 
 def share_comparisons(cluster: Cluster, trace: Callable[[], object]) -> None:
@@ -529,19 +489,13 @@ def share_comparisons(cluster: Cluster, trace: Callable[[], object]) -> None:
 
 
 @waits("for programs to be compiled")
-def _compile(
-    title: str,
-    count: int,
-    compiled: Iterable[str],
-    stop: StopRequest,
-    progress: Callable[[], None],
-) -> None:
-    """Compiles programs until the run is asked to stop; `progress` is called after each."""
+def _compile(run: _Run, title: str, count: int, compiled: Iterable[str]) -> None:
+    """Compiles programs until the run is asked to stop."""
     with ProgressBar(title, count) as bar:
         for name in compiled:
             bar.advance(name)
-            progress()
-            if stop:
+            run.watchdog.progress()
+            if run.stop:
                 break
 
 
@@ -556,20 +510,29 @@ def _show_memory(trainer: Trainer) -> None:
 
 
 def _finish(
-    folder: Path,
     loop: Loop,
-    log: MetricsLog,
-    evaluation: Evaluation,
-    validating: Validating | None,
-    figures: dict[str, float],
+    log: run_files.MetricsLog,
+    figures: Callable[[], dict[str, float]],
+    compiled: tuple[int, float, float],
+    start: int,
     began: float,
 ) -> None:
-    """Draws the last samples, measures them and writes the summary."""
+    """Draws the last samples, measures them and writes the summary.
+
+    `compiled` is the number of programs, the seconds for them, and those until the first step.
+    """
     loop.finish()
     seconds = time.monotonic() - began
     if not first_process():  # another host may not see the last lines of metrics.jsonl
         return
-    measured = evaluation.figures | (validating.figures() if validating else {}) | figures
-    summary = summarise(log.rows, loop.done, measured, peak_memory(), seconds)
-    write_json(folder / "summary.json", summary)
-    print_summary(summary, folder)
+    measured, rows = figures(), log.rows
+    if steps_done := rows[start:]:
+        programs, compile_seconds, ready = compiled
+        measured |= {
+            "programs": programs,
+            "compile_seconds": compile_seconds,
+            "first_step_seconds": ready + steps_done[0]["step_seconds"],
+        }
+    summary = report.summarise(rows, loop.done, measured, run_files.peak_memory(), seconds)
+    run_files.write_json(log.folder / "summary.json", summary)
+    report.print_summary(summary, log.folder)

@@ -13,10 +13,7 @@ _POOL_OF_XLA = 64
 _SHARE = 0.5
 """Of the memory; the rest is for data and for the system."""
 _GIB = 1 << 30
-_LIMITS = (
-    Path("/sys/fs/cgroup/memory.max"),
-    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-)
+_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 """The limit of a container, in bytes, or `max`; in the second and in the first version."""
 _NODES = Path("/dev")
 
@@ -26,7 +23,7 @@ def set_pool() -> None:
 
     The variable in the environment takes precedence. Call it before JAX initializes its devices.
     """
-    usable = int(_usable_bytes() / _GIB)
+    usable = int(_SHARE * host_bytes() / _GIB)
     if usable > _POOL_OF_XLA:
         os.environ.setdefault(POOL, str(usable))
 
@@ -45,7 +42,7 @@ def bytes_of_one(own: int, *, on_gpus: bool) -> float:
       InputError: the environment's limit is no number.
     """
     gpus = sum(each.name[6:].isdigit() for each in _NODES.glob("nvidia*"))
-    budget = _usable_bytes() / max(gpus, own)
+    budget = _SHARE * host_bytes() / max(gpus, own)
     return min(budget, pool_bytes() / own) if on_gpus else budget
 
 
@@ -54,10 +51,6 @@ def host_bytes() -> float:
     memory = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     given = [each.read_text().strip() for each in _LIMITS if each.exists()]
     return min([memory, *(float(limit) for limit in given if limit != "max")])
-
-
-def _usable_bytes() -> float:
-    return _SHARE * host_bytes()
 
 
 def pool_bytes() -> float:
@@ -75,7 +68,7 @@ def pool_bytes() -> float:
 
 OVERLAP_FLAGS = {
     # Starts collectives as early, and waits for them as late, as data dependencies allow.
-    "xla_gpu_enable_latency_hiding_scheduler": "true",
+    "xla_gpu_enable_latency_hiding_scheduler": "true"
 }
 """They overlap collectives with computation."""
 DEFAULT_FLAGS = OVERLAP_FLAGS | {

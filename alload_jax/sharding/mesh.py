@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from alload_jax.errors import InputError, require_positive
+from alload_jax.errors import InputError, require_fields, require_positive
 from alload_jax.planning.plan import Plan
 
 AXES = ("data", "fsdp", "context", "tensor")
@@ -45,8 +45,8 @@ class MeshConfig:
     tensor: int = 1
 
     def __post_init__(self) -> None:
-        if self.data < 1 and self.data != -1:
-            raise InputError(f"mesh.data is {self.data}; it must be at least 1, or -1 for the rest")
+        bound = "at least 1, or -1 for the rest"
+        require_fields("mesh.", self, "data", lambda value: value >= 1 or value == -1, bound)
         require_positive("mesh.", self, *(part.name for part in fields(self)[1:]))
 
 
@@ -166,7 +166,7 @@ def tree_shardings(tree: PyTree, mesh: AnyMesh, rules: Rules) -> PyTree:
                 )
         return NamedSharding(mesh, spec)
 
-    return jax.tree_util.tree_map_with_path(sharding, tree)
+    return jax.tree.map_with_path(sharding, tree)
 
 
 def zero_shardings(
@@ -193,7 +193,7 @@ def zero_shardings(
             split.append(names[0] if len(names) == 1 else names or None)
         return NamedSharding(mesh, PartitionSpec(*split))
 
-    return jax.tree_util.tree_map_with_path(sharding, tree)
+    return jax.tree.map_with_path(sharding, tree)
 
 
 def _first_match(name: str, rules: Rules) -> PartitionSpec:
@@ -267,7 +267,12 @@ def group_meshes(mesh: Mesh, plan: Plan) -> tuple[Mesh, ...]:
         )
     meshes = split_mesh(mesh)
     for number, group in enumerate(meshes):
-        refuse_spanning(number, processes_of(group))
+        if len(spanned := sorted(set(processes_of(group)))) > 1:
+            raise InputError(
+                f"mesh.data makes shape group {number} span processes {spanned}, and "
+                "planning.ranks_mode independent needs every group to lie within one process; make "
+                "fsdp·context·tensor divide the devices of a process, or set ranks_mode synchronous"
+            )
     if plan.shape_groups % len(meshes):
         raise InputError(
             f"planning.ranks_per_group is {plan.group_ranks}, so the plan has "
@@ -281,24 +286,6 @@ def group_meshes(mesh: Mesh, plan: Plan) -> tuple[Mesh, ...]:
 def can_group(mesh: Mesh) -> bool:
     """Whether ranks may have shapes of their own: no shape group spans several processes."""
     return all(len(set(processes_of(group))) == 1 for group in split_mesh(mesh))
-
-
-def refuse_spanning(group: int, processes: Sequence[int]) -> None:
-    """Refuses a shape group whose devices belong to several processes.
-
-    Args:
-      group: number of the group.
-      processes: the process of each of its devices.
-
-    Raises:
-      InputError: they differ.
-    """
-    if len(set(processes)) > 1:
-        raise InputError(
-            f"mesh.data makes shape group {group} span processes {sorted(set(processes))}, and "
-            "planning.ranks_mode independent needs every group to lie within one process; make "
-            "fsdp·context·tensor divide the devices of a process, or set ranks_mode synchronous"
-        )
 
 
 def processes_of(mesh: Mesh) -> list[int]:

@@ -1,9 +1,11 @@
-"""Sections of a config that need no more than values: run, checkpoint, divergence, watchdog."""
+"""Sections of a config that need no more than values: run, checkpoint, validation and others."""
 
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
+from alload_jax.data.sources import SourceConfig
 from alload_jax.errors import InputError, require_fields, require_positive
 
 _DEFAULT_STEPS = 1000
@@ -126,6 +128,80 @@ class CheckpointConfig:
         require_positive("checkpoint.", self, "every", "keep", "keep_every", "keep_best")
         in_time = "a number above 0"
         require_fields("checkpoint.", self, "minutes", lambda value: 0 < value < math.inf, in_time)
+
+
+WeightsKind = Literal["ema", "raw"]
+"""The moving average of the weights, or the latest weights."""
+
+
+@dataclass(frozen=True)
+class ValidationConfig:
+    """Which held-out samples a run is validated on, when and how; none without `folder` or `share`.
+
+    Attributes:
+      folder: data folder of held-out samples, of alload or of another trainer.
+      source: how they are read; null for `data.source`, or else for what the files say.
+      share: share of the samples of data.folder that is held out of training, by their content.
+      every: number of optimizer steps between validations; null for only at the end.
+      noise_levels: σ at which the loss is measured, after any shift, above 0 (data) to 1 (noise).
+      max_samples: number of samples to measure; null for all that are held out.
+      max_shapes: number of the most frequent sizes to measure, each of which needs a program; null
+        for all.
+      weights: `ema` for the moving average of the weights, where there is one, or `raw`.
+      seed: seed of the noise.
+    """
+
+    folder: str | None = None
+    source: SourceConfig | None = None
+    share: float | None = None
+    every: int | None = 500
+    noise_levels: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7, 0.9)
+    max_samples: int | None = 64
+    max_shapes: int | None = 8
+    weights: WeightsKind = "ema"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.folder is not None and self.share is not None:
+            raise InputError(
+                f"validation.folder is {self.folder} and validation.share {self.share}; give one"
+            )
+        bound = "above 0 and below 1"
+        require_fields("validation.", self, "share", lambda value: 0 < value < 1, bound)
+        if self.source is not None and self.folder is None:
+            raise InputError("validation.source is given without validation.folder; add the folder")
+        require_positive("validation.", self, "every", "max_samples", "max_shapes")
+        bound = "from 0 to below 2^32"
+        require_fields("validation.", self, "seed", lambda value: 0 <= value < 2**32, bound)
+        levels = self.noise_levels
+        if not levels:
+            raise InputError("validation.noise_levels is empty; give at least one, such as [0.5]")
+        for level in levels:
+            if not 0 < level <= 1:
+                raise InputError(
+                    f"validation.noise_levels has {level}; levels are above 0 and at most 1"
+                )
+        if len(set(levels)) < len(levels):
+            raise InputError(
+                f"validation.noise_levels is {list(levels)}; leave out levels that are given twice"
+            )
+
+    @property
+    def enabled(self) -> bool:
+        """Whether there are held-out samples."""
+        return self.folder is not None or self.share is not None
+
+    def identity(self) -> dict[str, object]:
+        """What a run keeps when it is continued: which samples are not trained on; often empty."""
+        return {} if self.share is None else {"share": self.share}
+
+
+LOSS = "validation/loss"
+"""Mean over the measured samples and noise levels; the names of its parts begin with it."""
+SAMPLES = "validation/samples"
+"""Number of samples that were measured."""
+MEASURED_SET = "validation/set"
+"""A digest of what is measured: losses of different sets cannot be compared."""
 
 
 RISEN = 2.0

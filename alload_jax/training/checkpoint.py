@@ -2,8 +2,8 @@
 
 import itertools
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -24,9 +24,7 @@ from alload_jax.training.checkpoint_files import (
     check_identity,
     commit_barrier,
     damage,
-    raise_if_lost,
     read_part,
-    reason_of_storage,
     with_samples_of,
     write_checksums,
 )
@@ -265,7 +263,7 @@ class Checkpoints:
             items[BASE] = ocp.args.JsonSave(self.base._asdict())
         if recalibration is not None:
             items[_RECALIBRATION] = ocp.args.JsonSave(recalibration)
-        with self._errors_of_writing():
+        with self._writing():
             self._manager.save(step, args=ocp.args.Composite(**items))
 
     def check_writing(self) -> None:
@@ -274,7 +272,7 @@ class Checkpoints:
         Raises:
           InputError: a checkpoint could not be written.
         """
-        with self._errors_of_writing():
+        with self._writing():
             self._manager.check_for_errors()
 
     def wait(self) -> None:
@@ -283,7 +281,7 @@ class Checkpoints:
         Raises:
           InputError: a checkpoint could not be written.
         """
-        with self._errors_of_writing():
+        with self._writing():
             self._manager.wait_until_finished()
 
     def close(self) -> None:
@@ -295,21 +293,15 @@ class Checkpoints:
         self.wait()
         self._manager.close()
 
-    @contextmanager
-    def _errors_of_writing(self) -> Iterator[None]:
-        """Converts errors of Orbax to InputErrors; Orbax also raises plain Exceptions."""
-        try:
-            yield
-        except InputError:
-            raise
-        except Exception as error:
-            raise_if_lost(self.folder / str(self._last_begun), "wrote it", error)
+    def _writing(self) -> AbstractContextManager[None]:
+        """Converts errors of Orbax to InputErrors."""
+
+        def left() -> str:
             whole = self._manager.latest_step()
-            left = "none is whole" if whole is None else f"the newest whole one is {whole}"
-            raise InputError(
-                f"{self.folder / str(self._last_begun)}: this checkpoint cannot be written "
-                f"({reason_of_storage(error)}), {left}; make room and run the same command again"
-            ) from error
+            return "none is whole" if whole is None else f"the newest whole one is {whole}"
+
+        place = self.folder / str(self._last_begun)
+        return as_input_error(place, "make room and run the same command again", left)
 
 
 def _stored(state: TrainState) -> Json:

@@ -70,7 +70,7 @@ def _sum(value: Array) -> UInt32[Array, ""]:
 
 _COMMUNICATION = re.compile(
     "Gloo|NCCL|coordination service|Connection (?:reset|closed|refused)|DEADLINE_EXCEEDED|"
-    "UNAVAILABLE|Barrier timed out",
+    "UNAVAILABLE|Barrier timed out"
 )
 """Words of errors that say nothing about files."""
 _OS_REASONS = re.compile(
@@ -79,39 +79,37 @@ _OS_REASONS = re.compile(
 )
 
 
-def raise_if_lost(place: Path, doing: str, error: Exception) -> None:
-    """Raises LostConnectionError if an error says nothing about files.
+@contextmanager
+def as_input_error(
+    place: Path, remedy: str, left: Callable[[], str] | None = None
+) -> Iterator[None]:
+    """Converts errors of Orbax to InputErrors; Orbax also raises plain Exceptions.
 
     Args:
       place: folder of the checkpoint.
-      doing: what the processes did, such as `read it`.
-      error: what Orbax has raised.
+      remedy: what to do, for the message.
+      left: says which checkpoints are whole where this one is written; None where it is read.
+
+    Raises:
+      InputError: the checkpoint cannot be read or written.
+      LostConnectionError: the error says nothing about files.
     """
-    if _COMMUNICATION.search(str(error)):
-        reason = first_line(error)
-        raise LostConnectionError(
-            f"{place}: the processes lost each other while they {doing} ({reason}); start all "
-            "processes again"
-        ) from error
-
-
-def reason_of_storage(error: Exception) -> str:
-    """What the operating system said, out of the lines of Orbax and TensorStore."""
-    found = _OS_REASONS.search(str(error))
-    return found[0] if found else first_line(error)[:200]
-
-
-@contextmanager
-def as_input_error(place: Path, remedy: str) -> Iterator[None]:
-    """Converts errors of Orbax to InputErrors; Orbax also raises plain Exceptions."""
     try:
         yield
     except InputError:
         raise
     except Exception as error:
         reason = first_line(error)
-        raise_if_lost(place, "read it", error)
-        raise InputError(f"{place}: this checkpoint cannot be read ({reason}); {remedy}") from error
+        if _COMMUNICATION.search(str(error)):
+            raise LostConnectionError(
+                f"{place}: the processes lost each other while they {'wrote' if left else 'read'} "
+                f"it ({reason}); start all processes again"
+            ) from error
+        problem = f"cannot be read ({reason})"
+        if left is not None:
+            found = _OS_REASONS.search(str(error))  # out of the lines of Orbax and TensorStore
+            problem = f"cannot be written ({found[0] if found else reason[:200]}), {left()}"
+        raise InputError(f"{place}: this checkpoint {problem}; {remedy}") from error
 
 
 def read_part(place: Path, name: str, remedy: str) -> Json:
@@ -129,10 +127,7 @@ _DATA = "data"
 
 
 def check_identity(
-    place: Path,
-    found: Json,
-    identity: Json,
-    defaults: Mapping[str, object],
+    place: Path, found: Json, identity: Json, defaults: Mapping[str, object]
 ) -> None:
     """Checks that a checkpoint belongs to a run.
 

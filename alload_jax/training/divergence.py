@@ -203,9 +203,8 @@ class DivergenceGuard:
             if self._warned:
                 _say(f"step {number + 1}: losses and gradients are back at their usual size")
             self._since, self._warned = None, False
-        elif (
-            self._divergence.suspected and self._since is None
-        ):  # before newer checkpoints take the place of that one
+        elif self._divergence.suspected and self._since is None:
+            # Before newer checkpoints take the place of that one.
             self._since = number + 1 - self._divergence.suspected
             self._kept = self._checkpoints.hold(self._since)
         if found is None:

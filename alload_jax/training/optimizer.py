@@ -12,8 +12,9 @@ from jax.tree_util import KeyPath
 from optax.contrib import ScheduleFreeState
 
 from alload_jax.errors import InputError, require_fields, require_positive
+from alload_jax.models.common.lora import check_patterns
 from alload_jax.sharding.mesh import path_name
-from alload_jax.training.parameters import check_patterns, matches, require_match
+from alload_jax.training.parameters import matches, require_match
 from alload_jax.training.update_rules import WITHOUT_MU_DTYPE, OptimizerName, update_rule
 
 ScheduleName = Literal["cosine", "constant", "linear", "wsd"]
@@ -210,11 +211,7 @@ class OptimizerConfig:
         for names, holds, bound in (
             ("learning_rate clip_norm clip_value eps", lambda value: value > 0, "above 0"),
             ("beta1 beta2 ema_decay", lambda value: 0 <= value < 1, "from 0 to below 1"),
-            (
-                "weight_decay final_fraction warmup_steps",
-                lambda value: value >= 0,
-                "0 or more",
-            ),
+            ("weight_decay final_fraction warmup_steps", lambda value: value >= 0, "0 or more"),
             ("skip_above", lambda value: value > 1, "above 1, such as 5, or null"),
             ("decay_fraction", lambda value: 0 < value <= 1, "above 0 and at most 1"),
         ):
@@ -350,7 +347,7 @@ def group_of(name: str, groups: Sequence[OptimizerGroup]) -> int | None:
 
 def _labels(params: optax.Params, groups: tuple[OptimizerGroup, ...]) -> optax.Params:
     """Returns the label of each parameter: the number of its group, or `_MAIN`."""
-    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
+    leaves = jax.tree.flatten_with_path(params)[0]
     names = [path_name(path) for path, _ in leaves]
     for group in groups:
         for pattern in group.parameters:
@@ -360,7 +357,7 @@ def _labels(params: optax.Params, groups: tuple[OptimizerGroup, ...]) -> optax.P
         group = group_of(path_name(path), groups)
         return _MAIN if group is None else str(group)
 
-    return jax.tree_util.tree_map_with_path(label, params)
+    return jax.tree.map_with_path(label, params)
 
 
 def update_ema(

@@ -10,19 +10,8 @@ import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from alload_jax.errors import InputError
-from alload_jax.models.common.lora import ADAPTER, LORA_PATTERN
+from alload_jax.models.common.lora import ADAPTER, LORA_PATTERN, check_patterns
 from alload_jax.models.common.stored import SCALE, VALUES, StoredDtype, is_stacked, stored_tree
-
-
-def check_patterns(place: str, patterns: Sequence[str]) -> None:
-    """Raises InputError if a pattern is not a regular expression."""
-    for pattern in patterns:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise InputError(
-                f"{place}: {pattern!r} is not a regular expression ({error}); fix it"
-            ) from error
 
 
 @dataclass(frozen=True)

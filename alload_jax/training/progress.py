@@ -40,23 +40,19 @@ class ProgressBar:
             )
             self._task = self._live.add_task(title, total=total, completed=done, note="")
 
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def start(self) -> None:
+    def start(self) -> Self:
         """Shows the bar."""
         self._began = self._last_line = time.monotonic()
         if self._live:
             self._live.start()
+        return self
 
-    def stop(self) -> None:
+    def stop(self, *_: object) -> None:
         """Removes the bar from the terminal's live area."""
         if self._live:
             self._live.stop()
+
+    __enter__, __exit__ = start, stop
 
     def advance(self, note: str) -> None:
         """Advances by one step; `note` is shown beside the progress."""

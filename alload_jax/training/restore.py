@@ -28,12 +28,11 @@ from alload_jax.models.families import (
     abstract_model,
     config_from_fields,
     family_of,
-    read_model_config,
 )
 from alload_jax.models.weights import load_weights, read_transformer, require_same_architecture
 from alload_jax.processes import waits
 from alload_jax.sharding.mesh import MeshConfig, make_mesh, on_device
-from alload_jax.training import RunConfig
+from alload_jax.training import RunConfig, WeightsKind
 from alload_jax.training.checkpoint import Checkpoints, best_step
 from alload_jax.training.checkpoint_files import (
     BASE,
@@ -66,9 +65,6 @@ from alload_jax.training.state import (
 
 CHECKPOINTS = "checkpoints"
 """Folder of the checkpoints in a run folder."""
-
-WeightsKind = Literal["ema", "raw"]
-"""The moving average of the weights, or the latest weights."""
 
 StepChoice = int | Literal["best"] | None
 """A step, the best one, or None for the newest."""
@@ -228,11 +224,8 @@ def given_parameters(
 
     if is_run(place):
         return _of_run(place, config, parameters, mesh, wanted)
-    described = place / "config.json"
-    if described.is_file():
-        require_same_architecture(config, read_model_config(described), place)
-    elif place.is_file() and (model := described_model(place)) is not None:
-        require_same_architecture(config, model, place)  # heads, which no shape tells
+    if (model := described_model(place)) is not None:
+        require_same_architecture(config, model, place)  # heads, too, which no shape tells
     return load_weights(place, config, mesh, parameters.dtype_of, wanted, parameters.to_host)
 
 

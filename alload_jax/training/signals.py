@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
-from typing import Self
+from typing import Any, Self
 
 from alload_jax.distributed.initialize import on_signals
 from alload_jax.errors import Terminated, print_stderr
@@ -120,7 +120,7 @@ def silence_threads() -> None:
     """
     for name in ("absl", "asyncio"):
         logging.getLogger(name).addFilter(_is_worth_saying)
-    main, of_threads, of_destructors = sys.excepthook, threading.excepthook, sys.unraisablehook
+    main = sys.excepthook
 
     def excepthook(
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
@@ -128,16 +128,11 @@ def silence_threads() -> None:
         if threading.current_thread() is threading.main_thread() or not _of_library(traceback):
             main(kind, error, traceback)
 
-    def of_thread(given: threading.ExceptHookArgs) -> None:
-        if not _of_library(given.exc_traceback):
-            of_threads(given)
+    def of_others(hook: Callable[[Any], object]) -> Callable[[Any], object]:
+        return lambda given: None if _of_library(given.exc_traceback) else hook(given)
 
-    def of_destructor(given: "sys.UnraisableHookArgs") -> None:
-        if not _of_library(given.exc_traceback):
-            of_destructors(given)
-
-    sys.excepthook, threading.excepthook = excepthook, of_thread
-    sys.unraisablehook = of_destructor
+    sys.excepthook, threading.excepthook = excepthook, of_others(threading.excepthook)
+    sys.unraisablehook = of_others(sys.unraisablehook)
 
 
 def leave(status: int) -> None:

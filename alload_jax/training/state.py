@@ -198,7 +198,7 @@ def _made(make: Callable[..., PyTree], shardings: PyTree, params: PyTree) -> PyT
     passing = {name: value for name, value in flat.items() if in_host_memory(value)}
 
     def without(made: PyTree) -> PyTree:
-        return jax.tree_util.tree_map_with_path(
+        return jax.tree.map_with_path(
             lambda path, leaf: None if _of_frozen(path) in passing else leaf, made
         )
 
@@ -208,7 +208,7 @@ def _made(make: Callable[..., PyTree], shardings: PyTree, params: PyTree) -> PyT
 
     given = {name: value for name, value in flat.items() if name not in passing}
     run = jax.jit(program, out_shardings=without(shardings), donate_argnums=0)
-    return jax.tree_util.tree_map_with_path(
+    return jax.tree.map_with_path(
         lambda path, leaf: passing.get(_of_frozen(path), leaf),
         run(unflatten_dict(given, sep="/")),
         is_leaf=lambda leaf: leaf is None,
@@ -237,7 +237,7 @@ def frozen_shardings(
         return sharding.with_memory_kind(HOST_MEMORY) if to_host else sharding
 
     shardings = tree_shardings(frozen, mesh, rules)
-    return jax.tree_util.tree_map_with_path(placed, frozen, shardings)
+    return jax.tree.map_with_path(placed, frozen, shardings)
 
 
 def with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:
@@ -287,7 +287,7 @@ def optimizer_shardings(opt_state: PyTree, mesh: Mesh, rules: Rules) -> PyTree:
         return NamedSharding(mesh, PartitionSpec(parts))
 
     shardings = zero_shardings(opt_state, mesh, rules)
-    return jax.tree_util.tree_map_with_path(sharding, opt_state, shardings)
+    return jax.tree.map_with_path(sharding, opt_state, shardings)
 
 
 def weights_shardings(

@@ -22,12 +22,7 @@ from alload_jax.data.batch import AnyBatch
 from alload_jax.models.common.lora import dropout_keys
 from alload_jax.models.common.parts import ACCUMULATION, OBJECTIVE, OPTIMIZER, Auxiliary
 from alload_jax.models.common.stored import with_slots
-from alload_jax.models.families import (
-    compiler_options,
-    family_of,
-    gradient_dtypes,
-    training_graph,
-)
+from alload_jax.models.families import compiler_options, family_of, gradient_dtypes, training_graph
 from alload_jax.objectives import LossSums
 from alload_jax.sharding.mesh import (
     GROUP_AXIS,
@@ -121,14 +116,11 @@ def accumulation(spec: TrainingSpec, mesh: AnyMesh, *, single: bool) -> Accumula
         return sums_of(params, weights, *others)
 
     def accumulate(
-        weights: Weights,
-        accumulator: GradientAccumulator,
-        batch: AnyBatch,
-        key: jax.Array,
+        weights: Weights, accumulator: GradientAccumulator, batch: AnyBatch, key: jax.Array
     ) -> GradientAccumulator:
         gradient = jax.value_and_grad(sums_at, has_aux=True)
         run_key = jax.random.wrap_key_data(key)
-        inputs = jax.tree_util.tree_map_with_path(
+        inputs = jax.tree.map_with_path(
             lambda path, grad, value: grad if path_name(path) in narrow else value,
             accumulator.grads,
             weights.params,
@@ -248,11 +240,7 @@ def apply_gradients(
         (state.params, state.ema, state.opt_state, state.variables),
     )
     after = state._replace(
-        step=state.step + finite,
-        params=params,
-        ema=ema,
-        opt_state=opt_state,
-        variables=variables,
+        step=state.step + finite, params=params, ema=ema, opt_state=opt_state, variables=variables
     )
     before, now = skipped_updates(state.opt_state), skipped_updates(opt_state)
     if before is not None and now is not None:
@@ -291,7 +279,7 @@ def zero_accumulator(
     def make() -> GradientAccumulator:
         zero = jnp.zeros(lead)
         return GradientAccumulator(
-            jax.tree_util.tree_map_with_path(
+            jax.tree.map_with_path(
                 lambda path, value: jnp.zeros(
                     (*lead, *value.shape), narrow.get(path_name(path), spec.accumulate_dtype)
                 ),

@@ -29,7 +29,13 @@ from alload_jax.sharding.mesh import (
     part_of_group,
     replicated,
 )
-from alload_jax.training.state import TrainingSpec, TrainState, Weights, weights_shardings
+from alload_jax.training.state import (
+    TrainingSpec,
+    TrainState,
+    Weights,
+    weights_shardings,
+    with_shardings,
+)
 from alload_jax.training.step import (
     GradientAccumulator,
     Metrics,
@@ -81,10 +87,7 @@ class Trainer:
         )
         self._empty = make_is_finite(spec, mesh, grouped=grouped)
         self._accumulate = make_accumulate(
-            spec,
-            groups[0].abstract_mesh if grouped else mesh,
-            single=self._single,
-            grouped=grouped,
+            spec, groups[0].abstract_mesh if grouped else mesh, single=self._single, grouped=grouped
         )
         # Weights, sums and key by mesh; the sums of a group are [1, ...].
         self._local: dict[Mesh, tuple[Weights, GradientAccumulator, jax.Array]] = {}
@@ -154,15 +157,8 @@ class Trainer:
         loading = ThreadPoolExecutor(max_workers=os.cpu_count())
 
         def compile_for(mesh: Mesh, shape: AnyBatch) -> Compiled:
-            weights, sums, key = self._local[mesh]
-            if self._groups:
-                weights, sums, key = jax.tree.map(
-                    lambda part, sharding: jax.ShapeDtypeStruct(
-                        part.shape, part.dtype, sharding=sharding
-                    ),
-                    self._local[mesh],
-                    self._parts[mesh],
-                )
+            given = self._local[mesh]
+            weights, sums, key = with_shardings(given, self._parts[mesh]) if self._groups else given
             return self._accumulate.lower(weights, sums, on_mesh(shape, mesh), key).compile()
 
         def compile_one(shape: AnyBatch) -> dict[Mesh, Compiled]:

@@ -15,16 +15,13 @@ from jax.stages import Compiled
 
 from alload_jax.data.batch import AnyBatch, Batch
 from alload_jax.data.condition import form_for
+from alload_jax.errors import out_of_memory
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.common.embedding import ConditionTokens
 from alload_jax.models.common.segments import Segments
-from alload_jax.models.families import (
-    abstract_model,
-    family_of,
-)
+from alload_jax.models.families import abstract_model, family_of
 from alload_jax.planning.remat import LADDER, RematPolicy
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
-from alload_jax.training.device_memory import out_of_memory
 from alload_jax.training.optimizer import OptimizerConfig
 from alload_jax.training.parameters import ALL_TRAINED, ParametersConfig
 from alload_jax.training.state import TrainingSpec, TrainState, init_state, training_spec

@@ -290,7 +290,7 @@ def _prodigy(
 
 def decays(params: optax.Params) -> optax.Params:
     """Marks the matrices, which decay; biases, norms, embeddings and modulation do not."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: _is_matrix(path), params)
+    return jax.tree.map_with_path(lambda path, _: _is_matrix(path), params)
 
 
 def _is_matrix(path: KeyPath) -> bool:
@@ -307,7 +307,7 @@ def _of_matrices(
     """`rule` for the matrices that it takes, and `other` for what else there is."""
 
     def labels(params: optax.Params) -> optax.Params:
-        return jax.tree_util.tree_map_with_path(
+        return jax.tree.map_with_path(
             lambda path, leaf: label if _is_matrix(path) and takes(leaf) else other_label, params
         )
 
@@ -329,8 +329,7 @@ def _scale_by_factored_rms() -> optax.GradientTransformation:
             return *(jnp.zeros_like(leaf.mean(axis)) for axis in axes), none
 
         return optax.FactoredState(
-            jnp.zeros((), jnp.int32),
-            *_apart(params, jax.tree_util.tree_map_with_path(moments, params)),
+            jnp.zeros((), jnp.int32), *_apart(params, jax.tree.map_with_path(moments, params))
         )
 
     def update(
@@ -354,7 +353,7 @@ def _scale_by_factored_rms() -> optax.GradientTransformation:
                 grad = grad * jnp.expand_dims(jax.lax.rsqrt(factor), axis)
             return grad, rows, columns, moments[2]
 
-        found = jax.tree_util.tree_map_with_path(moved, grads, *state[1:])
+        found = jax.tree.map_with_path(moved, grads, *state[1:])
         updates, *moments = _apart(grads, found)
         return updates, optax.FactoredState(optax.safe_increment(state.count), *moments)
 
@@ -386,4 +385,4 @@ def _clip_matrix_rms(updates: optax.Updates, params: optax.Params) -> optax.Para
         rms = jnp.sqrt(jnp.mean(jnp.square(update), axis=axes, keepdims=True))
         return update / jnp.maximum(1.0, rms)
 
-    return jax.tree_util.tree_map_with_path(clip, updates)
+    return jax.tree.map_with_path(clip, updates)

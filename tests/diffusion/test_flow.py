@@ -20,7 +20,7 @@ from alload_jax.diffusion.timesteps import (
 from alload_jax.errors import InputError
 from alload_jax.models.common.parts import Output
 from alload_jax.models.wan.transformer import WanConfig
-from alload_jax.objectives.flow_matching import FlowMatching, noised
+from alload_jax.objectives import FlowMatching, noised
 from alload_jax.planning.factory import make_plan
 from alload_jax.planning.settings import PlanningConfig
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from alload_jax.distributed import heartbeat as heartbeat_module
+from alload_jax.distributed import cluster as cluster_module
+from alload_jax.distributed.cluster import Heartbeat, Message, parse_message
 from alload_jax.distributed.coordination import ProcessInfo
-from alload_jax.distributed.heartbeat import Heartbeat, Message, parse_message
 from alload_jax.errors import InputError, LostConnectionError
 
 LOST_AFTER = 30.0
@@ -48,9 +48,9 @@ class FakeCluster:
             n: {"host": f"h{n}", "sequence": 0} for n in range(num_processes) if n != process_id
         }
         idle = SimpleNamespace(start=lambda: None, join=lambda: None)
-        monkeypatch.setattr(heartbeat_module, "Thread", lambda **_: idle)
+        monkeypatch.setattr(cluster_module, "Thread", lambda **_: idle)
         clock = SimpleNamespace(monotonic=lambda: self.now, sleep=self.advance)
-        monkeypatch.setattr(heartbeat_module, "time", clock)
+        monkeypatch.setattr(cluster_module, "time", clock)
         process = ProcessInfo("h0:1", num_processes, process_id)
         self.heartbeat = Heartbeat(self.store, process, LOST_AFTER)
 
@@ -171,8 +171,8 @@ def test_a_process_that_another_ends_says_so_before_it_exits(cluster, monkeypatc
     def started_at_once(target, daemon):
         return SimpleNamespace(start=target, join=lambda seconds: None)
 
-    monkeypatch.setattr(heartbeat_module, "Thread", started_at_once)
-    monkeypatch.setattr(heartbeat_module.os, "_exit", end)
+    monkeypatch.setattr(cluster_module, "Thread", started_at_once)
+    monkeypatch.setattr(cluster_module.os, "_exit", end)
     cluster.others[0] |= {"state": "failed", "reason": "disk full"}
     cluster.advance(LOST_AFTER)
     cluster.heartbeat._interval = 0.01
@@ -194,7 +194,7 @@ def test_an_error_that_follows_once_the_cause_is_told_is_not_told_too(cluster):
 
 def test_an_error_of_jax_s_service_ends_a_process_that_has_none_of_its_own(cluster, monkeypatch):
     noted = threading.Event()
-    monkeypatch.setattr(heartbeat_module, "SERVICE_FAILED", noted)
+    monkeypatch.setattr(cluster_module, "SERVICE_FAILED", noted)
     assert cluster.failure() == ""
     noted.set()
     assert cluster.failure().startswith("JAX's coordination service ended the run, as it does ")
@@ -204,7 +204,7 @@ def test_an_error_of_jax_s_service_ends_a_process_that_has_none_of_its_own(clust
 
 def test_process_0_exits_last(monkeypatch):
     statuses = []
-    monkeypatch.setattr(heartbeat_module.os, "_exit", statuses.append)
+    monkeypatch.setattr(cluster_module.os, "_exit", statuses.append)
     for process, ended, expected in ((0, True, 0), (0, False, LOST_AFTER), (1, False, 0)):
         cluster = FakeCluster(monkeypatch, process_id=process)
         cluster.others[2] |= {"state": "exited"}
@@ -271,7 +271,7 @@ def test_a_process_that_gives_up_lets_one_that_holds_it_up_say_so_first(cluster)
     cluster.heartbeat.step = 7
     cluster.others[0]["step"], cluster.others[2]["step"] = 7, 6
     cluster.advance(INTERVAL)
-    assert cluster.seconds_of(cluster.heartbeat.give_up, "no progress") > heartbeat_module._GRACE
+    assert cluster.seconds_of(cluster.heartbeat.give_up, "no progress") > cluster_module._GRACE
     own = cluster.own()
     assert (own.state, own.reason, own.step) == ("failed", "no progress", 7)
     cluster.others[2]["step"] = 7

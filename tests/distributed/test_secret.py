@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from patience import PATIENCE, wait_until
 
-from alload_jax.distributed import key_value_store
-from alload_jax.distributed.key_value_store import (
+from alload_jax.distributed import coordination
+from alload_jax.distributed.coordination import (
     LONGEST_TEXT,
     SECRET_NAME,
     KeyValueStore,
@@ -66,7 +66,7 @@ def test_long_texts_are_neither_sent_nor_read(monkeypatch):
     assert seal.open("key", sealed) == longest
     with pytest.raises(ValueError, match="at most"):
         seal.close("key", longest + "x")
-    monkeypatch.setattr(key_value_store, "LONGEST_TEXT", LONGEST_TEXT - 1)
+    monkeypatch.setattr(coordination, "LONGEST_TEXT", LONGEST_TEXT - 1)
     assert seal.open("key", sealed) is None
 
 
@@ -83,7 +83,7 @@ def test_values_of_strangers_end_nothing():
 
 
 def test_a_wait_goes_on_until_a_process_of_the_run_writes(monkeypatch):
-    monkeypatch.setattr(key_value_store, "_FORGED_SECONDS", 0.01)
+    monkeypatch.setattr(coordination, "_FORGED_SECONDS", 0.01)
     client, seal = Client(), Seal(b"secret")
     client.values["alload/broadcast/1"] = "forged"
     found, store = [], KeyValueStore(seal, client)
@@ -133,9 +133,9 @@ def test_processes_agree_on_a_secret_that_is_not_told(tmp_path):
 
 
 def test_a_folder_that_is_not_shared_ends_all_with_one_reason(tmp_path, monkeypatch):
-    monkeypatch.setattr(key_value_store, "_READ_SECONDS", 0.0)
-    read = key_value_store.read_secret
-    monkeypatch.setattr(key_value_store, "read_secret", lambda *given: read(*given, 0.1))
+    monkeypatch.setattr(coordination, "_READ_SECONDS", 0.0)
+    read = coordination.read_secret
+    monkeypatch.setattr(coordination, "read_secret", lambda *given: read(*given, 0.1))
     (tmp_path / "file").write_text("")
     a, b, file = (tmp_path / name for name in ("a", "b", "file"))
     for folders, begin in (

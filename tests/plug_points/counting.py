@@ -11,8 +11,7 @@ import numpy as np
 from alload_jax.data.store import StoreWriter
 from alload_jax.diffusion.timesteps import TimestepConfig
 from alload_jax.errors import InputError
-from alload_jax.objectives import LossSums
-from alload_jax.objectives.flow_matching import FlowMatching
+from alload_jax.objectives import FlowMatching, LossSums
 from alload_jax.training.callbacks import Callback
 
 

@@ -10,8 +10,7 @@ import pytest
 from alload_jax.data.datasets.digits import DIGIT, load_digits
 from alload_jax.errors import InputError
 from alload_jax.models.wan.transformer import WanConfig
-from alload_jax.sampling.evaluators import Drawing
-from alload_jax.sampling.evaluators.digits import DigitAccuracy, DigitMotion, jerk_over_travel
+from alload_jax.sampling.evaluators import DigitAccuracy, DigitMotion, Drawing, jerk_over_travel
 
 IMAGES, LABELS = load_digits()
 MEANS = np.stack([IMAGES[digit == LABELS].mean(axis=0) for digit in range(10)])

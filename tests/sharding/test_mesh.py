@@ -11,7 +11,7 @@ from alload_jax.data.collate import HostStep
 from alload_jax.data.loader import place_ahead
 from alload_jax.errors import InputError
 from alload_jax.models.wan.transformer import WanConfig
-from alload_jax.objectives.flow_matching import FlowMatching
+from alload_jax.objectives import FlowMatching
 from alload_jax.sharding.mesh import MeshConfig, local_plan_ranks, make_mesh, ranks_of
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.state import TrainingSpec, init_state

@@ -10,7 +10,7 @@ from alload_jax.data.condition import conditions_for
 from alload_jax.data.loader import place_ahead
 from alload_jax.data.store import StoreReader
 from alload_jax.models.wan.transformer import WanConfig
-from alload_jax.objectives.flow_matching import FlowMatching
+from alload_jax.objectives import FlowMatching
 from alload_jax.planning.factory import make_plan
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.sharding.mesh import MeshConfig, group_meshes, local_plan_ranks, make_mesh

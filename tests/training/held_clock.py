@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from alload_jax.processes import quiet_imports
 
 with quiet_imports():
-    from alload_jax.distributed import heartbeat
+    from alload_jax.distributed import cluster
     from alload_jax.run import entry
     from alload_jax.training.callbacks.watchdog import Watchdog
 
@@ -27,7 +27,7 @@ class Clock:
 
 
 clock = Clock()
-heartbeat.time = SimpleNamespace(monotonic=clock, sleep=time.sleep)
+cluster.time = SimpleNamespace(monotonic=clock, sleep=time.sleep)
 Watchdog.__init__.__defaults__ = (clock, os._exit)
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from alload_jax.data.store import StoreReader, StoreWriter
 from alload_jax.diffusion.timesteps import TimestepConfig
 from alload_jax.models.families import abstract_model
 from alload_jax.models.wan.transformer import WanConfig
-from alload_jax.objectives.flow_matching import FlowMatching
+from alload_jax.objectives import FlowMatching
 from alload_jax.planning.factory import make_plan
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.sharding.mesh import MeshConfig, batch_sharding, make_mesh

@@ -22,7 +22,7 @@ from alload_jax.data.store import StoreReader, StoreWriter
 from alload_jax.distributed.cluster import Cluster
 from alload_jax.errors import InputError
 from alload_jax.models.wan.transformer import WanConfig
-from alload_jax.objectives.flow_matching import FlowMatching
+from alload_jax.objectives import FlowMatching
 from alload_jax.planning.factory import make_plan
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.sharding.mesh import group_meshes, local_plan_ranks

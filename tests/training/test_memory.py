@@ -18,23 +18,25 @@ from alload_jax.models.common.config import TextConfig
 from alload_jax.models.common.lora import LoraConfig
 from alload_jax.models.families import abstract_model, gradient_dtypes
 from alload_jax.models.wan.transformer import WanConfig
-from alload_jax.objectives.flow_matching import FlowMatching
+from alload_jax.objectives import FlowMatching
 from alload_jax.planning.analytic import ALL_TRAINED, GRADIENT_BYTES, state_bytes
 from alload_jax.planning.remat import LADDER
 from alload_jax.run import training
 from alload_jax.run.training import share_comparisons
 from alload_jax.sharding.mesh import MeshConfig
 from alload_jax.training import trial_step
-from alload_jax.training.device_memory import (
+from alload_jax.training.memory import (
     STATE_REMEDY,
     RunMemory,
-    in_words,
     memory_named,
+    replicas_of,
+    require_fit,
     run_memory,
+    size_in_words,
+    trained_of,
 )
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.parameters import ParametersConfig
-from alload_jax.training.remat_choice import replicas_of, require_fit, trained_of
 from alload_jax.training.state import TrainingSpec, TrainState, abstract_state
 from pallas_kernels.first_use import COMPARISONS
 
@@ -256,7 +258,7 @@ def test_it_warns_where_a_step_is_larger_than_the_host_or_the_device():
 
 def test_sizes_are_written_in_the_unit_that_suits_them():
     sizes = (142_600_000_000, 1_000_000_000, 2e6)
-    assert [in_words(size) for size in sizes] == ["142.6 GB", "1.0 GB", "2.0 MB"]
+    assert [size_in_words(size) for size in sizes] == ["142.6 GB", "1.0 GB", "2.0 MB"]
 
 
 # ---------------------------------------------------------------- what layers keep

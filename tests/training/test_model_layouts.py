@@ -43,7 +43,7 @@ from alload_jax.models.families import abstract_model, build_model
 from alload_jax.models.hunyuan_video.transformer import HunyuanVideoConfig
 from alload_jax.models.hunyuan_video.transformer_13b import HunyuanVideo13bConfig
 from alload_jax.models.wan.transformer import WanConfig
-from alload_jax.objectives.flow_matching import FlowMatching, noised
+from alload_jax.objectives import FlowMatching, noised
 from alload_jax.sharding.mesh import ranks_of
 from alload_jax.training.state import Weights, init_state
 from alload_jax.training.trial_step import random_batch

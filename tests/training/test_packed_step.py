@@ -27,7 +27,7 @@ from layouts import (
 from alload_jax.config import Config, DataConfig, RunConfig
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import TextConfig
-from alload_jax.objectives.flow_matching import noised
+from alload_jax.objectives import noised
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.sharding.mesh import MeshConfig, local_plan_ranks, ranks_of
 

@@ -38,8 +38,8 @@ from alload_jax.planning.settings import PlanningConfig
 from alload_jax.planning.stream import Chunk, StreamPlan
 from alload_jax.planning.workloads import make_workload
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
-from alload_jax.training.callbacks import speeds
-from alload_jax.training.callbacks.speeds import DeviceSpeeds
+from alload_jax.training.callbacks import telemetry
+from alload_jax.training.callbacks.telemetry import DeviceSpeeds
 from alload_jax.training.run_plan import RunPlan, first_layers, run_costs, sparse_layers
 
 PLANNED = QuadraticCost(0.05, 1.7e-5, 1.0e-9, 5e-4)
@@ -461,7 +461,7 @@ def test_slow_devices_are_found_and_named_once(planning, capsys, monkeypatch):
         now[0] += 0.01
         return [1.0] * 4
 
-    monkeypatch.setattr(speeds, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(telemetry, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     found = DeviceSpeeds(run, mesh, cluster, probe)
     loop = SimpleNamespace(done=5)
     found.on_start(loop)
@@ -481,9 +481,9 @@ def test_slow_devices_are_found_and_named_once(planning, capsys, monkeypatch):
 
 
 def test_devices_do_the_same_work_each_by_itself(monkeypatch):
-    monkeypatch.setattr(speeds, "_WIDTH", 32)
+    monkeypatch.setattr(telemetry, "_WIDTH", 32)
     mesh = make_mesh(MeshConfig(data=jax.device_count()))
-    measured = speeds.DeviceProbe(mesh, Cluster())
+    measured = telemetry.DeviceProbe(mesh, Cluster())
     for _ in range(2):
         found = measured()
         assert len(found) == jax.device_count()

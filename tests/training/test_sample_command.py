@@ -24,7 +24,7 @@ from alload_jax.diffusion.timesteps import TimestepConfig
 from alload_jax.models.common.config import TextConfig
 from alload_jax.models.wan.transformer import WanConfig
 from alload_jax.models.weights import load_weights
-from alload_jax.objectives.flow_matching import FlowMatching
+from alload_jax.objectives import FlowMatching
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.sampling import flow
 from alload_jax.sampling.config import SamplingConfig

@@ -22,7 +22,8 @@ from alload_jax.errors import InputError
 from alload_jax.planning.factory import make_plan
 from alload_jax.planning.policies.policy import RankTopology
 from alload_jax.planning.settings import PlanningConfig
-from alload_jax.sharding.mesh import group_meshes, refuse_spanning
+from alload_jax.sharding import mesh as mesh_module
+from alload_jax.sharding.mesh import group_meshes
 from alload_jax.training.state import init_state
 from alload_jax.training.step import make_accumulate, make_update, zero_accumulator
 
@@ -125,14 +126,16 @@ def test_one_group_or_packed_rows_need_no_groups(manifest):
     assert group_meshes(mesh, plan) == ()
 
 
-def test_mismatches_are_refused_in_one_line(manifest):
+def test_mismatches_are_refused_in_one_line(manifest, monkeypatch):
     with pytest.raises(InputError, match=r"ranks_per_group is 1, not a multiple of the 2 ranks"):
         group_meshes(mesh_of(4, fsdp=2), plan_for(manifest, 4))
     with pytest.raises(InputError, match=r"has 2 shape groups, which mesh.data = 4 does not"):
         group_meshes(mesh_of(4), plan_for(manifest, 2, 2))
-    with pytest.raises(InputError, match=r"shape group 1 span processes \[2, 3\]"):
-        refuse_spanning(1, [2, 3, 2, 3])
-    refuse_spanning(0, [1, 1])
+    with monkeypatch.context() as patched:
+        found = iter([[1, 1], [2, 3, 2, 3]])
+        patched.setattr(mesh_module, "processes_of", lambda _: next(found))
+        with pytest.raises(InputError, match=r"shape group 1 span processes \[2, 3\]"):
+            group_meshes(mesh_of(4), plan_for(manifest, 4))
     with pytest.raises(InputError, match=r"ranks_per_group is 3, which does not divide"):
         RankTopology(4, "independent", ranks_per_group=3)
 

@@ -13,7 +13,7 @@ from layouts import OBJECTIVE, disturbed, mesh_of
 
 from alload_jax.data.batch import Batch
 from alload_jax.models.families import gradient_dtypes
-from alload_jax.objectives.flow_matching import noised
+from alload_jax.objectives import noised
 from alload_jax.sharding.mesh import path_name
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.state import TrainingSpec, init_state

@@ -2,6 +2,7 @@
 
 import importlib.util
 import io
+import json
 import struct
 import sys
 import threading
@@ -158,11 +159,9 @@ class Placed(TrackedRun):
     """A service that names its runs after the place; `known` is what it was asked to continue."""
 
     def __init__(self, place, folder, resumed_at):
-        super().__init__(None, TrackerContext(folder, resumed_at, VALUES))
+        config = SimpleNamespace(place=place) if isinstance(place, str) else place
+        super().__init__(config, TrackerContext(folder, resumed_at, VALUES))
         self.place = place
-
-    def _place(self):
-        return self.place
 
     def _open(self, known):
         self.known = known
@@ -183,6 +182,20 @@ def test_resumed_runs_continue_and_new_ones_begin(tmp_path):
     assert known("a", 7) == "run of a"
     assert known("c", 7) is None
     assert known("a", 0) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "place"),
+    [
+        (MlflowConfig(), "mlflow::alload"),
+        (MlflowConfig(tracking_uri="http://it", experiment="e"), "mlflow:http://it:e"),
+        (TrackioConfig(space_id="me/it", project="p"), "trackio:me/it:p"),
+        (WandbConfig(entity="me"), "wandb:me/alload"),
+    ],
+)
+def test_runs_are_known_by_service_and_place(config, place, tmp_path):
+    Placed(config, tmp_path, 0)._opened()
+    assert list(json.loads((tmp_path / "trackers.json").read_text())) == [place]
 
 
 # ---------------------------------------------------------------- what each service is told

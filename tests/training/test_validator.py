@@ -23,22 +23,20 @@ from alload_jax.diffusion.timesteps import TimestepConfig
 from alload_jax.errors import InputError
 from alload_jax.models.families import abstract_model
 from alload_jax.models.wan.transformer import WanConfig
-from alload_jax.objectives.flow_matching import FlowMatching
+from alload_jax.objectives import FlowMatching
 from alload_jax.planning.samples import Samples
 from alload_jax.sharding.mesh import batch_sharding
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.state import TrainingSpec, init_state
-from alload_jax.training.validation import (
+from alload_jax.training.validator import (
     ClassErrors,
-    ValidationConfig,
-    finite,
-    validation_figures,
-)
-from alload_jax.training.validation.validator import (
     HeldOut,
     SizeClass,
+    ValidationConfig,
     Validator,
     choose_samples,
+    finite,
+    validation_figures,
 )
 
 MODEL = WanConfig(**CLASS_MODEL | {"patch_size": (1, 4, 4), "dtype": "float32"})

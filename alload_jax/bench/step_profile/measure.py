@@ -32,8 +32,8 @@ from alload_jax.bench.trace import (
     step_windows,
     time_of_operations,
 )
+from alload_jax.errors import out_of_memory
 from alload_jax.files import Json
-from alload_jax.training.device_memory import out_of_memory
 from alload_jax.training.trial_step import Step, training_spec
 
 NO_GRAPHS = "--xla_gpu_enable_command_buffer="

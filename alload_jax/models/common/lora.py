@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from typing import Any
@@ -92,12 +93,17 @@ class LoraConfig:
 def _check(prefix: str, config: LoraConfig | LoraGroup) -> None:
     require_positive(prefix, config, "rank")
     require_fields(prefix, config, "alpha", lambda v: 0 < v < math.inf, "above 0, or null")
-    for pattern in config.targets:
+    check_patterns(f"{prefix}targets", config.targets)
+
+
+def check_patterns(place: str, patterns: Sequence[str]) -> None:
+    """Raises InputError if a pattern is not a regular expression."""
+    for pattern in patterns:
         try:
             re.compile(pattern)
         except re.error as error:
             raise InputError(
-                f"{prefix}targets: {pattern!r} is not a regular expression ({error}); fix it"
+                f"{place}: {pattern!r} is not a regular expression ({error}); fix it"
             ) from error
 
 

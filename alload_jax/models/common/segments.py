@@ -1,6 +1,6 @@
 """Segments of packed rows, and the second layout of their tokens in three-dimensional tiles."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
-from jaxtyping import PyTree
 
 from alload_jax.sharding.mesh import CONTEXT
 from pallas_kernels.block_sparse_attention import BlockLists, tile_order
@@ -208,6 +207,16 @@ def lay_out(layout: TileLayout, row: int, segments: Sequence[TiledSegment]) -> N
         at = here.stop
 
 
+def with_inverse(take: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """(x, index, inverse) → x at the index. The gradient takes by the inverse: no scatter."""
+    run = jax.custom_vjp(take)
+    run.defvjp(
+        lambda x, index, inverse: (run(x, index, inverse), (index, inverse)),
+        lambda saved, grad: (run(grad, *reversed(saved)), None, None),
+    )
+    return run
+
+
 def to_tiles(x: jax.Array, layout: TileLayout) -> jax.Array:
     """Orders tokens in tiles: [R, S, ...] → [R, N·block, ...], zeros at empty places.
 
@@ -233,23 +242,11 @@ def whole_blocks(x: jax.Array, layout: TileLayout) -> jax.Array:
     return padded.reshape(*layout.tokens.shape, layout.block, *x.shape[2:])
 
 
-@jax.custom_vjp
+@with_inverse
 def _moved(x: jax.Array, index: jax.Array, inverse: jax.Array) -> jax.Array:
-    """x at the indices, zeros where they are negative. The gradient is as simple: no scatter."""
+    """x at the indices, zeros where they are negative."""
     taken = jax.vmap(partial(jnp.take, axis=0, mode="clip"))(x, jnp.maximum(index, 0))
     return jnp.where((index >= 0).reshape(*index.shape, *(1,) * (x.ndim - 2)), taken, 0)
-
-
-def _moved_forward(x: jax.Array, index: jax.Array, inverse: jax.Array) -> tuple[jax.Array, PyTree]:
-    return _moved(x, index, inverse), (index, inverse)
-
-
-def _moved_backward(saved: PyTree, grad: jax.Array) -> tuple[jax.Array, None, None]:
-    index, inverse = saved
-    return _moved(grad, inverse, index), None, None
-
-
-_moved.defvjp(_moved_forward, _moved_backward)
 
 
 PADDING = -1

@@ -15,12 +15,7 @@ from typing_extensions import override
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ImageConfig, TextConfig
 from alload_jax.models.common.safetensor_files import Naming
-from alload_jax.models.families import (
-    SWAPPED,
-    SamplingDefaults,
-    TransformerFamily,
-    require_fields,
-)
+from alload_jax.models.families import SWAPPED, SamplingDefaults, TransformerFamily, require_fields
 from alload_jax.models.hunyuan_video.transformer import HunyuanVideoConfig, HunyuanVideoTransformer
 from alload_jax.models.hunyuan_video.transformer_13b import (
     HunyuanVideo13bConfig,

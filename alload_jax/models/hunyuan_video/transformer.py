@@ -299,10 +299,7 @@ class TextRefiner(nnx.Module):
         )
 
     def __call__(
-        self,
-        text: embedding.ConditionTokens,
-        timestep: jax.Array,
-        sharding: NamedSharding | None,
+        self, text: embedding.ConditionTokens, timestep: jax.Array, sharding: NamedSharding | None
     ) -> jax.Array:
         """Refines the tokens of each sample's text by themselves.
 

@@ -326,7 +326,6 @@ class WanTransformer(StackedTransformer):
         Raises:
           ValueError: an image is given but the config has none, or it is missing.
         """
-        self._check_image(image)
         patch = self.config.patch_size
         tokens = parts.patchify(latents, patch)
         grid = self.grid_of(latents)
@@ -374,7 +373,6 @@ class WanTransformer(StackedTransformer):
           NotImplementedError: attention cannot run on packed rows.
           ValueError: an image is given but the config has none, or it is missing.
         """
-        self._check_image(image)
         modulated = metadata.tokens.ids
         if first_frame_timestep is not None:
             # Each segment has two rows of the modulation table: its first frame, and the others.
@@ -387,13 +385,6 @@ class WanTransformer(StackedTransformer):
             tokens, timestep, condition, image, rotary, sharding, metadata, modulated=modulated
         )
         return parts.Output(velocity.astype(jnp.float32), auxiliary)
-
-    def _check_image(self, image: jax.Array | None) -> None:
-        if (image is None) != (self.image_embedding is None):
-            raise ValueError(
-                f"image is {'missing' if image is None else 'given'}, but model.image is "
-                f"{self.config.image}; give image embeddings if and only if it is set"
-            )
 
     def transform(
         self,
@@ -422,12 +413,16 @@ class WanTransformer(StackedTransformer):
           velocity [B, S, output patch_dim], in the compute dtype if the model predicts it, float32
           if it predicts the data; auxiliary values by sample.
         """
+        if (image is None) != (self.image_embedding is None):
+            raise ValueError(
+                f"image is {'missing' if image is None else 'given'}, but model.image is "
+                f"{self.config.image}; give image embeddings if and only if it is set"
+            )
         with jax.named_scope(parts.EMBEDDING):
             x = self.patch_embedding(tokens).astype(self.config.stream_dtype)
             time = self.time_embedding(timestep)
             modulation = self.time_embedding.modulated(time)
-            if self.image_embedding is not None:
-                assert image is not None
+            if image is not None and self.image_embedding is not None:
                 image = self.image_embedding(image).reshape(len(tokens), -1, self.config.dim)
             segments = None if packed is None else packed.condition
             embedded = self.condition_embedding(condition, segments)

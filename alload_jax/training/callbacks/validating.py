@@ -17,15 +17,14 @@ from alload_jax.sampling.evaluators import Evaluator
 from alload_jax.sampling.pictures import Picture
 from alload_jax.sampling.progress_grid import Progress
 from alload_jax.sampling.samples import SampleWriter
-from alload_jax.training import CheckpointConfig
+from alload_jax.training import LOSS, MEASURED_SET, CheckpointConfig
 from alload_jax.training.checkpoint import BestCheckpoints, Checkpoints, Measured
 from alload_jax.training.loop import Callback, Loop
 from alload_jax.training.progress import ProgressBar
 from alload_jax.training.run_files import MetricsLog
 from alload_jax.training.run_plan import RunPlan
 from alload_jax.training.trackers import Tracker
-from alload_jax.training.validation import LOSS, MEASURED_SET, finite, validation_figures
-from alload_jax.training.validation.validator import Validator
+from alload_jax.training.validator import Validator, finite, validation_figures
 
 _LARGEST_SHARE = 0.05
 """Share of a run's time above which drawing samples is said to take long."""

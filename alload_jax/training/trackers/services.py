@@ -118,10 +118,12 @@ class ServiceConfig(TrackerConfig):
     Attributes:
       name: of the tracker.
       install: options of pip that install its package.
+      place: names the service and what the run belongs to there, from the fields.
     """
 
     name: str
     install: ClassVar[str]
+    place: ClassVar[str]
 
     @override
     def check(self) -> None:
@@ -155,16 +157,14 @@ class TrackedRun(Tracker, ABC):
         self._run: Any = None
 
     @abstractmethod
-    def _place(self) -> str:
-        """Names the service and what the run belongs to there."""
-
-    @abstractmethod
     def _open(self, known: str | None) -> tuple[Any, str]:
         """Opens the tracked run of an id, or a new one; returns it and its id."""
 
     def _opened(self) -> Any:
         if self._run is None:
-            place, path = self._place(), self._context.folder / "trackers.json"
+            fields = {name: value or "" for name, value in vars(self._config).items()}
+            place = self._config.place.format(**fields)
+            path = self._context.folder / "trackers.json"
             known = read_json(path) or {}
             of_place = known.get(place) if self._continues else None
             self._run, run_id = self._open(None if of_place is None else str(of_place))
@@ -198,6 +198,7 @@ class MlflowConfig(ServiceConfig):
     """
 
     install = "-c constraints.txt -e '.[mlflow]'"
+    place = "mlflow:{tracking_uri}:{experiment}"
     name: Literal["mlflow"] = "mlflow"
     tracking_uri: str | None = None
     experiment: str = "alload"
@@ -258,10 +259,6 @@ class Mlflow(TrackedRun):
             self._run = None
 
     @override
-    def _place(self) -> str:
-        return f"mlflow:{self._config.tracking_uri or ''}:{self._config.experiment}"
-
-    @override
     def _open(self, known: str | None) -> tuple[Any, str]:
         from mlflow import MlflowClient
         from mlflow.entities import Param
@@ -297,6 +294,7 @@ class TrackioConfig(ServiceConfig):
     """
 
     install = "-e '.[trackio]'"
+    place = "trackio:{space_id}:{project}"
     name: Literal["trackio"] = "trackio"
     project: str = "alload"
     run_name: str | None = None
@@ -327,10 +325,6 @@ class Trackio(TrackedRun):
         run = self._opened()
         kind = trackio.Image if path.suffix.lower() in PICTURES else trackio.Video
         run.log({name: kind(path)}, step=step)
-
-    @override
-    def _place(self) -> str:
-        return f"trackio:{self._config.space_id or ''}:{self._config.project}"
 
     @override
     def _open(self, known: str | None) -> tuple[Any, str]:
@@ -382,6 +376,7 @@ class WandbConfig(ServiceConfig):
     """
 
     install = "-c constraints.txt -e '.[wandb]'"
+    place = "wandb:{entity}/{project}"
     name: Literal["wandb"] = "wandb"
     project: str = "alload"
     entity: str | None = None
@@ -417,10 +412,6 @@ class Wandb(TrackedRun):
         else:
             shown = wandb.Video(str(path), format="mp4" if suffix == ".mp4" else "gif")
         run.log({name: shown}, step=max(step, run.step))
-
-    @override
-    def _place(self) -> str:
-        return f"wandb:{self._config.entity or ''}/{self._config.project}"
 
     @override
     def _open(self, known: str | None) -> tuple[Any, str]:

@@ -45,6 +45,7 @@ from alload_jax.models.common.segments import (
     to_tiles,
     whole_blocks,
     with_condition_blocks,
+    with_inverse,
 )
 from alload_jax.models.common.sparse_attention import config as switching
 from alload_jax.models.common.sparse_attention.config import SparseAttentionConfig, Switch
@@ -668,23 +669,7 @@ def _of_slots(profile: Profile, ids: jax.Array, place: jax.Array, counted: jax.A
     return jax.tree.map(of_slots, profile)
 
 
-@jax.custom_vjp
+@with_inverse
 def _taken(x: jax.Array, order: jax.Array, back: jax.Array) -> jax.Array:
-    """Heads of x [R, S, H, ...] in an order. The gradient takes them back: no scatter."""
+    """Heads of x [R, S, H, ...] in an order."""
     return jnp.take(x, order, axis=2, unique_indices=True)
-
-
-def _taken_forward(
-    x: jax.Array, order: jax.Array, back: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _taken(x, order, back), (order, back)
-
-
-def _taken_backward(
-    saved: tuple[jax.Array, jax.Array], grad: jax.Array
-) -> tuple[jax.Array, None, None]:
-    order, back = saved
-    return _taken(grad, back, order), None, None
-
-
-_taken.defvjp(_taken_forward, _taken_backward)

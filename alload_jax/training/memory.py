@@ -1,20 +1,22 @@
-"""What layers keep, chosen for the memory of this process's devices and the size of the state."""
+"""The memory of a run: what layers keep, chosen for it and for the state, and what XLA lays out."""
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
+from jax.stages import Compiled
 from jaxtyping import PyTree
 
 from alload_jax.data.batch import AnyBatch, PackedBatch
 from alload_jax.distributed.cluster import Cluster, first_process
-from alload_jax.errors import InputError
+from alload_jax.errors import InputError, out_of_memory
 from alload_jax.files import Json, read_json
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.common.cudnn import launched_tokens
@@ -30,6 +32,7 @@ from alload_jax.planning.analytic import (
 from alload_jax.planning.architecture import from_fields
 from alload_jax.planning.cost import MemoryModel
 from alload_jax.planning.devices import DEVICES, Device, device_named
+from alload_jax.planning.plan import Plan
 from alload_jax.planning.remat import (
     AUTO_REMAT,
     LADDER,
@@ -42,11 +45,12 @@ from alload_jax.planning.remat import (
     in_words,
 )
 from alload_jax.planning.settings import PlanningConfig
-from alload_jax.sharding.host_memory import bytes_of_one
-from alload_jax.sharding.mesh import MeshConfig, path_name
+from alload_jax.sharding.host_memory import POOL, bytes_of_one, pool_bytes
+from alload_jax.sharding.mesh import MeshConfig, in_host_memory, path_name
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.parameters import ParametersConfig, split_parameters
 from alload_jax.training.run_files import write_json
+from alload_jax.training.state import TrainState
 from alload_jax.training.update_rules import OptimizerName
 
 _WEIGHT_BYTES = 4
@@ -84,7 +88,7 @@ def trained_of(
     gradients = sum(
         leaf.size
         * jnp.dtype((narrow or {}).get(path_name(path), optimizer.accumulate_dtype)).itemsize
-        for path, leaf in jax.tree_util.tree_flatten_with_path(trained)[0]
+        for path, leaf in jax.tree.flatten_with_path(trained)[0]
     )
     each = _WEIGHT_BYTES + average + (gradients + moments) / count
     if parameters.identity():
@@ -120,12 +124,8 @@ def choose_for(
     parameters: ParametersConfig,
     optimizer: OptimizerConfig,
     *,
-    shards: int = 1,
-    replicas: int = 1,
-    rows: float | None = None,
-    work_space: float = 0.0,
     single: bool = True,
-    layer_seconds: Mapping[RematPolicy, float] | None = None,
+    **options: Any,
 ) -> Choice:
     """The fastest choice for a model that fits; see `choose_remat`.
 
@@ -135,37 +135,20 @@ def choose_for(
       budget: bytes that a step may take.
       parameters: which parameters are trained.
       optimizer: the optimizer, whose state takes memory.
-      shards: devices that share one copy of weights and state.
-      replicas: as in `step_memory`.
-      rows: sequences of a micro-batch; None for as many short ones as M_mem is made for.
-      work_space: as in `choose_remat`.
       single: whether steps have one micro-batch, so that no sum is kept beside its gradient.
-      layer_seconds: as in `choose_remat`.
+      options: of `choose_remat`: shards, replicas, rows, work_space and layer_seconds.
 
     Raises:
       InputError: nothing fits, or no costs of such models are known.
     """
-    params = abstract_model(model).params
-    return choose_remat(
-        from_fields(model.architecture()),
-        getattr(model, "num_layers", 1),
-        _device(model),
-        tokens,
-        budget,
-        shards=shards,
-        replicas=replicas,
-        rows=rows,
-        work_space=work_space,
-        trained=trained_of(
-            params,
-            parameters,
-            optimizer,
-            accumulates=not single,
-            narrow=gradient_dtypes(model) if single else {},
-        ),
-        layer_seconds=layer_seconds,
-        host_budget=bytes_of_one(jax.local_device_count(), on_gpus=jax.default_backend() == "gpu"),
+    params, narrow = abstract_model(model).params, gradient_dtypes(model) if single else {}
+    options["trained"] = trained_of(
+        params, parameters, optimizer, accumulates=not single, narrow=narrow
     )
+    on_gpus = jax.default_backend() == "gpu"
+    options["host_budget"] = bytes_of_one(jax.local_device_count(), on_gpus=on_gpus)
+    architecture, layers = from_fields(model.architecture()), getattr(model, "num_layers", 1)
+    return choose_remat(architecture, layers, _device(model), tokens, budget, **options)
 
 
 def require_fit(
@@ -258,13 +241,14 @@ CHOICE = "remat.json"
 """In the run folder: what was chosen, and for which memory and micro-batches."""
 
 
-def resolved_model(
+def fitting_model(
     model: ModelConfig,
     parameters: ParametersConfig,
     optimizer: OptimizerConfig,
     mesh: MeshConfig,
     planning: PlanningConfig,
     tokens: int | None,
+    plan: Plan,
     shapes: Callable[[], Sequence[AnyBatch]],
     cluster: Cluster,
     folder: Path,
@@ -276,16 +260,18 @@ def resolved_model(
     Args:
       model, parameters, optimizer, mesh, planning: the run's settings.
       tokens: of a micro-batch on one device, at most; None if not known.
+      plan: of the run.
       shapes: gives those of its micro-batches.
       cluster: its processes.
       folder: of the run.
 
     Raises:
-      InputError: nothing fits, or the tokens of a micro-batch are not known.
+      InputError: nothing fits, the tokens of a micro-batch are not known, or a step of the policies
+        that the config names does not fit.
     """
-    if model.remat != AUTO_REMAT:
-        return model
-    budget = least_budget(model, cluster)
+    budgets = cluster.all_gather(memory_budget(model))
+    budget = min((each for each in budgets if each is not None), default=None)
+    single = planning.single_gradient
 
     def choose() -> tuple[Sequence[str], str]:
         """The policies, and what is said of them."""
@@ -307,60 +293,66 @@ def resolved_model(
             "replicas": 1 if independent else replicas_of(mesh),
             "device": jax.local_devices()[0].device_kind,
         }
-        path = folder / CHOICE
-        before, changed = read_json(path), []
-        if before is not None:
-            known = isinstance(before, dict) and isinstance(before.get("for"), dict)
-            policies = before.get("policies") if known and before["for"] else None
-            chosen = set(policies) if isinstance(policies, list) else set()
-            if not chosen or not chosen <= set(get_args(RematPolicy)):
-                raise InputError(f"{path}: is not a choice of model.remat auto; remove it")
-            changed = [  # an older version wrote fewer conditions
-                f"{name} was {before['for'][name]} and is {value}"
-                for name, value in conditions.items()
-                if before["for"].get(name, value) != value
-            ]
-            if not changed and policies:
-                return policies, f"model.remat: {in_words(policies)}, as this run began"
-        from alload_jax.training import trial_step as trial  # what other policies don't need
-
-        seconds = None
-        if trial.measurable(model):
-            print("model.remat: auto times two layers under each policy", flush=True)
-            # As one row, whose condition a joint model counts among the tokens.
-            latents = max(1, tokens - trial.tokens_beside(model, trial.CONDITION_TOKENS))
-            shape = trial.square_latents(model, latents)
-            seconds = trial.layer_seconds(model, shape, optimizer=optimizer, parameters=parameters)
-        choice = choose_for(
-            model,
-            tokens,
-            budget,
-            parameters,
-            optimizer,
-            shards=conditions["shards"],
-            replicas=conditions["replicas"],
-            rows=conditions["samples"],
-            work_space=conditions["work_space"],
-            single=planning.single_gradient,
-            layer_seconds=seconds,
-        )
+        policies, changed = _kept_choice(path := folder / CHOICE, conditions)
+        if policies:
+            return policies, f"model.remat: {in_words(policies)}, as this run began"
+        seconds = _measured_seconds(model, tokens, parameters, optimizer)
+        options = {name: conditions[name] for name in ("shards", "replicas", "work_space")}
+        options |= {"rows": conditions["samples"], "single": single, "layer_seconds": seconds}
+        choice = choose_for(model, tokens, budget, parameters, optimizer, **options)
         path.parent.mkdir(parents=True, exist_ok=True)
         content = {"policies": choice.policies, "for": conditions, "layer_seconds": seconds}
         write_json(path, content)
         return choice.policies, "; ".join([choice.line(), *changed])
 
-    # Of process 0, since all must compile the same programs.
-    policies, line = cluster.broadcast(choose)
-    if first_process():
-        print(line, flush=True)
-    chosen: Json = {"remat": "none", "remat_layers": tuple(policies)}
-    return dataclasses.replace(model, **chosen)
+    if model.remat == AUTO_REMAT:  # by process 0, since all must compile the same programs
+        policies, line = cluster.broadcast(choose)
+        if first_process():
+            print(line, flush=True)
+        chosen: Json = {"remat": "none", "remat_layers": tuple(policies)}
+        model = dataclasses.replace(model, **chosen)
+    if budget is not None:
+        epoch, replicas = plan.epoch(0), replicas_of(mesh)
+        most = int((epoch.rows * epoch.padded_len).max())
+        options: Json = {"replicas": replicas, "single": single}
+        require_fit(model, most, budget, parameters, optimizer, mesh, **options)
+    return model
 
 
-def least_budget(model: ModelConfig, cluster: Cluster) -> float | None:
-    """The least that a device of any process has, in bytes; None if unknown."""
-    budgets = cluster.all_gather(memory_budget(model))
-    return min((each for each in budgets if each is not None), default=None)
+def _kept_choice(path: Path, conditions: Json) -> tuple[list[str], list[str]]:
+    """The policies that an earlier start chose for the same conditions, and what has changed.
+
+    Raises:
+      InputError: the file holds no choice.
+    """
+    if (before := read_json(path)) is None:
+        return [], []
+    known = isinstance(before, dict) and isinstance(before.get("for"), dict)
+    policies = before.get("policies") if known and before["for"] else None
+    chosen = set(policies) if isinstance(policies, list) else set()
+    if not chosen or not chosen <= set(get_args(RematPolicy)):
+        raise InputError(f"{path}: is not a choice of model.remat auto; remove it")
+    changed = [  # an older version wrote fewer conditions
+        f"{name} was {before['for'][name]} and is {value}"
+        for name, value in conditions.items()
+        if before["for"].get(name, value) != value
+    ]
+    return (policies if policies and not changed else []), changed
+
+
+def _measured_seconds(
+    model: ModelConfig, tokens: int, parameters: ParametersConfig, optimizer: OptimizerConfig
+) -> Mapping[RematPolicy, float] | None:
+    """Seconds of a layer by policy, where a model of two layers tells them; else None."""
+    from alload_jax.training import trial_step as trial  # what other policies don't need
+
+    if not trial.measurable(model):
+        return None
+    print("model.remat: auto times two layers under each policy", flush=True)
+    # As one row, whose condition a joint model counts among the tokens.
+    latents = max(1, tokens - trial.tokens_beside(model, trial.CONDITION_TOKENS))
+    shape = trial.square_latents(model, latents)
+    return trial.layer_seconds(model, shape, optimizer=optimizer, parameters=parameters)
 
 
 def replicas_of(mesh: MeshConfig) -> int:
@@ -381,3 +373,112 @@ def _work_space(model: ModelConfig, mesh: MeshConfig, shapes: Sequence[AnyBatch]
             beyond = launched_tokens(rows, tokens, each.metadata.lengths) - rows * tokens
             most = max(most, beyond)
     return 4 * width * most
+
+
+REMEDY = "lower planning.m_mem, set model.remat to full or offload, or raise mesh.fsdp"
+STATE_REMEDY = "raise mesh.fsdp, or choose a smaller model or optimizer"
+HOST_REMEDY = f"lower planning.m_mem, set model.remat to offload or full, or raise {POOL}"
+_OF_HOST = "host_bfc"
+"""In the name of XLA's allocator of the host's memory."""
+
+
+class RunMemory(NamedTuple):
+    """Bytes on one device.
+
+    Attributes:
+      state: weights, optimizer state and moving average.
+      step: at most beside the state in a micro-batch: gradients, activations, the batch.
+      limit: what JAX may use; None if it does not say.
+      host: of the host's memory, at most in a micro-batch; frozen weights there included.
+      host_limit: of that, what XLA may use for the device; None if it has no limit.
+    """
+
+    state: int
+    step: int
+    limit: int | None
+    host: int = 0
+    host_limit: float | None = None
+
+    def line(self) -> str:
+        """The figures in words."""
+        of = "" if self.limit is None else f", of {size_in_words(self.limit)}"
+        return (
+            f"memory of a device: {size_in_words(self.state)} for weights and optimizer, "
+            f"{size_in_words(self.step)} for a step{of}"
+            + (f"; {size_in_words(self.host)} of the host's memory" if self.host else "")
+        )
+
+    def warning(self) -> str:
+        """What is likely to run out; empty if nothing is."""
+        needed = self.state + self.step
+        if self.limit is not None and needed > self.limit:
+            has = size_in_words(self.limit)
+            return f"a step needs {size_in_words(needed)} and a device has {has}; {REMEDY}"
+        if self.host_limit is not None and self.host > self.host_limit:
+            may = size_in_words(int(self.host_limit))
+            return (
+                f"a step needs {size_in_words(self.host)} of the host's memory and a device may "
+                f"use {may} of it; {HOST_REMEDY}"
+            )
+        return ""
+
+
+@contextmanager
+def memory_named(what: str = "a step", remedy: str = REMEDY) -> Iterator[None]:
+    """Tells that a training run is out of a device's or the host's memory, in place of JAX's error.
+
+    Args:
+      what: takes a device's memory.
+      remedy: for it.
+
+    Raises:
+      InputError: it is.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        said = " ".join(str(error).split()).partition("RESOURCE_EXHAUSTED: ")[2] or str(error)
+        reason = said.partition(" with allocator")[0][:200].rstrip(". ")
+        of_host = _OF_HOST in str(error)
+        place = "the host's memory" if of_host else "a device's memory"
+        helps = HOST_REMEDY if of_host else remedy
+        raise InputError(f"{what} does not fit {place} ({reason}); {helps}") from error
+
+
+def size_in_words(size: int) -> str:
+    """Bytes as GB, or as MB where they are few."""
+    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
+
+
+def run_memory(state: TrainState, programs: Iterable[Compiled]) -> RunMemory | None:
+    """Reads the memory of compiled gradient programs; None where XLA does not say.
+
+    Args:
+      state: the state that they train.
+      programs: as `Trainer.programs` holds them, at least one.
+    """
+    weights, on_host = _bytes_of(state.weights), _bytes_of(state.frozen, in_host=True)
+    steps, kept = [], []
+    for program in programs:
+        found = program.memory_analysis()
+        if found is None:
+            return None
+        inputs = found.argument_size_in_bytes - weights
+        outputs = found.output_size_in_bytes - found.alias_size_in_bytes
+        steps.append(inputs + outputs + found.temp_size_in_bytes)
+        kept.append(found.host_temp_size_in_bytes)
+    if not steps:
+        return None
+    device = jax.local_devices()[0]
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    host_limit = pool_bytes() / jax.local_device_count() if device.platform == "gpu" else None
+    return RunMemory(_bytes_of(state), max(0, *steps), limit, max(kept) + on_host, host_limit)
+
+
+def _bytes_of(tree: PyTree, *, in_host: bool = False) -> int:
+    """Bytes of the shards of a tree's arrays on one device, or in the host's memory for it."""
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if leaf.addressable_shards]
+    leaves = [leaf for leaf in leaves if in_host_memory(leaf) == in_host]
+    return sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)

@@ -1,13 +1,14 @@
-"""Flow matching (arXiv 2210.02747): weighted sums of sample losses, bucketed or packed.
+"""Training objectives: their interface, a registry by name, and flow matching (arXiv 2210.02747).
 
-Noise depends on the sample, not on its position in the batch: the key of a token's noise derives
-from the sample's epoch, the sample and the token's index in it. Both layouts therefore train on the
-same noise for a sample in an epoch.
+Flow matching gives weighted sums of sample losses, bucketed or packed. Noise depends on the sample,
+not on its position in the batch: the key of a token's noise derives from the sample's epoch, the
+sample and the token's index in it. Both layouts therefore train on the same noise for a sample in
+an epoch.
 """
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -24,13 +25,86 @@ from alload_jax.diffusion.timesteps import (
     squared_error,
     velocity,
 )
-from alload_jax.errors import InputError
+from alload_jax.errors import InputError, require_fields
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.common.embedding import TIMESTEP_SCALE
 from alload_jax.models.common.parts import Auxiliary, unpatchify
 from alload_jax.models.common.segments import PADDING, to_tokens
 from alload_jax.models.families import Model, family_of
-from alload_jax.objectives import LossSums
+from alload_jax.registry import Registry
+
+
+class LossSums(NamedTuple):
+    """Weighted sums over the samples of a micro-batch, float32.
+
+    Attributes:
+      minimised: Σ weight·loss that is differentiated.
+      loss: Σ weight·loss of the model's prediction, logged as `loss`.
+      weight: Σ weight, by which the sums of a step are divided.
+      auxiliary: Σ weight·value of each auxiliary value, of any shape. Their means over a step's
+        samples are logged and passed to the family's `update_variables`.
+    """
+
+    minimised: jax.Array
+    loss: jax.Array
+    weight: jax.Array
+    auxiliary: Auxiliary
+
+
+class Objective(Protocol):
+    """A frozen dataclass whose fields are its config; `name` is its name in the config.
+
+    Attributes:
+      timesteps: distribution of noise levels, which sampling uses too.
+    """
+
+    @property
+    def timesteps(self) -> TimestepConfig:
+        """Distribution of noise levels."""
+        ...
+
+    def __call__(
+        self, model: Model, batch: AnyBatch, key: jax.Array, sharding: NamedSharding
+    ) -> LossSums:
+        """Computes weighted sums of loss and auxiliary values over a micro-batch.
+
+        Args:
+          model: the model.
+          batch: a bucketed or packed micro-batch.
+          key: the run's key; a sample's random values also depend on its epoch.
+          sharding: sharding of rows over the mesh.
+        """
+        ...
+
+
+@runtime_checkable
+class MeasuresLevels(Protocol):
+    """What an objective adds so that a run can be validated: its errors at a fixed noise level."""
+
+    def errors_at(
+        self, model: Model, batch: Batch, key: jax.Array, sigma: jax.Array, sharding: NamedSharding
+    ) -> jax.Array:
+        """Computes the error of each sample at a noise level, always with its condition.
+
+        Args:
+          model: the model.
+          batch: a bucketed micro-batch. Random values depend on `key`, `epoch` and `sample` alone.
+          key: of the noise.
+          sigma: float32 scalar, the noise level after any shift, 0 (data) to 1 (noise).
+          sharding: sharding of rows over the mesh.
+
+        Returns:
+          [B] float32, unweighted; any value for padding.
+        """
+        ...
+
+
+OBJECTIVES: Registry[type[Objective]] = Registry(
+    "objective.name", {"flow_matching": "alload_jax.objectives:FlowMatching"}
+)
+"""Classes of objectives, each an `Objective`."""
+DEFAULT_OBJECTIVE = "flow_matching"
+
 
 _GIVEN = 3
 """Part of the key of whether a first frame is given, apart from the three that a sample splits."""
@@ -207,18 +281,15 @@ class FlowMatching:
     min_snr_gamma: float = 5.0
 
     def __post_init__(self) -> None:
-        for name in ("condition_dropout", "given_first_frame"):
-            if not 0 <= (share := getattr(self, name)) <= 1:
-                raise InputError(f"objective.{name} is {share}; it must be from 0 to 1")
+        shares, inside = "condition_dropout given_first_frame", lambda value: 0 <= value <= 1
+        require_fields("objective.", self, shares, inside, "from 0 to 1")
         for name, choices in (("weighting", Weighting), ("noise_weighting", NoiseWeighting)):
             if (value := getattr(self, name)) not in get_args(choices):
                 raise InputError(
                     f"objective.{name} is {value!r}; choose {' or '.join(get_args(choices))}"
                 )
-        if not self.min_snr_gamma > 0:
-            raise InputError(
-                f"objective.min_snr_gamma is {self.min_snr_gamma}; it must be above 0, such as 5"
-            )
+        bound = "above 0, such as 5"
+        require_fields("objective.", self, "min_snr_gamma", lambda value: value > 0, bound)
 
     def __call__(
         self, model: Model, batch: AnyBatch, key: jax.Array, sharding: NamedSharding

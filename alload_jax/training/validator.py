@@ -3,7 +3,8 @@
 `split_data` says which samples these are.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -33,9 +34,9 @@ from alload_jax.objectives import MeasuresLevels
 from alload_jax.planning.epoch import MicroBatch, Step
 from alload_jax.planning.samples import Triple, digest
 from alload_jax.sharding.mesh import batch_sharding, local_plan_ranks, ranks_of, replicated
+from alload_jax.training import LOSS, SAMPLES, ValidationConfig, WeightsKind
 from alload_jax.training.state import TrainingSpec, TrainState, Weights
 from alload_jax.training.trainer import in_parallel, on_mesh
-from alload_jax.training.validation import ClassErrors, ValidationConfig, ValidationWeights
 
 
 class HeldOut(NamedTuple):
@@ -234,6 +235,54 @@ def choose_samples(
     return chosen
 
 
+class ClassErrors(NamedTuple):
+    """Errors of the samples of one size.
+
+    Attributes:
+      name: of the size.
+      errors: [levels, K] float32, of each sample at each noise level.
+      measured: [K] bool; false for samples that cannot be read.
+    """
+
+    name: str
+    errors: np.ndarray
+    measured: np.ndarray
+
+
+def validation_figures(
+    classes: Sequence[ClassErrors], levels: Sequence[float]
+) -> dict[str, int | float]:
+    """The mean errors by name: of all samples, of each size and at each noise level.
+
+    Every sample counts the same, whatever its length. Means are taken in float64.
+
+    Args:
+      classes: the errors of each size.
+      levels: the noise levels.
+
+    Returns:
+      `validation/samples` and the losses, which may be infinite or NaN as the model's are. Without
+      a sample that can be read there are no losses.
+    """
+    errors = {each.name: each.errors[:, each.measured].astype(np.float64) for each in classes}
+    errors = {name: values for name, values in errors.items() if values.size}
+    if not errors:
+        return {SAMPLES: 0}
+    together = np.concatenate(list(errors.values()), axis=1)
+    by_level = zip(levels, together.mean(axis=1).tolist(), strict=True)
+    return {
+        SAMPLES: together.shape[1],
+        LOSS: float(together.mean()),
+        **{f"{LOSS}/{name}": float(values.mean()) for name, values in errors.items()},
+        **{f"{LOSS}/sigma_{level:g}": value for level, value in by_level},
+    }
+
+
+def finite(figures: Mapping[str, int | float]) -> dict[str, int | float]:
+    """The figures that are finite, which JSON can hold."""
+    return {name: value for name, value in figures.items() if math.isfinite(value)}
+
+
 class Validator:
     """Computes the error of each chosen sample at each noise level.
 
@@ -378,7 +427,7 @@ class Validator:
         return weights_of(state, self._config.weights).merged()
 
 
-def weights_of(state: TrainState, kind: ValidationWeights) -> Weights:
+def weights_of(state: TrainState, kind: WeightsKind) -> Weights:
     """The weights to validate: the moving average, or the raw ones where there is none."""
     averaged = kind == "ema" and jax.tree.leaves(state.ema)
     return state.averaged_weights if averaged else state.weights

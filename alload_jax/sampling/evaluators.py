@@ -1,10 +1,12 @@
-"""Digit accuracy: a small classifier reads generated stills."""
+"""Evaluators: metrics of generated samples, selected by name; and two that read digits."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
 from typing_extensions import override
 
 from alload_jax.data.datasets.digits import DIGIT, load_digits, render_clip, require_scikit_learn
@@ -12,7 +14,53 @@ from alload_jax.data.manifest import Manifest
 from alload_jax.errors import InputError, require_positive
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.planning.samples import divisible
-from alload_jax.sampling.evaluators import Drawing, Evaluator
+from alload_jax.registry import Registry
+from alload_jax.sampling.config import Draw
+
+
+class Drawing(NamedTuple):
+    """What an evaluator needs to generate samples.
+
+    Attributes:
+      draw: function that generates samples.
+      values: values of the model.
+      condition_tokens: number of condition tokens per sample.
+      seed: seed of the initial noise.
+      origin: origin of the training data.
+    """
+
+    draw: Draw
+    values: PyTree
+    condition_tokens: int
+    seed: int
+    origin: Mapping[str, Any]
+
+
+class Evaluator(Protocol):
+    """A frozen dataclass whose fields are its config; `name` is its name in the config."""
+
+    def check(self, model: ModelConfig, manifest: Manifest) -> None:
+        """Checks before training that the model can be evaluated.
+
+        Raises:
+          InputError: the evaluator does not support the model or the data.
+        """
+        ...
+
+    def evaluate(self, drawing: Drawing) -> dict[str, float]:
+        """Returns metrics by name for the run's summary; all processes call it."""
+        ...
+
+
+EVALUATORS: Registry[type[Evaluator]] = Registry(
+    "evaluator",
+    {
+        "digit_accuracy": "alload_jax.sampling.evaluators:DigitAccuracy",
+        "digit_motion": "alload_jax.sampling.evaluators:DigitMotion",
+    },
+)
+"""Classes of evaluators, each an `Evaluator`."""
+
 
 _CLASSES = 10
 
