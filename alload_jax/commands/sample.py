@@ -11,7 +11,7 @@ from alload_jax.commands.flags import (
     number,
     up_to,
 )
-from alload_jax.diffusion.samplers import Sampler
+from alload_jax.diffusion.schedules import Sampler
 from alload_jax.encoders.loading import share_memory
 from alload_jax.errors import InputError
 from alload_jax.training import expert_places

@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 
 from alload_jax.commands.flags import of_each_expert
 from alload_jax.commands.model_source import Source, completed, find_source
-from alload_jax.diffusion.samplers import noise_levels, rounded_timesteps
+from alload_jax.diffusion.schedules import noise_levels, rounded_timesteps
 from alload_jax.errors import InputError
 from alload_jax.files import read_json
 from alload_jax.models.families import family_of

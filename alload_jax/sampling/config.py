@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from alload_jax.diffusion.samplers import Sampler
+from alload_jax.diffusion.schedules import Sampler
 from alload_jax.errors import InputError, require_fields, require_positive
 from alload_jax.planning.samples import Triple
 from alload_jax.sampling.pictures import ClipFormat, has_mp4

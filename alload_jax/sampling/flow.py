@@ -10,7 +10,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import PyTree
 
-from alload_jax.diffusion.samplers import Sampler, Velocity, guided, sample
+from alload_jax.diffusion.samplers import Velocity, guided, sample
+from alload_jax.diffusion.schedules import Sampler
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.common.embedding import TIMESTEP_SCALE
 from alload_jax.models.families import abstract_model
@@ -67,7 +68,7 @@ def make_flow(
     Args:
       config: config of the model.
       sampler: integration method.
-      sigmas: [steps + 1] noise levels; see `alload_jax.diffusion.samplers.noise_levels`.
+      sigmas: [steps + 1] noise levels; see `alload_jax.diffusion.schedules.noise_levels`.
       guidance: scale of classifier-free guidance; 1 is none and ignores the null condition.
       low_noise: the second of two experts, with the same config; the values of the model are then a
         pair, those for high noise levels first.

@@ -17,7 +17,7 @@ from jaxtyping import PyTree
 
 from alload_jax.data.manifest import Manifest
 from alload_jax.data.record import pixel_channels, unfold_frames
-from alload_jax.diffusion.samplers import noise_levels
+from alload_jax.diffusion.schedules import noise_levels
 from alload_jax.diffusion.timesteps import TimestepConfig, shift_of
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ModelConfig

@@ -14,7 +14,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from alload_jax.diffusion import samplers
-from alload_jax.diffusion.samplers import Sampler, guided, noise_levels, rounded_timesteps, sample
+from alload_jax.diffusion.samplers import guided, sample
+from alload_jax.diffusion.schedules import Sampler, noise_levels, rounded_timesteps
 from alload_jax.errors import InputError
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "samplers"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from alload_jax.diffusion.samplers import noise_levels
+from alload_jax.diffusion.schedules import noise_levels
 from alload_jax.diffusion.timesteps import TimestepConfig
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ImageConfig, TextConfig
