@@ -329,8 +329,21 @@ def _planned(config: Config, cluster: Cluster, stop: StopRequest, watchdog: Watc
         evaluator.check(model, data.manifest)
     for tracker in config.trackers:
         tracker.check()
-    made = data, mesh, plan, reason, identity, groups, tokens, writer
-    return _Run(config, folder, cluster, stop, watchdog, *made)
+    return _Run(
+        config=config,
+        folder=folder,
+        cluster=cluster,
+        stop=stop,
+        watchdog=watchdog,
+        data=data,
+        mesh=mesh,
+        plan=plan,
+        policy_reason=reason,
+        identity=identity,
+        groups=groups,
+        tokens=tokens,
+        writer=writer,
+    )
 
 
 def _computation(run: _Run, shapes: Callable[[], Sequence[AnyBatch]], steps: int) -> TrainingSpec:

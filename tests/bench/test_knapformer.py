@@ -45,6 +45,21 @@ def naive(workload, tokens, sizes):
     return bags
 
 
+@settings(deadline=None, max_examples=300)
+@given(
+    st.lists(st.integers(1, 4) | st.integers(1, 100), min_size=5, max_size=40),
+    st.sampled_from(([1, 1, 2], [1, 1, 1, 1, 4], [1, 1, 1, 1], [2, 2])),
+)
+def test_the_rule_is_the_papers(knapformer, lengths, sizes):
+    seq_len = np.asarray(lengths)
+    workload = COST.sequence_cost(seq_len)
+    found = knapformer.assign(workload, seq_len, sizes)
+    wanted = naive(workload.tolist(), lengths, sizes)
+    assert [sorted(items) for items in wanted] == [
+        np.flatnonzero(found == bag).tolist() for bag in range(len(sizes))
+    ]
+
+
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=60), st.sampled_from(BAGS), st.data())
 def test_an_epoch_is_batches_in_random_order_that_are_assigned_greedily(

@@ -16,7 +16,7 @@ from hypothesis.extra import numpy as npst
 from planning_cases import MODES, cases, examples, of_lengths
 
 from alload_jax import cli
-from alload_jax.errors import run_command
+from alload_jax.errors import InputError, run_command
 from alload_jax.planning.cost import CostFile, PowerCost, QuadraticCost
 from alload_jax.planning.factory import make_plan
 from alload_jax.planning.metrics import (
@@ -312,3 +312,20 @@ def test_the_command_writes_the_documented_columns_order_and_settings(tmp_path, 
     expected = {"ranks": 3, "micro_batches_per_step": 2, "manifest": str(path), "epoch": 2}
     assert settings.items() >= expected.items()
     assert mode in settings.values()
+
+
+def test_an_earlier_plan_is_replaced_and_stays_where_writing_fails(tmp_path, monkeypatch):
+    def fail(table, path):
+        path.write_text("half a plan")
+        raise OSError("no space left")
+
+    out, table = tmp_path / "plan.parquet", pa.table({"step": [0]})
+    out.write_text("an earlier plan")
+    with monkeypatch.context() as patch:
+        patch.setattr(pa.parquet, "write_table", fail)
+        with pytest.raises(InputError, match="no space left"):
+            write_plan(out, table)
+    assert out.read_text() == "an earlier plan"
+    write_plan(out, table)
+    assert pa.parquet.read_table(out) == table
+    assert [each.name for each in tmp_path.iterdir()] == ["plan.parquet"]

@@ -24,6 +24,7 @@ from alload_jax.planning.policies.packed import FirstFit
 from alload_jax.planning.policies.policy import RankTopology
 from alload_jax.planning.samples import Samples
 from alload_jax.planning.settings import PlanningConfig
+from alload_jax.planning.workloads import make_workload
 
 SHAPES = ((1, 16, 32), (1, 16, 32), (17, 16, 16), (1, 16, 32), (17, 16, 16))
 
@@ -191,6 +192,16 @@ def test_ranks_of_a_shape_group_share_rows_and_shape_and_are_idle_together():
         )
         assert grouped.identity() == plain.identity()
         assert (grouped.group_ranks, grouped.shape_groups) == (4, 1)
+
+
+@pytest.mark.parametrize("policy", ["balanced", "first_fit", "equal_tokens"])
+def test_an_epoch_begins_at_its_first_step(policy):
+    plan = planned(make_workload("mixed-resolution", 300), 2, policy=policy, m_mem=90_000)
+    firsts = [plan.first_step(epoch) for epoch in (3, 0, 1, 2)]
+    assert [plan.locate(first) for first in firsts] == [(3, 0), (0, 0), (1, 0), (2, 0)]
+    assert firsts[1] == 0
+    assert firsts[0] == sum(plan.epoch(epoch).steps for epoch in range(3))
+    assert plan.end_of_epoch(firsts[2]) == plan.end_of_epoch(firsts[3] - 1) == firsts[3]
 
 
 # ------------------------------------------------------------------------------ identity

@@ -150,6 +150,21 @@ def test_no_policy_is_predicted_much_faster_than_that_of_auto(
     assert "\n" not in reason
 
 
+def test_packed_rows_that_take_longer_than_batches_are_not_taken():
+    samples = of_lengths(*np.random.default_rng(0).choice([300, 5000, 30_000], 200).tolist())
+    costs, auto = (
+        CostFile(quadratic=QuadraticCost(0.05, 2e-5, 1.2e-9)),
+        PlanningConfig(m_mem=60_000),
+    )
+    packed = [
+        choose_policy(
+            auto, lambda _: samples, 8, dataclasses.replace(costs, packed_ratio=ratio), packs=True
+        ).config.traits.packed
+        for ratio in (None, 0.9, 3.0)
+    ]
+    assert packed == [True, True, False]
+
+
 def test_auto_keeps_a_given_mode_of_ranks_and_refuses_one_that_nothing_can_run():
     samples, costs = of_lengths(100, 200, 300), CostFile()
     given = PlanningConfig(m_mem=1000, ranks_mode="independent")

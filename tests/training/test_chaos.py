@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -55,6 +56,25 @@ def test_a_kill_counts_once_for_the_phases_that_are_open(tmp_path, monkeypatch):
     with phases.during("validation"):  # as after SIGTERM
         pass
     assert sent == [(os.getpid(), signal.SIGKILL)]
+
+
+def test_300_kills_hit_every_phase_25_times():
+    """Where a kill in five comes late, and a run has ended after some kills."""
+    import chaos
+
+    chance, counts, kills = random.Random(0), Counter(), 0
+    while kills < 300:
+        saved, series = 0, 0
+        while series < chaos._MOST and kills < 300:
+            phase = chaos.next_phase(counts, saved, 60, chance)
+            if phase is None:
+                break
+            kills, series = kills + 1, series + 1
+            counts.update([phase] if chance.random() > 0.2 else ["steps"])
+            saved = 60 if phase == "end" else min(60, saved + chance.randrange(20))
+    assert min(counts[phase] for phase in chaos.PHASES) >= 25
+    signals = [chaos._SIGNALS[n % len(chaos._SIGNALS)] for n in range(300)]
+    assert signals.count("SIGKILL") >= 200
 
 
 # ---------------------------------------------------------------- planted faults
@@ -226,7 +246,7 @@ def work(tmp_path_factory):
 @pytest.mark.slow
 def test_a_short_campaign_finds_nothing(tmp_path, work):
     result = tmp_path / "chaos.json"
-    parts = {"kills": "2", "disks": "0", "flips": "0", "inputs": "2", "steps": "40"}
+    parts = {"kills": "3", "disks": "0", "flips": "0", "inputs": "3", "steps": "40"}
     places = {"work": work, "out": result}
     flags = [part for name, value in (parts | places).items() for part in (f"--{name}", str(value))]
     done = subprocess.run(
@@ -237,8 +257,8 @@ def test_a_short_campaign_finds_nothing(tmp_path, work):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(result.read_text())
-    assert sum(len(series["kills"]) for series in found["series"]) == 2
-    assert found["inputs"]["given"] == 2
+    assert sum(len(series["kills"]) for series in found["series"]) == 3
+    assert found["inputs"]["given"] == 3
     assert len(found["series"]) == 1
 
 
