@@ -124,6 +124,16 @@ def test_what_cannot_be_meant_is_refused(lora, changes, words):
 
 
 @pytest.mark.slow
+def test_a_run_starts_from_the_weights_and_changes_them_slowly(lora):
+    changes = {"model": {"lora": None}, "optimizer": {"learning_rate": 1e-6}}
+    folder = lora.train(**changes)
+    assert all(np.isfinite(row["loss"]) for row in metrics_of(folder))
+    golden = load_file(WEIGHTS / "diffusion_pytorch_model.safetensors")["proj_out.weight"]
+    distance = np.abs(values_of(folder)["head/out/kernel"].T - golden).max()
+    assert 0 < distance < 1e-5
+
+
+@pytest.mark.slow
 def test_a_continued_run_is_the_run_that_was_never_stopped(lora):
     """With weights in float8 and dropout; or with random ones, which no folder has."""
     low = {"parameters": {"frozen_dtype": "float8"}}
@@ -313,10 +323,11 @@ def test_two_experts_are_two_runs_that_are_drawn_merged_and_continued_as_one(lor
     weights = {"high_noise": "WAN/transformer", "low_noise": "WAN/transformer_2"}
     both = alone | {"experts": {"boundary": 0.6} | weights}
     folder = lora.train(**both)
-    own = {"run": {"initial_weights": "WAN/transformer"}, "sampling": {"prompts": []}}
-    own |= {"objective": {"timesteps": {"lowest": 0.6}}}
-    assert computed(folder / "high_noise") == computed(lora.train(folder="alone", **(alone | own)))
-    for name, level in zip(weights, (0.8, 0.3), strict=True):
+    for name, key, level in zip(weights, ("lowest", "highest"), (0.8, 0.3), strict=True):
+        own = {"run": {"initial_weights": weights[name]}, "sampling": {"prompts": []}}
+        own |= {"objective": {"timesteps": {key: 0.6}}}
+        single = lora.train(folder=f"alone/{name}", **(alone | own))
+        assert computed(folder / name) == computed(single)
         levels = {key for row in metrics_of(folder / name) for key in row if "sigma" in key}
         assert levels == {f"validation/loss/sigma_{level}"}
     before = computed(folder / "low_noise")
@@ -329,8 +340,8 @@ def test_two_experts_are_two_runs_that_are_drawn_merged_and_continued_as_one(lor
     one = ("--run.initial_weights", "WAN/transformer", "--run.folder")
     plain = run_here("--config", "run/config.yaml", "--experts", "null", *one, "run")
     assert "run: two experts were trained there" in plain.stderr
-    both = run_here("--config", "run/config.yaml", "--run.folder", "alone")
-    assert "alone: one model was trained there" in both.stderr
+    both = run_here("--config", "run/config.yaml", "--run.folder", "alone/high_noise")
+    assert "alone/high_noise: one model was trained there" in both.stderr
     export = ["lora", "export", "--checkpoint", "run", "--out", "x.safetensors"]
     (folder / "low_noise").rename("later")
     with pytest.raises(InputError, match="low_noise: is not there, so that the second expert"):

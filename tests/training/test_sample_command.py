@@ -21,6 +21,7 @@ from alload_jax.commands.model_source import find_run
 from alload_jax.config import Config, DataConfig, RunConfig, write_config
 from alload_jax.data.manifest import read_manifest
 from alload_jax.diffusion.timesteps import TimestepConfig
+from alload_jax.errors import InputError
 from alload_jax.models.common.config import TextConfig
 from alload_jax.models.wan.transformer import WanConfig
 from alload_jax.models.weights import load_weights
@@ -28,6 +29,7 @@ from alload_jax.objectives import FlowMatching
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.sampling import flow
 from alload_jax.sampling.config import SamplingConfig
+from alload_jax.sampling.encoders import read_embeddings
 from alload_jax.training import CheckpointConfig
 from alload_jax.training.checkpoint import Checkpoints
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
@@ -384,6 +386,17 @@ def test_invalid_requests_to_a_text_model_are_refused(refused, tmp_path, flags, 
     given = [str(I2V) if flag == "i2v" else flag for flag in flags.split()]
     command = ["sample", "--checkpoint", T2V, *LATENTS, "--out", "x.safetensors"]
     refused(named, *command, *given)
+
+
+def test_embeddings_that_may_not_be_read_say_so(tmp_path, monkeypatch):
+    embeddings(tmp_path / "p", 5, 10)
+
+    def locked(path, *_):  # a mode would not stop root
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "open", locked)
+    with pytest.raises(InputError, match=r"p: cannot be read \(Permission denied\)"):
+        read_embeddings(tmp_path / "p", "text")
 
 
 # ------------------------------------------------------------------- runs of text, and checkpoints
