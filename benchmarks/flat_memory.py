@@ -23,7 +23,7 @@ from alload_jax.errors import InputError, run_command
 
 ROOT = Path(__file__).parents[1]
 SAVED_EVERY = 10
-_INTERVAL = 0.2
+_INTERVAL = 0.02  # between two looks; a run that saves is without a checkpoint for moments only
 _LONGEST_LINES = 8192
 
 
