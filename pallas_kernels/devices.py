@@ -129,6 +129,11 @@ def unsupported_mosaic(x: jax.Array) -> Exception | None:
     )
 
 
+def lowers_triton() -> bool:
+    """Whether this JAX lowers kernels through Triton."""
+    return _missing("triton", "") is None
+
+
 def _missing(lowering: str, words: str) -> Exception | None:
     """Why this JAX cannot lower kernels."""
     try:

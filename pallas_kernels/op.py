@@ -23,6 +23,7 @@ from typing_extensions import override
 from pallas_kernels import devices
 from pallas_kernels.devices import mesh_axes
 from pallas_kernels.first_use import COMPARISONS
+from pallas_kernels.walks import LANES
 
 AUTO = "auto"
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
@@ -281,17 +282,37 @@ class Kernels(Measured[Operands, Options]):
         """Why x cannot be computed shard by shard."""
         return devices.unsupported_sharding(operands[0], call.sharding)
 
+    def unsupported_lowering(self, x: jax.Array, call: Call[Options]) -> Exception | None:
+        """Another device or JAX, or a checking shard_map."""
+        return devices.unsupported_triton(x, interpret=call.options.interpret)
+
     @override
     def unsupported_reason(self, operands: Operands, call: Call[Options]) -> Exception | None:
-        """What `unsupported_call` says, another device or JAX, or a checking shard_map."""
-        return self.unsupported_call(operands, call) or devices.unsupported_triton(
-            operands[0], interpret=call.options.interpret
-        )
+        """What `unsupported_call` and `unsupported_lowering` say."""
+        return self.unsupported_call(operands, call) or self.unsupported_lowering(operands[0], call)
 
     @override
     def run(self, operands: Operands, call: Call[Options]) -> jax.Array:
         """Forward and backward under one custom VJP."""
         return _run(self, call, placed(operands, self.specs(operands, call)[0], call.sharding))
+
+
+class MosaicKernels(Kernels[Operands, Options]):
+    """Those through Mosaic GPU of a function that has Triton kernels as well, on Hopper."""
+
+    name = "mosaic"
+    interpretable = False
+
+    @override
+    def unsupported_lowering(self, x: jax.Array, call: Call[Options]) -> Exception | None:
+        if (width := devices.elements_of_shard(x, call.sharding)[1]) % LANES:
+            return ValueError(f"the width {width} is no multiple of {LANES}")
+        return devices.unsupported_mosaic(x)
+
+    @override
+    def faster_than_reference(self, operands: Operands, call: Call[Options]) -> bool:
+        """Where this JAX does not lower the Triton kernels, as they are."""
+        return not devices.lowers_triton() and super().faster_than_reference(operands, call)
 
 
 def placed(operands: Operands, specs: PyTree, sharding: NamedSharding | None) -> Operands:

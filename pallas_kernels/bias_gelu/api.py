@@ -20,6 +20,7 @@ from pallas_kernels.op import (
     Call,
     Implementation,
     Kernels,
+    MosaicKernels,
     Plain,
     Reference,
     Registry,
@@ -103,6 +104,42 @@ def _gate(x: jax.Array) -> jax.Array:
 _gate.defjvps(lambda tangent, value, x: tangent * value * _gate(-x))
 
 
+# ---------------------------------------------------------------- for kernels
+
+_LINEAR = 2 * math.sqrt(2 / math.pi)
+_CUBIC = 0.044715 * _LINEAR
+"""GELU(z) = z·sigmoid(_LINEAR·z + _CUBIC·z³), which is its tanh form."""
+_BASE_2 = 1 / math.log(2)
+"""exp(u) = exp2(_BASE_2·u)."""
+
+Power = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
+"""p = 2^exponent and 1 / (1 + p), of an exponent that is not above 0."""
+
+
+def gelu(z: jax.Array, power: Power) -> jax.Array:
+    """GELU of float32."""
+    return z * _gates(z, power)[0]
+
+
+def gelu_and_slope(z: jax.Array, power: Power) -> tuple[jax.Array, jax.Array]:
+    """GELU and its derivative, of float32."""
+    gate, slope = _gates(z, power)
+    return z * gate, gate + slope * (z * (_LINEAR + 3 * _CUBIC * (z * z)))
+
+
+def _gates(z: jax.Array, power_of: Power) -> tuple[jax.Array, jax.Array]:
+    """GELU(z) / z, the sigmoid's value, and its slope.
+
+    By the exponential of what is not above 0, so that neither overflows nor cancels.
+    """
+    argument = z * (_BASE_2 * _LINEAR + _BASE_2 * _CUBIC * (z * z))
+    power, upper = power_of(-jnp.abs(argument))
+    lower = power * upper
+    return jnp.where(argument >= 0, upper, lower), upper * lower
+
+
+# ---------------------------------------------------------------- implementations
+
 _LEAST_ELEMENTS = 1 << 22
 _NARROWEST, _ITEMSIZE = 1024, 2
 """Where the kernels were measured on an NVIDIA H200: benchmarks/results/bias_gelu_h200.json."""
@@ -165,8 +202,15 @@ class GeluKernels(Kernels[GeluOperands, Plain], GeluImplementation):
         return Again(again, dx, dbias.astype(operands.bias.dtype))
 
 
+class MosaicGelu(MosaicKernels[GeluOperands, Plain], GeluKernels):
+    """The Mosaic kernels, on Hopper, of widths that are multiples of 128."""
+
+    module = "pallas_kernels.bias_gelu.mosaic"
+
+
 REGISTRY: Registry[GeluImplementation] = Registry(reference=GeluReference())
 REGISTRY.register(GeluKernels())
+REGISTRY.register(MosaicGelu())
 
 
 def bias_gelu(

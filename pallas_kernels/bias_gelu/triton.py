@@ -6,7 +6,6 @@ another kernel adds the programs' rows in a fixed order. Nothing is atomic, so t
 give equal bits.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,15 +17,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import PyTree
 
-from pallas_kernels.bias_gelu.api import GeluOperands
+from pallas_kernels.bias_gelu.api import GeluOperands, gelu, gelu_and_slope
 from pallas_kernels.op import Plain, Ref
 from pallas_kernels.triton_tiles import Blocks, reduce_partials
-
-_LINEAR = 2 * math.sqrt(2 / math.pi)
-_CUBIC = 0.044715 * _LINEAR
-"""GELU(z) = z·sigmoid(_LINEAR·z + _CUBIC·z³), which is its tanh form."""
-_BASE_2 = 1 / math.log(2)
-"""exp(u) = exp2(_BASE_2·u)."""
 
 FORWARD_BLOCKS = Blocks(512, 2, 2)
 BACKWARD_BLOCKS = Blocks(256, 4, 4, per_core=8)
@@ -76,6 +69,18 @@ class GeluLaunch:
         mask = where[0] < self.tokens
         return where, mask if self.columns_fit else mask & (where[1] < self.dim)
 
+    def power_and_reciprocal(self, exponent: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """p = 2^exponent and 1 / (1 + p).
+
+        By single instructions, which are right to 2 units in the last place. The usual ones guard
+        against numbers that do not occur here, and take longer than the memory does.
+        """
+        if self.interpret:
+            power = jnp.exp2(exponent)
+            return power, 1 / (1 + power)
+        power = _instruction("ex2.approx.ftz.f32", exponent)
+        return power, _instruction("rcp.approx.ftz.f32", 1 + power)
+
     @property
     def columns_fit(self) -> bool:
         """Whether no block reaches beyond the width."""
@@ -92,7 +97,9 @@ def forward_kernel(x_ref: Ref, bias_ref: Ref, out_ref: Ref, *, launch: GeluLaunc
     bias = _load_bias(bias_ref, columns, launch)
     where, mask = launch.indices(program, 0, columns)
     z = _load(x_ref, where, mask).astype(jnp.float32) + bias
-    plgpu.store(out_ref.at[where], _gelu(z, launch).astype(out_ref.dtype), mask=mask)
+    plgpu.store(
+        out_ref.at[where], gelu(z, launch.power_and_reciprocal).astype(out_ref.dtype), mask=mask
+    )
 
 
 def backward_kernel(
@@ -116,7 +123,7 @@ def backward_kernel(
     def body(step: jax.Array, state: PyTree) -> PyTree:
         (x, dout), total = state
         following = fetch(step + 1)
-        out, slope = _value_and_slope(x.astype(jnp.float32) + bias, launch)
+        out, slope = gelu_and_slope(x.astype(jnp.float32) + bias, launch.power_and_reciprocal)
         dx = dout.astype(jnp.float32) * slope
         where, mask = launch.indices(program, step, columns)
         for ref, value in ((dx_ref, dx), *((ref, out) for ref in out_ref)):
@@ -139,40 +146,6 @@ def _load_bias(ref: Ref, columns: jax.Array, launch: GeluLaunch) -> jax.Array:
     other = None if mask is None else 0.0
     loaded = plgpu.load(ref.at[jnp.zeros_like(columns), columns], mask=mask, other=other)
     return loaded.astype(jnp.float32)[None, :]
-
-
-def _gelu(z: jax.Array, launch: GeluLaunch) -> jax.Array:
-    return z * _gates(z, launch)[0]
-
-
-def _value_and_slope(z: jax.Array, launch: GeluLaunch) -> tuple[jax.Array, jax.Array]:
-    """GELU and its derivative."""
-    gate, slope = _gates(z, launch)
-    return z * gate, gate + slope * (z * (_LINEAR + 3 * _CUBIC * (z * z)))
-
-
-def _gates(z: jax.Array, launch: GeluLaunch) -> tuple[jax.Array, jax.Array]:
-    """GELU(z) / z, the sigmoid's value, and its slope.
-
-    By the exponential of what is not above 0, so that neither overflows nor cancels.
-    """
-    argument = z * (_BASE_2 * _LINEAR + _BASE_2 * _CUBIC * (z * z))
-    power, upper = _power_and_reciprocal(-jnp.abs(argument), launch)
-    lower = power * upper
-    return jnp.where(argument >= 0, upper, lower), upper * lower
-
-
-def _power_and_reciprocal(exponent: jax.Array, launch: GeluLaunch) -> tuple[jax.Array, jax.Array]:
-    """p = 2^exponent and 1 / (1 + p).
-
-    By single instructions, which are right to 2 units in the last place. The usual ones guard
-    against numbers that do not occur here, and take longer than the memory does.
-    """
-    if launch.interpret:
-        power = jnp.exp2(exponent)
-        return power, 1 / (1 + power)
-    power = _instruction("ex2.approx.ftz.f32", exponent)
-    return power, _instruction("rcp.approx.ftz.f32", 1 + power)
 
 
 def _instruction(name: str, x: jax.Array) -> jax.Array:

@@ -4,9 +4,8 @@ The custom VJP stands outside, and forward and backward each run inside a `shard
 (see `pallas_kernels/op.py`). Each shard sums the gradients of its tables; one `psum` then adds them
 over the mesh axes that split the sequence.
 
-Mosaic takes the forward of the Triton kernels, and their backward where its own cannot run: a
-scale for each token, an x of another dtype than h, and widths that are no multiple of 128 or whose
-rows do not fit.
+Mosaic takes the Triton kernels where its own cannot run: a scale for each token, an x of another
+dtype than h, and widths that are no multiple of 128 or whose rows do not fit.
 """
 
 from abc import abstractmethod
@@ -37,8 +36,9 @@ from pallas_kernels.layernorm_modulate.operands import (
     unsupported_sharding,
 )
 from pallas_kernels.layernorm_modulate.row_blocks import segment_row_blocks, walks_of
-from pallas_kernels.layernorm_modulate.tuning import Norm, Pass, Way
+from pallas_kernels.layernorm_modulate.tuning import Norm, Pass
 from pallas_kernels.op import Call, Measured, Registry, differentiated_once, on_shards, placed
+from pallas_kernels.walks import Way
 
 NormCall = Call[NormOptions]
 
@@ -276,28 +276,32 @@ class TritonNorm(Measured[NormOperands, NormOptions], FusedImplementation):
 
 
 class MosaicNorm(TritonNorm):
-    """The Triton kernels, but this folder's for the backward of rows that it takes."""
+    """This folder's kernels through Mosaic GPU, and the Triton kernels for rows beyond those."""
 
     name = "mosaic"
     interpretable = False
 
     @override
     def unsupported_reason(self, operands: NormOperands, call: NormCall) -> Exception | None:
-        """A JAX without the lowering, another device, or where the Triton kernels cannot run."""
-        return devices.unsupported_mosaic(operands.x) or super().unsupported_reason(operands, call)
+        """Another device, or rows that only the Triton kernels take, if they cannot run."""
+        if reason := devices.unsupported_mosaic(operands.x):
+            return reason
+        ways = _forward_way(operands, call.options), _way(_streams(operands), call.options)
+        if None in ways:
+            return super().unsupported_reason(operands, call)
+        return unsupported_sharding(operands.x, call.sharding)
 
     @override
     def faster_than_reference(self, operands: NormOperands, call: NormCall) -> bool:
-        """As the Triton kernels are, where the backward here was faster than theirs."""
-        x, y, options = operands.x, operands.y, call.options
-        norm: Norm = "plain" if options.h is None else "sum" if operands.gate is None else "gated"
-        if not tuning.faster_than_triton(options.layout, norm, x.shape[-1]):
-            return False
-        y = x if y is None else y
-        streams = {"plain": (x, y), "sum": (x, y, x), "gated": (x, y, x, y)}[norm]
-        # Wider dtypes were not compared.
-        if any(each.dtype.itemsize > 2 for each in streams) or _way(streams, options) is None:
-            return False
+        """As the Triton kernels are, where the backward was faster or where they are gone."""
+        x, options, streams = operands.x, call.options, _streams(operands)
+        if devices.lowers_triton():
+            norm = _norm(operands, options)
+            if not tuning.faster_than_triton(options.layout, norm, x.shape[-1]):
+                return False
+            # Wider dtypes were not compared.
+            if any(each.dtype.itemsize > 2 for each in streams) or _way(streams, options) is None:
+                return False
         return super().faster_than_reference(operands, call)
 
     @override
@@ -308,11 +312,26 @@ class MosaicNorm(TritonNorm):
         # Each device has the programs for its own rows.
         shards = devices.shards_of(sharding, 0)
         cores = devices.core_count() * shards
+        forwards = (tuning.forward_way_for(width, 1, residual) for residual in (False, True))
+        programs = {*tuning.PER_CORE, *(way.per_core for way in forwards if way is not None)}
         walks = {
-            _walks(per_core): walks_of(segment_ids, table_rows, None, per_core * cores)
-            for per_core in tuning.PER_CORE
+            _walks(each): walks_of(segment_ids, table_rows, None, each * cores) for each in programs
         }
         return super().prepare_segments(segment_ids, table_rows, width, sharding) | walks
+
+    @override
+    def forward(
+        self, operands: NormOperands, options: NormOptions, *, statistics: bool
+    ) -> tuple[jax.Array | None, jax.Array, jax.Array | None]:
+        """The kernel here; statistics are mean and 1/deviation of each row, [B, S, 2] float32."""
+        way = _forward_way(operands, options)
+        if way is None:
+            return super().forward(operands, options, statistics=statistics)
+        from pallas_kernels.layernorm_modulate import mosaic
+
+        walks = operands.prepared and operands.prepared.get(_walks(way.per_core))
+        given = operands._replace(prepared=walks)
+        return mosaic.forward(given, options, way, statistics=statistics)
 
     @override
     def backward(
@@ -322,15 +341,17 @@ class MosaicNorm(TritonNorm):
         dout: jax.Array | None,
         options: NormOptions,
     ) -> Gradients:
-        """The kernel here, and Triton's that adds up the partial sums of the tables' gradients."""
+        """The kernel here, and one that adds up the partial sums of the tables' gradients."""
         streams = [each for each in (residuals.h, dout, dh, residuals.y) if each is not None]
         way = _way(streams, options)
-        if dout is None or way is None:
+        if way is None or (dout is None and devices.lowers_triton()):
             return super().backward(residuals, dh, dout, options)
         from pallas_kernels.layernorm_modulate import mosaic
 
-        walks = residuals.prepared and residuals.prepared[_walks(way.per_core)]
-        return mosaic.backward(residuals, dh, dout, options, way, walks)
+        if dout is None:  # which takes a pass over zeros
+            dout = jnp.zeros(residuals.h.shape, options.out_dtype)
+        walks = residuals.prepared and residuals.prepared.get(_walks(way.per_core))
+        return mosaic.backward(residuals._replace(prepared=walks), dh, dout, options, way)
 
 
 def _way(streams: Sequence[jax.Array], options: NormOptions) -> Way | None:
@@ -342,8 +363,31 @@ def _way(streams: Sequence[jax.Array], options: NormOptions) -> Way | None:
     return tuning.way_for(streams[0].shape[-1], bytes_per_column)
 
 
+def _forward_way(operands: NormOperands, options: NormOptions) -> Way | None:
+    """Of the forward's kernel; None if it does not take these arrays."""
+    x, y = operands.x, operands.y
+    streams = [each for each in (x, y) if each is not None]
+    # h is written where x stood, and the modulated value where y, or else x, did.
+    if options.layout == "token" or options.x_dtype != options.residual_dtype:
+        return None
+    if streams[-1].dtype != options.out_dtype:
+        return None
+    bytes_per_column = sum(each.dtype.itemsize for each in streams)
+    return tuning.forward_way_for(x.shape[-1], bytes_per_column, y is not None)
+
+
+def _norm(operands: NormOperands, options: NormOptions) -> Norm:
+    return "plain" if options.h is None else "sum" if operands.gate is None else "gated"
+
+
+def _streams(operands: NormOperands) -> tuple[jax.Array, ...]:
+    """Arrays with the dtypes of those that the backward reads row by row."""
+    x, y = operands.x, operands.x if operands.y is None else operands.y
+    return (x, y) if operands.y is None else (x, y, x) if operands.gate is None else (x, y, x, y)
+
+
 def _walks(per_core: int) -> str:
-    """The name of what is prepared for a `Way`, besides the row blocks of the Triton kernels."""
+    """The name of what is prepared for so many programs, besides the Triton kernels' row blocks."""
     return f"walks of {per_core} a core"
 
 

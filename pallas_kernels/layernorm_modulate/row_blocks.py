@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_kernels import devices
 from pallas_kernels.layernorm_modulate.operands import (
     Gradients,
     NormOperands,
@@ -249,12 +250,25 @@ def table_sums(
     options: NormOptions,
     name: str,
 ) -> jax.Array:
-    """`reduce_partials`, by a kernel of this name, of what row blocks were summed up to."""
-    from pallas_kernels.triton_tiles import reduce_partials
-
+    """Of what row blocks were summed up to, [K·B·M, D]: by Triton's kernel of this name, or XLA."""
     table_row = row_blocks.table_row.reshape(-1) if isinstance(row_blocks, RowBlocks) else None
     per_row = row_blocks.per_row
-    return reduce_partials(partial_sums, table_row, per_row, table, options.interpret, name)
+    if devices.lowers_triton():
+        from pallas_kernels.triton_tiles import reduce_partials
+
+        return reduce_partials(partial_sums, table_row, per_row, table, options.interpret, name)
+    batch, dim = table[0], table[-1]
+    parts = partial_sums.reshape(-1, batch, per_row, dim)
+    if table_row is None:
+        return parts.sum(axis=2).reshape(-1, dim)
+    # In which rows of the batch's table; what unused row blocks hold is anything.
+    rows = jnp.arange(batch * table[1]).reshape(batch, 1, -1)
+    own = table_row.reshape(batch, per_row, 1) == rows
+    parts = jnp.where(own.any(axis=2)[None, ..., None], parts, 0.0)
+    exact = jax.lax.Precision.HIGHEST
+    return jnp.einsum("bpm,kbpd->kbmd", own.astype(jnp.float32), parts, precision=exact).reshape(
+        -1, dim
+    )
 
 
 def _tables(residuals: NormResiduals) -> dict[str, jax.Array]:

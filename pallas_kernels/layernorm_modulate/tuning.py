@@ -24,6 +24,7 @@ from jaxtyping import PyTree
 
 from pallas_kernels import devices, first_use
 from pallas_kernels.layernorm_modulate.operands import ModulationLayout
+from pallas_kernels.walks import LANES, Pace, Way, chunks_of, way_of
 
 Pass = Literal["forward", "backward", "residual_forward", "residual_backward", "sum_backward"]
 """Kernels by what they hold: `residual_backward` after x + gate·y, `sum_backward` after x + y."""
@@ -230,8 +231,6 @@ def _measured_ratios(device_kind: str, dim: int) -> tuple[float, float] | None:
 
 # ---------------------------------------------------------------- the backward through Mosaic GPU
 
-LANES = 128
-"""Threads of a group, and columns of a chunk: what a row's width must be a multiple of."""
 Norm = Literal["gated", "sum", "plain"]
 """Of x + gate·y; of a sum without a gate, or of an x that has a gradient besides; of x alone."""
 _SHARED_BYTES = 220 * 1024
@@ -252,25 +251,6 @@ slower on one of them (benchmarks/results/wide_rows_h200.json, wide_rows_h100.js
 _FEWEST_SLOTS, _MOST_SLOTS = 2, 4
 PER_CORE, _LARGE_ROW = (1, 2), 12 * 1024
 """Programs of a multiprocessor: one for rows of so many bytes, which has enough on the way."""
-
-
-class Way(NamedTuple):
-    """How a program, one of `per_core` on each multiprocessor, walks through its rows.
-
-    Attributes:
-      groups: of `LANES` threads, each with columns of its own.
-      per_core: programs of each multiprocessor.
-      slots: rows in shared memory at a time.
-    """
-
-    groups: int
-    per_core: int
-    slots: int
-
-    @property
-    def programs(self) -> int:
-        """Of a kernel, on the device to run on."""
-        return self.per_core * devices.core_count()
 
 
 def faster_than_triton(layout: ModulationLayout, norm: Norm, dim: int) -> bool:
@@ -300,9 +280,24 @@ def way_for(dim: int, bytes_per_column: int) -> Way | None:
     return Way(groups, per_core, slots) if slots >= _FEWEST_SLOTS else None
 
 
-def chunks_of(dim: int, groups: int) -> int:
-    """Chunks of columns of a group; some may be another's too."""
-    return -(-dim // (LANES * groups))
+_FORWARD_PACES = Pace(16, 6, 42_000), Pace(16, 4, 42_000)
+"""Of the norm of x, and of x + gate·y, whose programs hold more registers."""
+_MOST_GROUPS = 8
+"""Of a program."""
+
+
+def forward_way_for(dim: int, bytes_per_column: int, residual: bool) -> Way | None:
+    """The way of the forward for rows of `dim` columns; None for rows that it does not take.
+
+    Args:
+      dim: columns.
+      bytes_per_column: of all arrays that are read, together.
+      residual: whether there is a y.
+    """
+    pace = _FORWARD_PACES[residual]
+    if dim % LANES or dim > _MOST_GROUPS * pace.chunks * LANES:
+        return None
+    return way_of(dim, bytes_per_column, pace)
 
 
 # ---------------------------------------------------------------- shapes

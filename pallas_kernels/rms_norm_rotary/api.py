@@ -16,6 +16,7 @@ from pallas_kernels.op import (
     Call,
     Implementation,
     Kernels,
+    MosaicKernels,
     Reference,
     Registry,
     call_of,
@@ -194,10 +195,31 @@ class RmsNormKernels(Kernels[RmsNormOperands, RmsNormOptions]):
         return compared(runs, with_table, Call(options, None), arguments)
 
 
+class MosaicRmsNorm(MosaicKernels[RmsNormOperands, RmsNormOptions], RmsNormKernels):
+    """The Mosaic kernels, on Hopper, of heads of 64 or 128 channels."""
+
+    module = "pallas_kernels.rms_norm_rotary.mosaic"
+
+    @override
+    def unsupported_lowering(self, x: jax.Array, call: Call[RmsNormOptions]) -> Exception | None:
+        """Another device or JAX, or channels that groups of threads cannot share in pairs."""
+        if reason := super().unsupported_lowering(x, call):
+            return reason
+        from pallas_kernels.rms_norm_rotary import mosaic
+
+        width = devices.elements_of_shard(x, call.sharding)[1]
+        each = 2 * x.dtype.itemsize
+        if mosaic.way_for(width, call.options, each, mosaic.BACKWARD_PACE) is None:
+            heads = f"{width} channels in heads of {call.options.head_dim}"
+            return ValueError(f"its groups of threads cannot share {heads}")
+        return None
+
+
 REGISTRY: Registry[Implementation[RmsNormOperands, RmsNormOptions]] = Registry(
     reference=Reference(reference)
 )
 REGISTRY.register(RmsNormKernels())
+REGISTRY.register(MosaicRmsNorm())
 
 
 def rms_norm_rotary(

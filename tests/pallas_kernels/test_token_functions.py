@@ -16,6 +16,7 @@ from pallas_kernels import bias_gelu, bias_gelu_then, devices, rms_norm_rotary
 from pallas_kernels.bias_gelu import api as gelu_api
 from pallas_kernels.bias_gelu import triton as gelu_triton
 from pallas_kernels.rms_norm_rotary import api as norm_api
+from pallas_kernels.rms_norm_rotary import mosaic as norm_mosaic
 from pallas_kernels.rms_norm_rotary import triton as norm_triton
 from pallas_kernels.triton_tiles import Blocks
 
@@ -115,16 +116,37 @@ def test_gelu_equals_the_oracle_in_blocks_of_its_own(interpret):
     check_gelu(run_gelu(*given, **cases.kernels(interpret)), gelu_oracle(*given), F32)
 
 
+@pytest.fixture(params=["triton", "mosaic"])
+def kernels_of(request, on_gpu):
+    """The name of kernels that this GPU can run."""
+    if request.param == "mosaic" and (reason := devices.unsupported_mosaic_device()):
+        pytest.skip(str(reason))
+    return request.param
+
+
 @pytest.mark.gpu
-@pytest.mark.usefixtures("on_gpu")
-@pytest.mark.parametrize("dim", [512, 1024, 1152, 4608, 5000, 8192, 8960, 13824])
+@pytest.mark.parametrize("dim", [128, 512, 1024, 1152, 4608, 5000, 8192, 8960, 13824])
 @pytest.mark.parametrize("tokens", [1, 1111, 9000])
 @pytest.mark.parametrize("then", [False, True])
-def test_gelu_is_right_at_models_widths_and_gives_equal_bits(dim, tokens, then):
+def test_gelu_is_right_at_models_widths_and_gives_equal_bits(dim, tokens, then, kernels_of):
+    if kernels_of == "mosaic" and dim % 128:
+        pytest.skip("multiples of 128 alone")
     given = gelu_arrays((2, tokens, dim), BF16, then=then)
-    found, again = (run_gelu(*given, implementation="triton") for _ in range(2))
+    found, again = (run_gelu(*given, implementation=kernels_of) for _ in range(2))
     check_gelu(found, gelu_oracle(*given), BF16)
     cases.assert_same_bits(found, again)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("on_gpu")
+@pytest.mark.parametrize(("dtype", "spread"), [(F32, 30.0), (F32, 0.01), (F16, 2.0)])
+def test_mosaic_gelu_equals_the_oracle(dtype, spread):
+    if reason := devices.unsupported_mosaic_device():
+        pytest.skip(str(reason))
+    for then in (False, True):
+        given = gelu_arrays((2, 70, 640), dtype, spread, then=then)
+        found = run_gelu(*given, implementation="mosaic")
+        check_gelu(found, gelu_oracle(*given), dtype)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
@@ -268,14 +290,28 @@ def test_rms_norm_equals_the_oracle(name, interpret, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("on_gpu")
 @pytest.mark.parametrize("dim", [512, 1024, 1152, 1536, 2048, 2304, 3072, 5120, 6144, 8192])
 @pytest.mark.parametrize("per_head", [False, True])
-def test_rms_norm_is_right_at_models_widths(dim, per_head):
-    head_dim = 64 if dim % 128 else 128
-    given = norm_arrays((2, 1111, dim), head_dim, per_head=per_head, dtype=BF16)
-    found = run_norm(*given, head_dim=head_dim, implementation="triton")
-    check_norm(found, norm_oracle(*given), BF16)
+@pytest.mark.parametrize(
+    ("head_dim", "table", "dtype", "with_bias"),
+    [(128, "shared", BF16, True), (64, "own", F32, False), (128, None, F16, True)],
+)
+def test_rms_norm_is_right_at_models_widths(
+    dim, per_head, head_dim, table, dtype, with_bias, kernels_of
+):
+    arrays = partial(norm_arrays, (2, 1111, dim), head_dim, per_head=per_head)
+    given = arrays(table=table, dtype=dtype)
+    bias = jnp.zeros(dim) if with_bias else None
+    if kernels_of == "mosaic":
+        options = norm_api.RmsNormOptions(head_dim, per_head, EPS)
+        if norm_mosaic.way_for(dim, options, 8, norm_mosaic.BACKWARD_PACE) is None:
+            with pytest.raises(ValueError, match="cannot share"):
+                run_norm(*given, bias, head_dim=head_dim, implementation="mosaic")
+            return
+    runs = [run_norm(*given, bias, head_dim=head_dim, implementation=kernels_of) for _ in range(2)]
+    # Where XLA adds up a bias's gradient it sees gradients of x that are rounded already.
+    check_norm(runs[0], norm_oracle(*given), dtype, of_bias=dtype)
+    cases.assert_same_bits(*runs)
 
 
 def test_kernels_compute_with_checkpoints_in_a_scan_and_tables_get_no_gradient(interpret):

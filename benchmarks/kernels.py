@@ -1,0 +1,231 @@
+"""Times all kernels of tokens through Triton, Mosaic and XLA, as shares of a copy's speed.
+
+    python benchmarks/kernels.py --out benchmarks/results/kernels_h200.json
+
+Forward and backward are timed apart, on arrays of 50 million elements, bfloat16. A pass must read
+and write its arrays once: the time that a copy takes for as many bytes, divided by the kernel's,
+is its share. With `--paces` the Mosaic kernels are timed at other paces (`pallas_kernels.walks`).
+"""
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from alload_jax.bench.device import copy_bandwidth, device_time, require_gpu, rotating
+from alload_jax.bench.harness import Record, benchmark_parser
+from alload_jax.errors import run_command
+from pallas_kernels.bias_gelu import api as gelu
+from pallas_kernels.bias_gelu import mosaic as gelu_mosaic
+from pallas_kernels.bias_gelu import triton as gelu_triton
+from pallas_kernels.layernorm_modulate import implementations as norm
+from pallas_kernels.layernorm_modulate import mosaic as norm_mosaic
+from pallas_kernels.layernorm_modulate import operands as norm_operands
+from pallas_kernels.op import Plain
+from pallas_kernels.rms_norm_rotary import api as rotary
+from pallas_kernels.rms_norm_rotary import mosaic as rotary_mosaic
+from pallas_kernels.rms_norm_rotary import triton as rotary_triton
+from pallas_kernels.walks import Pace, way_of
+
+ELEMENTS, HEAD = 50_000_000, 128
+WIDTHS = (1024, 1152, 1536, 2048, 3072, 5120, 8192)
+GELU_WIDTHS = (4096, 8192, 8960, 13824)
+SEGMENTS = 32
+
+
+class Case(NamedTuple):
+    """One way of one pass.
+
+    Attributes:
+      kernel, direction, width: what is timed.
+      implementation: triton, mosaic or xla.
+      call: runs it.
+      arguments: of the call.
+      bytes_moved: that it must read and write.
+      pace: of a Mosaic kernel; None for its own.
+    """
+
+    kernel: str
+    direction: str
+    width: int
+    implementation: str
+    call: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    bytes_moved: int
+    pace: Pace | None = None
+
+
+def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
+    """Random values."""
+    return jax.random.normal(jax.random.key(sum(shape)), shape, jnp.float32).astype(dtype)
+
+
+wide = partial(array, dtype=jnp.float32)
+Paces = Sequence[Pace | None]
+
+
+def gelu_cases(width: int, paces: Paces) -> Iterator[Case]:
+    """Bias and GELU."""
+    tokens = ELEMENTS // width
+    x, cotangent = array(1, tokens, width), array(1, tokens, width)
+    operands = gelu.GeluOperands(x, wide(width))
+    ways: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+        "triton": (gelu_triton.forward, gelu_triton.backward),
+        "mosaic": (gelu_mosaic.forward, gelu_mosaic.backward),
+    }
+    for name, (forward, backward) in ways.items():
+        for pace in paces if name == "mosaic" else [None]:
+            if pace:
+                call = partial(gelu_mosaic.call, pace=pace)
+                both = (
+                    lambda given, c=call: c(gelu_mosaic.FORWARD, given, {}, ("out",)),
+                    lambda given, d, c=call: c(gelu_mosaic.BACKWARD, given, {"dout": d}, ("dx",)),
+                )
+            else:
+                both = (
+                    lambda given, f=forward: f(given, Plain()),
+                    lambda given, d, b=backward: b(given, d, Plain()),
+                )
+            given: tuple[Any, ...] = (operands,)
+            yield Case("bias_gelu", "forward", width, name, both[0], given, 2 * x.nbytes, pace)
+            given = (operands, cotangent)
+            yield Case("bias_gelu", "backward", width, name, both[1], given, 3 * x.nbytes, pace)
+    yield Case("bias_gelu", "forward", width, "xla", gelu.reference, (operands,), 2 * x.nbytes)
+    pull = lambda given, d: jax.vjp(gelu.reference, given)[1](d)  # noqa: E731
+    yield Case("bias_gelu", "backward", width, "xla", pull, (operands, cotangent), 3 * x.nbytes)
+
+
+def rotary_cases(width: int, paces: Paces) -> Iterator[Case]:
+    """RMSNorm with rotary embedding, statistics of the whole width, or of heads at 2,048."""
+    tokens, per_head = ELEMENTS // width, width == 2048
+    x = array(1, tokens, width)
+    weight = wide(HEAD if per_head else width)
+    tables = wide(tokens, HEAD // 2), wide(tokens, HEAD // 2)
+    operands = rotary.RmsNormOperands(x, weight, array(width), *tables)
+    options = rotary.RmsNormOptions(HEAD, per_head, 1e-6)
+    cotangent = array(*rotary.heads_shape(x, options))
+    name, beside = "rms_norm_rotary", 2 * tables[0].nbytes
+    ways: list[tuple[str, Any]] = [("triton", rotary_triton), ("mosaic", rotary_mosaic)]
+    if rotary_mosaic.way_for(width, options, 4, rotary_mosaic.BACKWARD_PACE) is None:
+        ways.pop()
+    for each, module in ways:
+        for pace in paces if each == "mosaic" else [None]:
+            if pace:
+                call = partial(rotary_mosaic.call, options=options, pace=pace)
+                both = (
+                    lambda given, c=call: c(rotary_mosaic.FORWARD, given, None),
+                    lambda given, d, c=call: c(rotary_mosaic.BACKWARD, given, d.reshape(x.shape)),
+                )
+            else:
+                both = (
+                    lambda given, m=module: m.forward(given, options),
+                    lambda given, d, m=module: m.backward(given, d, options),
+                )
+            moved = 2 * x.nbytes + beside
+            yield Case(name, "forward", width, each, both[0], (operands,), moved, pace)
+            moved, given = 3 * x.nbytes + beside, (operands, cotangent)
+            yield Case(name, "backward", width, each, both[1], given, moved, pace)
+    reference = partial(rotary.reference, options=options)
+    moved = 2 * x.nbytes + beside
+    yield Case(name, "forward", width, "xla", reference, (operands,), moved)
+    pull = lambda given, d: jax.vjp(reference, given)[1](d)  # noqa: E731
+    yield Case(name, "backward", width, "xla", pull, (operands, cotangent), moved + x.nbytes)
+
+
+def norm_cases(width: int, paces: Paces) -> Iterator[Case]:
+    """LayerNorm-Modulate, plain, after a gated residual, and in packed rows."""
+    tokens, dtype = ELEMENTS // width, jnp.dtype(jnp.bfloat16)
+    x, branch, cotangent, of_h = (array(1, tokens, width) for _ in range(4))
+    for kind, streams in (("plain", (2, 3)), ("residual", (4, 6)), ("packed", (2, 3))):
+        packed, gated = kind == "packed", kind == "residual"
+        table = wide(1, SEGMENTS, width) if packed else wide(1, width)
+        ids = (jnp.arange(tokens, dtype=jnp.int32) * SEGMENTS // tokens)[None] if packed else None
+        options = norm_operands.NormOptions(
+            "segment" if packed else "row", 1e-6, dtype, dtype, dtype, h="sum" if gated else None
+        )
+        y, gate = (branch, table) if gated else (None, None)
+        operands = norm_operands.NormOperands(x, table, table, y, gate, ids)
+        kept = norm_operands.NormResiduals(x, wide(1, tokens, 2), table, wide(0), y, gate, ids)
+        dh = of_h if gated else None
+        for name, way in (("triton", norm.TritonNorm()), ("mosaic", norm.MosaicNorm())):
+            prepared = None
+            if packed:
+                prepared = jax.jit(way.prepare_segments, static_argnums=(1, 2, 3))(
+                    ids, SEGMENTS, width, None
+                )
+            for pace in paces if name == "mosaic" else [None]:
+                given = operands._replace(prepared=prepared)
+                if pace:
+                    found = way_of(width, 2 * (2 if gated else 1), pace)
+                    assert found is not None
+                    call = partial(norm_mosaic.forward, options=options, way=found)
+                    given = operands
+                else:
+                    call = partial(way.forward, options=options)
+                kernel, moved = f"layernorm_modulate, {kind}", [n * x.nbytes for n in streams]
+                run: Any = partial(call, statistics=True)
+                yield Case(kernel, "forward", width, name, run, (given,), moved[0], pace)
+                if pace is None:
+                    run = partial(way.backward, options=options)
+                    given_back = (kept._replace(prepared=prepared), dh, cotangent)
+                    yield Case(kernel, "backward", width, name, run, given_back, moved[1])
+        if not packed:
+            reference = partial(norm_operands.reference, options=options)
+            yield Case(kernel, "forward", width, "xla", reference, (operands,), moved[0])
+
+
+def timed(cases: Sequence[Case], copy: float) -> Iterator[dict[str, Any]]:
+    """Compiles cases at once, and times them one after the other."""
+    with ThreadPoolExecutor(16) as pool:
+        programs = pool.map(lambda case: rotating(case.call, [case.arguments]), cases)
+        for case, program in zip(cases, list(programs), strict=True):
+            time = device_time(program, [case.arguments])
+            fields = ("kernel", "direction", "width", "implementation")
+            pace = {} if case.pace is None else {"pace": tuple(case.pace)}
+            yield (
+                {name: getattr(case, name) for name in fields}
+                | pace
+                | {
+                    "us": time.us,
+                    "us_low": time.us_low,
+                    "us_high": time.us_high,
+                    "bytes_moved": case.bytes_moved,
+                    "of_copy": case.bytes_moved / copy / time.us * 1e6,
+                }
+            )
+
+
+def pace_of(text: str) -> Pace:
+    """CHUNKS,GROUPS,BYTES."""
+    return Pace(*map(int, text.split(",")))
+
+
+def main(argv: list[str]) -> int:
+    """Measures and writes the JSON after each width."""
+    parser = benchmark_parser(__doc__, "kernels.json")
+    parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
+    parser.add_argument("--gelu-widths", type=int, nargs="+", default=GELU_WIDTHS)
+    parser.add_argument("--paces", type=pace_of, nargs="*", default=[])
+    options = parser.parse_args(argv)
+    require_gpu()
+    copy = copy_bandwidth()
+    record = Record(options.out, ["jax", "jaxlib"], copy_bytes_per_second=copy)
+    paces: Paces = [None, *options.paces]
+    for width in options.gelu_widths:
+        record.add(*timed(list(gelu_cases(width, paces)), copy))
+    for width in options.widths:
+        cases = itertools.chain(rotary_cases(width, paces), norm_cases(width, paces))
+        record.add(*timed(list(cases), copy))
+    for case in record.content["cases"]:
+        words = (case[name] for name in ("kernel", "direction", "width", "implementation"))
+        print(*words, case.get("pace", ""), f"{case['us']:.1f} µs, {case['of_copy']:.3f} of copy")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main, sys.argv[1:]))

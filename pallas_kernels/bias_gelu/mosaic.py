@@ -1,0 +1,156 @@
+"""The Mosaic GPU kernels of a bias with GELU, and their calls.
+
+A program has some columns, and walks through consecutive tokens. The backward adds up its part of
+the bias's gradient in registers, and XLA adds the programs' parts. Nothing is atomic: equal inputs
+give equal bits.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.bias_gelu.api import GeluOperands, gelu, gelu_and_slope
+from pallas_kernels.mosaic_rows import RowRing, columns_of, even_rows, in_chunks, ring_scratch
+from pallas_kernels.op import Plain, Ref
+from pallas_kernels.walks import LANES, Pace, chunks_of, way_of
+
+FORWARD_PACE, BACKWARD_PACE = Pace(16, 12, 90_000), Pace(16, 4, 90_000)
+
+
+@dataclass(frozen=True)
+class MosaicGeluLaunch:
+    """What is static in a kernel.
+
+    Attributes:
+      names: of its refs, in order; rows in shared memory and their barriers come last.
+      tokens, dim: of x [tokens, dim].
+      along, across: programs along the tokens and along the width.
+      slots: of a program's ring.
+    """
+
+    names: tuple[str, ...]
+    tokens: int
+    dim: int
+    along: int
+    across: int
+    slots: int
+
+
+_WRITTEN = {"out": "x", "dx": "dout"}
+"""Outputs, and what stood in the slots that they are written to."""
+
+
+def kernel(*refs: Ref, launch: MosaicGeluLaunch) -> None:
+    """x, bias → GELU of their sum; or with `dout` → gradient of x, sums of the bias's, [GELU]."""
+    ref = dict(zip(launch.names, refs, strict=True))
+    program = lax.axis_index("program")
+    along, across = program // launch.across, lax.rem(program, jnp.int32(launch.across))
+    columns = columns_of(launch.dim, launch.across, across)
+    streams = [name for name in ("x", "dout") if name in ref]
+    written = {stream: ref[name] for name, stream in _WRITTEN.items() if name in ref}
+    ring = RowRing(
+        {name: ref[name] for name in streams},
+        {name: ref[f"{name}_slots"].at[0] for name in streams},
+        ref["arrived"].at[0],
+        columns,
+        *even_rows(along, launch.tokens, launch.along),
+        launch.slots,
+    )
+    ring.begin()
+    bias = columns.of(ref["bias"], 0)
+    biases = [piece.load(bias, optimized=False) for piece in columns.pieces]
+
+    def work(row: jax.Array, sums: list[jax.Array]) -> list[jax.Array]:
+        slot = ring.wait(row)
+        ring.fetch_last(row)
+        more = []
+        for number, (piece, of_piece) in enumerate(zip(columns.pieces, biases, strict=True)):
+            z = piece.load(slot["x"]) + of_piece
+            if not sums:
+                piece.store(slot["x"], gelu(z, _power_and_reciprocal))
+                continue
+            out, slope = gelu_and_slope(z, _power_and_reciprocal)
+            dx = piece.load(slot["dout"]) * slope
+            piece.store(slot["dout"], dx)
+            if "out" in ref:
+                piece.store(slot["x"], out)
+            more.append(sums[number] + dx)
+        ring.write(row, written)
+        return more
+
+    zeros = [piece.zeros() for piece in columns.pieces] if "partial" in ref else []
+    sums = lax.fori_loop(ring.start, ring.stop, work, zeros)
+    for piece, total in zip(columns.pieces, sums, strict=False):
+        piece.store(columns.of(ref["partial"], along), total)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _power_and_reciprocal(exponent: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """As in the Triton kernels; a reciprocal by itself would be exact, and slow."""
+    power = jnp.exp2(exponent)
+    root = lax.rsqrt(1 + power)
+    return power, root * root
+
+
+FORWARD, BACKWARD = "bias_gelu_mosaic_forward", "bias_gelu_mosaic_backward"
+"""Names of the kernels, as profilers and lowered modules show them."""
+
+
+def forward(operands: GeluOperands, options: Plain) -> jax.Array:
+    """Like x."""
+    del options
+    (out,) = call(FORWARD, operands, {}, ("out",), FORWARD_PACE)
+    return out
+
+
+def backward(
+    operands: GeluOperands, cotangent: jax.Array, options: Plain, with_output: bool = False
+) -> tuple[jax.Array, ...]:
+    """Gradients of x, in its dtype, and of the bias, float32; then the output, where asked for."""
+    del options
+    names = ("dx", "out") if with_output else ("dx",)
+    dx, *out, sums = call(BACKWARD, operands, {"dout": cotangent}, names, BACKWARD_PACE)
+    return dx, sums.sum(axis=0), *out
+
+
+def call(
+    name: str,
+    operands: GeluOperands,
+    cotangents: Mapping[str, jax.Array],
+    outputs: tuple[str, ...],
+    pace: Pace,
+) -> list[jax.Array]:
+    """Outputs like x, and in the backward the programs' sums of the bias's gradient."""
+    x, dim = in_chunks(operands.x), operands.x.shape[-1]
+    tokens, chunks, _ = x.shape
+    streams = {"x": x, **{each: in_chunks(value) for each, value in cotangents.items()}}
+    across = -(-chunks // pace.chunks)
+    columns = chunks_of(dim, across)
+    way = way_of(LANES * columns, sum(each.dtype.itemsize for each in streams.values()), pace, 1)
+    assert way is not None
+    along = max(1, min(tokens, way.programs // across))
+    shapes = {each: jax.ShapeDtypeStruct(x.shape, x.dtype) for each in outputs}
+    if cotangents:
+        shapes["partial"] = jax.ShapeDtypeStruct((along, chunks, LANES), jnp.float32)
+    scratch = ring_scratch(streams, 1, columns, way.slots)
+    names = (*streams, "bias", *shapes, *scratch)
+    launch = MosaicGeluLaunch(names, tokens, dim, along, across, way.slots)
+    results = plgpu.kernel(
+        partial(kernel, launch=launch),
+        out_type=list(shapes.values()),
+        scratch_types=list(scratch.values()),
+        # Each thread writes only what it alone has read.
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True),
+        grid=(along * across,),
+        grid_names=("program",),
+        num_threads=1,
+        thread_name="group",
+        kernel_name=name,
+    )(*streams.values(), in_chunks(operands.bias))
+    like = [operands.x.shape] * len(outputs) + [(along, dim)] * bool(cotangents)
+    return [result.reshape(shape) for result, shape in zip(results, like, strict=True)]
