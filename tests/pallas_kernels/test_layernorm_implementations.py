@@ -1,8 +1,6 @@
 """Implementations of LayerNorm-Modulate, and how kernels divide rows into blocks and tiles."""
 
 import json
-import subprocess
-import sys
 from functools import cache, partial
 from pathlib import Path
 
@@ -133,24 +131,6 @@ def test_auto_is_interpreted_as_the_kernels():
     cotangents = cases.cotangents_for(operands)
     auto = cases.with_gradients(partial(cases.public, interpret=True))(operands, cotangents)
     cases.assert_same_bits(auto, cases.gradients_of(True)(operands, cotangents))
-
-
-def test_a_jax_without_pallas_triton_runs_the_rest():
-    script = """
-import sys
-sys.modules["jax.experimental.pallas.triton"] = None
-import jax.numpy as jnp
-from pallas_kernels import devices, layernorm_modulate, segmentation
-x, row = jnp.ones((2, 3, 4)), jnp.ones((2, 4))
-layernorm_modulate(x, row, row, segment_ids=segmentation(jnp.zeros((2, 3), int), 2, 4))
-try:
-    layernorm_modulate(x, row, row, implementation="triton")
-except NotImplementedError as error:
-    print(error)
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "does not lower Pallas kernels through Triton" in done.stdout
 
 
 # ---------------------------------------------------------------- Mosaic
