@@ -111,7 +111,7 @@ def rotary_cases(width: int, paces: Paces) -> Iterator[Case]:
     cotangent = array(*rotary.heads_shape(x, options))
     name, beside = "rms_norm_rotary", 2 * tables[0].nbytes
     ways: list[tuple[str, Any]] = [("triton", rotary_triton), ("mosaic", rotary_mosaic)]
-    if rotary_mosaic.way_for(width, options, 4, rotary_mosaic.BACKWARD_PACE) is None:
+    if rotary.way_for(width, options, 4, rotary.BACKWARD_PACE) is None:
         ways.pop()
     for each, module in ways:
         for pace in paces if each == "mosaic" else [None]:

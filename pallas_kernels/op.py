@@ -309,10 +309,16 @@ class MosaicKernels(Kernels[Operands, Options]):
             return ValueError(f"the width {width} is no multiple of {LANES}")
         return devices.unsupported_mosaic(x)
 
+    def faster_than_triton(self, operands: Operands, call: Call[Options]) -> bool:
+        """Whether they were measured as faster than the Triton kernels."""
+        del operands, call
+        return False
+
     @override
     def faster_than_reference(self, operands: Operands, call: Call[Options]) -> bool:
-        """Where this JAX does not lower the Triton kernels, as they are."""
-        return not devices.lowers_triton() and super().faster_than_reference(operands, call)
+        """As the Triton kernels are, where these are faster or those are not lowered."""
+        preferred = self.faster_than_triton(operands, call) or not devices.lowers_triton()
+        return preferred and super().faster_than_reference(operands, call)
 
 
 def placed(operands: Operands, specs: PyTree, sharding: NamedSharding | None) -> Operands:

@@ -23,6 +23,7 @@ from pallas_kernels.op import (
     check_floats,
     check_tokens,
 )
+from pallas_kernels.walks import LANES, Pace, Way, way_of
 
 _NAME = "rms_norm_rotary"
 
@@ -195,6 +196,38 @@ class RmsNormKernels(Kernels[RmsNormOperands, RmsNormOptions]):
         return compared(runs, with_table, Call(options, None), arguments)
 
 
+# ---------------------------------------------------------------- Mosaic
+
+FORWARD_PACE, BACKWARD_PACE = Pace(16, 4, 42_000), Pace(16, 4, 42_000)
+_MOST_GROUPS = 8
+"""Of a program."""
+_MOSAIC_WIDTHS = (1536,)
+"""Where the Mosaic kernels were faster than Triton's, forward and backward, with statistics of the
+whole width and heads of 128: benchmarks/results/kernels_h200.json."""
+
+
+def way_for(dim: int, options: RmsNormOptions, streams: int, pace: Pace) -> Way | None:
+    """For tokens of `dim` channels; None for those that the kernels do not take.
+
+    Groups share a token's chunks evenly and in pairs; in fours where each head has statistics of
+    its own, and each warp then a head.
+
+    Args:
+      dim: of x.
+      options: of the call.
+      streams: bytes of a channel that are read.
+      pace: of the kernel.
+    """
+    of_head = (128,) if options.per_head else (64, 128)
+    if dim % LANES or options.head_dim not in of_head:
+        return None
+    together, total = 4 if options.per_head else 2, dim // LANES
+    for groups in range(-(-total // pace.chunks), _MOST_GROUPS + 1):
+        if total % (together * groups) == 0:
+            return way_of(dim, streams, pace, groups)
+    return None
+
+
 class MosaicRmsNorm(MosaicKernels[RmsNormOperands, RmsNormOptions], RmsNormKernels):
     """The Mosaic kernels, on Hopper, of heads of 64 or 128 channels."""
 
@@ -205,14 +238,18 @@ class MosaicRmsNorm(MosaicKernels[RmsNormOperands, RmsNormOptions], RmsNormKerne
         """Another device or JAX, or channels that groups of threads cannot share in pairs."""
         if reason := super().unsupported_lowering(x, call):
             return reason
-        from pallas_kernels.rms_norm_rotary import mosaic
-
         width = devices.elements_of_shard(x, call.sharding)[1]
-        each = 2 * x.dtype.itemsize
-        if mosaic.way_for(width, call.options, each, mosaic.BACKWARD_PACE) is None:
+        if way_for(width, call.options, 2 * x.dtype.itemsize, BACKWARD_PACE) is None:
             heads = f"{width} channels in heads of {call.options.head_dim}"
             return ValueError(f"its groups of threads cannot share {heads}")
         return None
+
+    @override
+    def faster_than_triton(self, operands: RmsNormOperands, call: Call[RmsNormOptions]) -> bool:
+        """As measured."""
+        options, x = call.options, operands.x
+        heads = options.head_dim == 128 and not options.per_head and operands.cos is not None
+        return heads and x.dtype.itemsize == _ITEMSIZE and x.shape[-1] in _MOSAIC_WIDTHS
 
 
 REGISTRY: Registry[Implementation[RmsNormOperands, RmsNormOptions]] = Registry(

@@ -34,39 +34,19 @@ from pallas_kernels.mosaic_rows import (
     sums_scratch,
 )
 from pallas_kernels.op import Ref
-from pallas_kernels.rms_norm_rotary.api import RmsNormOperands, RmsNormOptions, heads_shape
-from pallas_kernels.walks import LANES, Pace, Way, chunks_of, way_of
+from pallas_kernels.rms_norm_rotary.api import (
+    BACKWARD_PACE,
+    FORWARD_PACE,
+    RmsNormOperands,
+    RmsNormOptions,
+    heads_shape,
+    way_for,
+)
+from pallas_kernels.walks import Pace, Way, chunks_of
 
 _THREADS_OF_WARP = 32
 Angles = dict[int, tuple[jax.Array, jax.Array]]
 """cos and sin of a token as a thread needs them, by chunks of a piece."""
-
-
-FORWARD_PACE, BACKWARD_PACE = Pace(16, 4, 42_000), Pace(16, 4, 42_000)
-_MOST_GROUPS = 8
-"""Of a program."""
-
-
-def way_for(dim: int, options: RmsNormOptions, streams: int, pace: Pace) -> Way | None:
-    """For tokens of `dim` channels; None for those that the kernels do not take.
-
-    Groups share a token's chunks evenly and in pairs; in fours where each head has statistics of
-    its own, and each warp then a head.
-
-    Args:
-      dim: of x.
-      options: of the call.
-      streams: bytes of a channel that are read.
-      pace: of the kernel.
-    """
-    of_head = (128,) if options.per_head else (64, 128)
-    if dim % LANES or options.head_dim not in of_head:
-        return None
-    together, total = 4 if options.per_head else 2, dim // LANES
-    for groups in range(-(-total // pace.chunks), _MOST_GROUPS + 1):
-        if total % (together * groups) == 0:
-            return way_of(dim, streams, pace, groups)
-    return None
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from kernel_cases import BF16, F16, F32
 from pallas_kernels import bias_gelu, bias_gelu_then, devices, rms_norm_rotary
 from pallas_kernels.bias_gelu import api as gelu_api
 from pallas_kernels.bias_gelu import triton as gelu_triton
+from pallas_kernels.op import Call
 from pallas_kernels.rms_norm_rotary import api as norm_api
-from pallas_kernels.rms_norm_rotary import mosaic as norm_mosaic
 from pallas_kernels.rms_norm_rotary import triton as norm_triton
 from pallas_kernels.triton_tiles import Blocks
 
@@ -304,7 +304,7 @@ def test_rms_norm_is_right_at_models_widths(
     bias = jnp.zeros(dim) if with_bias else None
     if kernels_of == "mosaic":
         options = norm_api.RmsNormOptions(head_dim, per_head, EPS)
-        if norm_mosaic.way_for(dim, options, 8, norm_mosaic.BACKWARD_PACE) is None:
+        if norm_api.way_for(dim, options, 8, norm_api.BACKWARD_PACE) is None:
             with pytest.raises(ValueError, match="cannot share"):
                 run_norm(*given, bias, head_dim=head_dim, implementation="mosaic")
             return
@@ -477,6 +477,22 @@ def test_auto_knows_what_was_measured():
         (norm_api, ("NVIDIA A100", 1 << 24, 1536, 128, 2), None),
     ):
         assert api.measured_as_faster(*call) is faster
+
+
+@pytest.mark.usefixtures("for_cuda")
+def test_auto_takes_the_mosaic_kernels_where_they_were_faster_than_triton(monkeypatch):
+    monkeypatch.setattr(devices, "device_kind", lambda: H200)
+
+    def chosen(dim, dtype=BF16, per_head=False, head_dim=128, table="shared"):
+        x, weight, angles, _ = norm_shapes((1, 32_768, dim), per_head, table)
+        tables = angles or (None, None)
+        operands = norm_api.RmsNormOperands(abstract(x.shape, dtype), weight, None, *tables)
+        call = Call(norm_api.RmsNormOptions(head_dim, per_head, EPS), None)
+        return norm_api.REGISTRY.choose("test", "auto", operands, call).name
+
+    assert chosen(1536) == "mosaic"
+    others = ({"per_head": True}, {"head_dim": 64}, {"table": None})
+    assert {chosen(1536, **other) for other in others} | {chosen(2048)} == {"triton"}
 
 
 def test_a_bias_is_summed_where_registers_are_left_for_it_and_nothing_gives_nothing():
