@@ -26,6 +26,7 @@ from pallas_kernels.bias_gelu import triton as gelu_triton
 from pallas_kernels.layernorm_modulate import implementations as norm
 from pallas_kernels.layernorm_modulate import mosaic as norm_mosaic
 from pallas_kernels.layernorm_modulate import operands as norm_operands
+from pallas_kernels.layernorm_modulate.tuning import forward_way_for
 from pallas_kernels.op import Plain
 from pallas_kernels.rms_norm_rotary import api as rotary
 from pallas_kernels.rms_norm_rotary import mosaic as rotary_mosaic
@@ -158,22 +159,20 @@ def norm_cases(width: int, paces: Paces) -> Iterator[Case]:
                 prepared = jax.jit(way.prepare_segments, static_argnums=(1, 2, 3))(
                     ids, SEGMENTS, width, None
                 )
+            given = operands._replace(prepared=prepared)
+            kernel, moved = f"layernorm_modulate, {kind}", [n * x.nbytes for n in streams]
             for pace in paces if name == "mosaic" else [None]:
-                given = operands._replace(prepared=prepared)
-                if pace:
-                    found = way_of(width, 2 * (2 if gated else 1), pace)
+                forward: Any = partial(way.forward, options=options)
+                if name == "mosaic":
+                    each = (width, 2 * (2 if gated else 1))
+                    found = way_of(*each, pace) if pace else forward_way_for(*each, gated)
                     assert found is not None
-                    call = partial(norm_mosaic.forward, options=options, way=found)
-                    given = operands
-                else:
-                    call = partial(way.forward, options=options)
-                kernel, moved = f"layernorm_modulate, {kind}", [n * x.nbytes for n in streams]
-                run: Any = partial(call, statistics=True)
+                    forward = partial(norm_mosaic.forward, options=options, way=found)
+                run = partial(forward, statistics=True)
                 yield Case(kernel, "forward", width, name, run, (given,), moved[0], pace)
-                if pace is None:
-                    run = partial(way.backward, options=options)
-                    given_back = (kept._replace(prepared=prepared), dh, cotangent)
-                    yield Case(kernel, "backward", width, name, run, given_back, moved[1])
+            backward = partial(way.backward, options=options)
+            given_back = (kept._replace(prepared=prepared), dh, cotangent)
+            yield Case(kernel, "backward", width, name, backward, given_back, moved[1])
         if not packed:
             reference = partial(norm_operands.reference, options=options)
             yield Case(kernel, "forward", width, "xla", reference, (operands,), moved[0])

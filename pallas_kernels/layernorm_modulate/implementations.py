@@ -35,7 +35,7 @@ from pallas_kernels.layernorm_modulate.operands import (
     operand_specs,
     unsupported_sharding,
 )
-from pallas_kernels.layernorm_modulate.row_blocks import segment_row_blocks, walks_of
+from pallas_kernels.layernorm_modulate.row_blocks import segment_row_blocks, walks_name, walks_of
 from pallas_kernels.layernorm_modulate.tuning import Norm, Pass
 from pallas_kernels.op import Call, Measured, Registry, differentiated_once, on_shards, placed
 from pallas_kernels.walks import Way
@@ -276,7 +276,10 @@ class TritonNorm(Measured[NormOperands, NormOptions], FusedImplementation):
 
 
 class MosaicNorm(TritonNorm):
-    """This folder's kernels through Mosaic GPU, and the Triton kernels for rows beyond those."""
+    """The backward through Mosaic GPU, and where JAX does not lower Triton the forward as well.
+
+    Rows beyond those kernels are left to the Triton kernels.
+    """
 
     name = "mosaic"
     interpretable = False
@@ -315,7 +318,8 @@ class MosaicNorm(TritonNorm):
         forwards = (tuning.forward_way_for(width, 1, residual) for residual in (False, True))
         programs = {*tuning.PER_CORE, *(way.per_core for way in forwards if way is not None)}
         walks = {
-            _walks(each): walks_of(segment_ids, table_rows, None, each * cores) for each in programs
+            walks_name(each): walks_of(segment_ids, table_rows, None, each * cores)
+            for each in programs
         }
         return super().prepare_segments(segment_ids, table_rows, width, sharding) | walks
 
@@ -323,15 +327,13 @@ class MosaicNorm(TritonNorm):
     def forward(
         self, operands: NormOperands, options: NormOptions, *, statistics: bool
     ) -> tuple[jax.Array | None, jax.Array, jax.Array | None]:
-        """The kernel here; statistics are mean and 1/deviation of each row, [B, S, 2] float32."""
-        way = _forward_way(operands, options)
+        """The Triton kernel, which was as fast or faster, or the one here where that is gone."""
+        way = None if devices.lowers_triton() else _forward_way(operands, options)
         if way is None:
             return super().forward(operands, options, statistics=statistics)
         from pallas_kernels.layernorm_modulate import mosaic
 
-        walks = operands.prepared and operands.prepared.get(_walks(way.per_core))
-        given = operands._replace(prepared=walks)
-        return mosaic.forward(given, options, way, statistics=statistics)
+        return mosaic.forward(operands, options, way, statistics=statistics)
 
     @override
     def backward(
@@ -350,8 +352,7 @@ class MosaicNorm(TritonNorm):
 
         if dout is None:  # which takes a pass over zeros
             dout = jnp.zeros(residuals.h.shape, options.out_dtype)
-        walks = residuals.prepared and residuals.prepared.get(_walks(way.per_core))
-        return mosaic.backward(residuals._replace(prepared=walks), dh, dout, options, way)
+        return mosaic.backward(residuals, dh, dout, options, way)
 
 
 def _way(streams: Sequence[jax.Array], options: NormOptions) -> Way | None:
@@ -384,11 +385,6 @@ def _streams(operands: NormOperands) -> tuple[jax.Array, ...]:
     """Arrays with the dtypes of those that the backward reads row by row."""
     x, y = operands.x, operands.x if operands.y is None else operands.y
     return (x, y) if operands.y is None else (x, y, x) if operands.gate is None else (x, y, x, y)
-
-
-def _walks(per_core: int) -> str:
-    """The name of what is prepared for so many programs, besides the Triton kernels' row blocks."""
-    return f"walks of {per_core} a core"
 
 
 REGISTRY: Registry[NormImplementation] = Registry(reference=NormReference())

@@ -36,6 +36,7 @@ from pallas_kernels.layernorm_modulate.row_blocks import (
     backward_arrays,
     even_row_blocks,
     gradients,
+    walks_name,
     walks_of,
 )
 from pallas_kernels.mosaic_rows import (
@@ -309,11 +310,12 @@ def forward(
 def _walked(
     shape: tuple[int, ...], given: NormOperands | NormResiduals, options: NormOptions, way: Way
 ) -> EvenRowBlocks | Walks:
-    """Which rows each program walks through; `prepared`, if it is, are the walks of segments."""
+    """Which rows each program walks through; of segments, as was prepared, if it was."""
     if options.layout == "row":
         return even_row_blocks(shape, options, way.programs)
-    ids, tables, walks = given.segment_ids, given.scale.shape[1], given.prepared
+    ids, tables = given.segment_ids, given.scale.shape[1]
     assert ids is not None
+    walks = given.prepared and given.prepared.get(walks_name(way.per_core))
     if walks is None:
         walks = walks_of(ids, tables, options.segment_block, way.programs)
     return walks.flattened(ids.shape[1], tables)
@@ -329,8 +331,7 @@ def backward(
     """Gradients of x, of y (None without), and of scale, shift and, where there is one, gate.
 
     Args:
-      residuals: of the forward, in the layout "row" or "segment"; h has x's dtype. `prepared` are
-        the walks of the segments, if they were prepared.
+      residuals: of the forward, in the layout "row" or "segment"; h has x's dtype.
       dh: [B, S, D] cotangent of h; None without y.
       dout: [B, S, D] cotangent of the modulated value.
       options: of the call.

@@ -175,6 +175,11 @@ class Walks(NamedTuple):
         return Walks(row_blocks, self.first + skipped, self.end + skipped)
 
 
+def walks_name(per_core: int) -> str:
+    """The name of prepared walks of so many programs for each multiprocessor."""
+    return f"walks of {per_core} a core"
+
+
 def walks_of(
     segment_ids: jax.Array, table_rows: int, segment_block: int | None, programs: int
 ) -> Walks:

@@ -47,10 +47,11 @@ def few_programs(monkeypatch):
 
 @pytest.fixture
 def on_hopper(monkeypatch):
-    """Few programs there, so that each walks through many rows and segments."""
+    """Few programs there, so that each walks through many rows and segments, and no Triton."""
     if reason := devices.unsupported_mosaic_device():
         pytest.skip(str(reason))
     monkeypatch.setattr(devices, "core_count", lambda: 3)
+    monkeypatch.setattr(devices, "lowers_triton", lambda: False)
 
 
 @pytest.fixture

@@ -158,6 +158,13 @@ def test_it_equals_the_float64_oracle_and_gives_equal_bits(tokens, dim, x_dtype,
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("on_hopper")
+def test_its_backward_follows_the_forward_of_triton(monkeypatch):
+    monkeypatch.setattr(devices, "lowers_triton", lambda: True)
+    cases.run_and_check(cases.make((2, 46, 2304), x_dtype=BF16, y_dtype=BF16, gate=True), "mosaic")
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize("size", [3.0, 300.0, 30_001.0])
 def test_constant_rows_have_no_normed_part(size):
     operands = cases.make((1, 45, 1152), y_dtype=F32, gate=True)
