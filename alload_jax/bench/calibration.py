@@ -219,7 +219,7 @@ class Calibration:
         step = self.step
         self._programs: dict[Case, Compiled | None] = {}
         self._compile_seconds = 0.0
-        step.update = step.update.lower(step.state, step.accumulator).compile()
+        step.compile_update()
         self._update_bytes = step.update.memory_analysis().temp_size_in_bytes
         self._resident = sum(x.nbytes for x in jax.tree.leaves((step.state, step.accumulator)))
 

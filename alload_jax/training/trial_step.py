@@ -131,6 +131,11 @@ class Step:
         lowered = self.accumulate.lower(state.weights, self.accumulator, batch, state.key)
         return lowered.compile()
 
+    def compile_update(self) -> None:
+        """Compiles the update, which a step else does when it first runs."""
+        changing = self.state._replace(frozen={})
+        self.update = self.update.lower(changing, self.accumulator).compile()
+
     def batch_shape(self, latents: tuple[int, ...]) -> Batch:
         """Shapes and dtypes of a micro-batch with latents (rows, frames, height, width)."""
         return jax.eval_shape(lambda: random_batch(self.model, latents, self.condition_tokens))

@@ -56,7 +56,7 @@ def measure(*, keep: str | None = None, **fields: Any) -> Json:
         model, _ = resolved(settings)
         step = Step(training_spec(model), settings.condition_tokens)
         gradient = step.compile((settings.batch, *settings.latents))
-        step.update = step.update.lower(step.state, step.accumulator).compile()
+        step.compile_update()
         batch = step.batch((settings.batch, *settings.latents))
         for _ in range(settings.warmup):
             step.run(gradient, batch)
