@@ -129,7 +129,7 @@ def of_each_expert(
       as_files: whether outputs are files, not folders.
 
     Raises:
-      InputError: a LoRA file is that of one model, or the second expert is missing.
+      InputError: a LoRA file is that of one expert, or the second expert is missing.
     """
     places, given, found = expert_places(vars(options)[name]), vars(options), []
     if gone := [str(place) for place in places[1:] if not place.exists()]:
@@ -140,12 +140,15 @@ def of_each_expert(
     for number, place in enumerate(places if len(places) > 1 else ()):
         out, loras = Path(options.out or ""), []
         for file, scale in map(lora_name, given.get("lora", ())):
-            if len(both := expert_places(file)) == 1:
+            both = expert_places(file)
+            if Path(file).stem.endswith(tuple(f"_{expert}" for expert in EXPERTS)):
                 raise InputError(
                     f"--lora {file}: {given[name]} holds two experts; give x.safetensors for the "
                     "files x_high_noise.safetensors and x_low_noise.safetensors"
                 )
-            loras.append(f"{both[number]}:{scale}")
+            # That of a model without experts, as Wan 2.1, goes to both, or has another beside it.
+            if not (number and len(both) == 1 and given.get("low_noise_lora")):
+                loras.append(f"{both[number % len(both)]}:{scale}")
         out = expert_file(out, EXPERTS[number]) if as_files else out / TRANSFORMERS[number]
         base = expert_places(options.base)[-number] if given.get("base") else None
         own = {name: str(place), "lora": loras, "out": str(out), "base": base and str(base)}

@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--boundary", type=_BOUNDARY, help="noise level below which it does; Wan 2.2 uses 0.875, "
         "for image-to-video 0.9; default: as trained, or the pipeline's")  # fmt: skip
     add("--low-noise-lora", metavar="FILE[:SCALE]", nargs="+", default=[], help="LoRA files to add "
-        "to it")  # fmt: skip
+        "to it, in place of those of --lora that are no pair")  # fmt: skip
     add("--low-noise-guidance", type=_FINITE, help="its guidance; default: that of the first")
     add("--frames", type=int, help="frames of the clip; 1 for an image")
     add("--height", type=int, help="height in pixels")

@@ -1,13 +1,16 @@
 """The command: its help and errors, what starts without JAX; `alload calibrate --from-run`."""
 
+import argparse
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from alload_jax import cli
 from alload_jax.commands import prepare
+from alload_jax.commands.flags import of_each_expert
 from alload_jax.data.datasets.digits import Digits
 from alload_jax.errors import InputError, run_command
 from alload_jax.planning.cost import (
@@ -222,3 +225,22 @@ def test_what_is_no_run_or_a_damaged_one_is_one_line(name, content, words, run, 
         (run / name).write_text(content)
     place = "run" if name else "none"
     refused(words, "calibrate", "--from-run", place, "--out", "cost.json")
+
+
+def test_an_adapter_of_a_model_without_experts_goes_to_both(tmp_path):
+    for name in ("WAN/transformer", "WAN/transformer_2"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("one", "two_high_noise", "two_low_noise"):
+        (tmp_path / f"{name}.safetensors").touch()
+
+    def loras(*names, **given):
+        files = [f"{tmp_path / name}.safetensors:0.5" for name in names]
+        options = {"checkpoint": tmp_path / "WAN", "out": None, "lora": files} | given
+        found = of_each_expert(argparse.Namespace(**options), "checkpoint")
+        return [[Path(lora.rpartition(":")[0]).stem for lora in each.lora] for each in found]
+
+    assert loras("one", "two") == [["one", "two_high_noise"], ["one", "two_low_noise"]]
+    first_alone = [["one", "two_high_noise"], ["two_low_noise"]]
+    assert loras("one", "two", low_noise_lora=["other.safetensors"]) == first_alone
+    with pytest.raises(InputError, match=r"give x\.safetensors for the files x_high_noise"):
+        loras("two_high_noise")
