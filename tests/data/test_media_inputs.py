@@ -43,15 +43,18 @@ def test_captions_lie_beside_their_files(media):
     (media / "a b.txt").write_text("a cat\n")
     (media / "b.json").write_text('{"size": 3, "Caption": "a dog", "mine": 7.0}')
     (media / "c.png.txt").write_text("a cow")
+    for name, text in (("E.JPG", "E.jpg.txt"), ("f.jpg", "f.JPG.txt")):
+        picture(media / name)
+        (media / text).write_text("an ox")
     (media / "d.json").write_text('"a hen"')
     (media / "sub/a.json").write_text('{"caption": ["first", "second"]}')
     (media / ".hidden.png").write_text("")
     items = find_items(media)
     found = {name: text for name, text in captions(items).items() if text is not None}
     beside = {"a b.png": "a cat\n", "b.png": "a dog", "c.png": "a cow", "d.png": "a hen"}
-    assert found == beside | {"sub/a.png": "first"}
+    assert found == beside | {"sub/a.png": "first", "E.JPG": "an ox", "f.jpg": "an ox"}
     names = [item.name for item in items]
-    assert len(names) == 8
+    assert len(names) == 10
     assert names == sorted(names, key=str.encode)
     assert captions(find_items(media, caption_column="mine"))["b.png"] == "7"
 
@@ -383,6 +386,10 @@ def test_captions_of_a_table_are_written_beside_the_media(media, tmp_path):
     edited = {name: f"edited, {name}" for name in names} | {"a.png": "as before"}
     edited["sub/ü.png"] = '[""one"", ""two""]'
     assert write(**edited) == (5, 1)
+    # Of a file that the table does not name.
+    for name in ("two.txt", "two.TXT"):
+        (media / name).write_text(name)
+    picture(media / "two.png")
     assert write(**edited) == (0, 6)
     found = {name: all_captions(media).get(name) for name in names}
     assert found == {name: [edited[name]] for name in names} | {"sub/ü.png": ["one", "two"]}
@@ -403,3 +410,5 @@ def test_captions_of_a_table_are_written_beside_the_media(media, tmp_path):
     assert write(**{"c.png": "x", "c.jpg": "x"}) == (1, 0)
     with pytest.raises(InputError, match="is no table"):
         write_captions(media / "c.txt", media)
+    with pytest.raises(InputError, match=r"set\.yaml: is no folder; name the one"):
+        write_captions(table, media / "set.yaml")

@@ -125,8 +125,9 @@ class CaptionFiles:
     """The caption files of a folder or an archive, by the media that they belong to.
 
     clip.v1.mp4 has clip.v1.txt or clip.v1.mp4.txt, else the file whose name differs in its Unicode
-    form only, as names from macOS do, and in an archive else the one with the same name up to the
-    first dot, as WebDataset groups members. A caption belongs to the media that it is closest to.
+    form only, as names from macOS do, or in the case of .mp4, and in an archive else the one with
+    the same name up to the first dot, as WebDataset groups members. A caption belongs to the media
+    that it is closest to.
     """
 
     def __init__(self, names: Sequence[str], by_first_dot: bool = False):
@@ -173,6 +174,8 @@ class CaptionFiles:
 
     def _stems(self, base: str) -> list[_Stem]:
         composed = unicodedata.normalize("NFC", base)
+        if (suffix := suffix_of(composed)) in MEDIA:  # of clip.MP4.txt
+            composed = _base(composed) + suffix
         folder, slash, last = composed.rpartition("/")
         first = last.partition(".")[0]
         grouped = [(2, folder + slash + first)] if first and self._by_first_dot else []

@@ -9,6 +9,7 @@ import tarfile
 import typing
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -385,6 +386,11 @@ def write_captions(table: Path, media: Path) -> tuple[int, int]:
     """
     if table.suffix.lower() not in TABLES or not table.is_file():
         raise InputError(f"{table}: is no table; name a file that ends in {', '.join(TABLES)}")
+    if not media.is_dir():
+        raise InputError(
+            f"{media}: is no folder; name the one that the paths of {table} are relative to. The "
+            "folders of a set that lie elsewhere take a table each"
+        )
     rule, root = CaptionRule(every=True), media.resolve()
     for held in (root / name for name in TABLE_NAMES):
         if held.is_file() and not held.samefile(table):
@@ -395,6 +401,10 @@ def write_captions(table: Path, media: Path) -> tuple[int, int]:
     names = [path.relative_to(root).as_posix() for path in sorted(root.rglob("*"))]
     texts = CaptionFiles(names)
     stems = Counter(name.rpartition(".")[0] for name in names if suffix_of(name) in MEDIA)
+    beside: dict[str | None, set[str]] = defaultdict(set)
+    for name in (each for each in names if suffix_of(each) in MEDIA):
+        with suppress(UnusableError):  # of a file that the table may not name
+            beside[texts.of(name)].add(name)
     wanted: dict[str, list[tuple[str, list[str]]]] = defaultdict(list)
     for item in table_items(table, None, rule, media):
         try:
@@ -411,8 +421,7 @@ def write_captions(table: Path, media: Path) -> tuple[int, int]:
     changes = {}
     for text, files in wanted.items():
         words = files[0][1]
-        sharing = {name for name in names if suffix_of(name) in MEDIA and texts.of(name) == text}
-        if any(own != words for _, own in files) or sharing - {name for name, _ in files}:
+        if any(own != words for _, own in files) or beside[text] - {name for name, _ in files}:
             raise InputError(
                 f"{table}: {files[0][0]} shares {text} with another file; give both one caption, "
                 "or each a text file of its own; nothing is written"

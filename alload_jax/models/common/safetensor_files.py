@@ -169,7 +169,8 @@ class _Gguf:
             ) from error
         except (ValueError, IndexError, OSError) as error:
             raise InputError(
-                f"{file}: is not a valid GGUF file ({error}); download it again or name another"
+                f"{file}: the package gguf cannot read it ({error}): it is damaged, or of a type "
+                "that the package does not know; download it again, or name another"
             ) from error
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
 
