@@ -242,12 +242,13 @@ class Calibration:
         ]
         cases = list(dict.fromkeys(case for found in kinds for case in found))
         self._compile(cases[: self._workers])
-        least = math.ceil(-(-LEAST_POINTS // self._workers) * self._compile_seconds)
+        # Later programs are larger, and run.
+        least = math.ceil(2 * -(-LEAST_POINTS // self._workers) * self._compile_seconds)
         if least > self.bounds.seconds:
             raise InputError(
                 f"alload calibrate: --seconds is {self.bounds.seconds:g}, but a program takes "
                 f"{self._compile_seconds:.0f} s to compile here, and a fit needs {LEAST_POINTS}; "
-                f"give at least {2 * least}"
+                f"give at least {least}"
             )
         self._compile(cases)
         bytes_ = {case: self._bytes(case) for case in cases}

@@ -258,10 +258,10 @@ def test_memory_is_a_line_through_compiled_programs(monkeypatch):
     clock = itertools.count(0, 9)  # seconds, of which each look takes nine
     monkeypatch.setattr(calibration.time, "perf_counter", lambda: next(clock))
     monkeypatch.setattr(calibration.os, "cpu_count", lambda: 1)
-    brief = dataclasses.replace(bounds, seconds=44.0)
+    brief = dataclasses.replace(bounds, seconds=89.0)
     with pytest.raises(InputError, match=r"takes 9 s to compile .* needs 5; give at least 90"):
         calibration.Calibration(PretendedStep(), brief).memory()
-    calibration.Calibration(PretendedStep(), dataclasses.replace(brief, seconds=45.0)).memory()
+    calibration.Calibration(PretendedStep(), dataclasses.replace(brief, seconds=90.0)).memory()
 
 
 @pytest.mark.slow
