@@ -5,7 +5,7 @@ memory with the tensor memory accelerator, and writes results where a row stood,
 copied out. Each thread writes only what it alone has read.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -232,6 +232,40 @@ def ring_scratch(
         **{f"{name}_slots": plgpu.SMEM((groups, count, *s), dtype) for name, s, dtype in shapes},
         "arrived": plgpu.Barrier(num_arrivals=len(shapes), num_barriers=(groups, count)),
     }
+
+
+def call_of(
+    body: Callable[..., None],
+    name: str,
+    programs: int,
+    groups: int,
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    scratch: Sequence[PyTree],
+    approx_math: bool = False,
+) -> Callable[..., list[jax.Array]]:
+    """A kernel whose programs walk through rows, as a function of its inputs.
+
+    Args:
+      body: of refs of inputs, outputs and scratch; it has the axes `program` and `group`.
+      name: as profilers and lowered modules show it.
+      programs: how many there are.
+      groups: of threads of a program.
+      outputs: their shapes.
+      scratch: `ring_scratch` and `sums_scratch`.
+      approx_math: whether functions may be single instructions.
+    """
+    return plgpu.kernel(
+        body,
+        out_type=list(outputs),
+        scratch_types=list(scratch),
+        # Each thread writes only what it alone has read, and barriers stand where others' is read.
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=approx_math),
+        grid=(programs,),
+        grid_names=("program",),
+        num_threads=groups,
+        thread_name="group",
+        kernel_name=name,
+    )
 
 
 def even_rows(number: jax.Array, rows: int, programs: int) -> tuple[jax.Array, jax.Array]:

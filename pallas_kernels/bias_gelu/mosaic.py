@@ -15,7 +15,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.bias_gelu.api import GeluOperands, gelu, gelu_and_slope
-from pallas_kernels.mosaic_rows import RowRing, columns_of, even_rows, in_chunks, ring_scratch
+from pallas_kernels.mosaic_rows import (
+    RowRing,
+    call_of,
+    columns_of,
+    even_rows,
+    in_chunks,
+    ring_scratch,
+)
 from pallas_kernels.op import Plain, Ref
 from pallas_kernels.walks import LANES, Pace, chunks_of, way_of
 
@@ -147,17 +154,8 @@ def call(
     scratch = ring_scratch(streams, 1, columns, way.slots)
     names = (*streams, "bias", *shapes, *scratch)
     launch = MosaicGeluLaunch(names, tokens, dim, along, across, way.slots)
-    results = plgpu.kernel(
-        partial(kernel, launch=launch),
-        out_type=list(shapes.values()),
-        scratch_types=list(scratch.values()),
-        # Each thread writes only what it alone has read.
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=True),
-        grid=(along * across,),
-        grid_names=("program",),
-        num_threads=1,
-        thread_name="group",
-        kernel_name=name,
-    )(*streams.values(), in_chunks(operands.bias))
+    body, given = partial(kernel, launch=launch), list(scratch.values())
+    run = call_of(body, name, along * across, 1, list(shapes.values()), given, approx_math=True)
+    results = run(*streams.values(), in_chunks(operands.bias))
     like = [operands.x.shape] * len(outputs) + [(along, dim)] * bool(cotangents)
     return [result.reshape(shape) for result, shape in zip(results, like, strict=True)]

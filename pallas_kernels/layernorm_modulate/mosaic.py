@@ -44,6 +44,7 @@ from pallas_kernels.mosaic_rows import (
     Piece,
     Refs,
     RowRing,
+    call_of,
     columns_of,
     in_chunks,
     ring_scratch,
@@ -384,23 +385,14 @@ def _call(
     scratch |= sums_scratch(way.groups)
     names = (*given, *outputs, *scratch)
     launch = MosaicNormLaunch(names, dim, way, tuple(streams), options.eps, even, row_blocks)
-    results = plgpu.kernel(
-        partial(forward_kernel if name == FORWARD else backward_kernel, launch=launch),
-        out_type=[
-            jax.ShapeDtypeStruct(
-                (len_, dim // LANES, LANES) if width == dim else (len_, width), shape.dtype
-            )
-            for shape in outputs.values()
-            for len_, width in [shape.shape]
-        ],
-        scratch_types=list(scratch.values()),
-        # Each thread writes only what it alone has read, and barriers stand where others' is read.
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-        grid=(programs,),
-        grid_names=("program",),
-        num_threads=way.groups,
-        thread_name="group",
-        kernel_name=name,
-    )(*given.values())
-    named = zip(outputs.items(), results, strict=True)
+    body = partial(forward_kernel if name == FORWARD else backward_kernel, launch=launch)
+    shapes = [
+        jax.ShapeDtypeStruct(
+            (len_, dim // LANES, LANES) if width == dim else (len_, width), shape.dtype
+        )
+        for shape in outputs.values()
+        for len_, width in [shape.shape]
+    ]
+    run = call_of(body, name, programs, way.groups, shapes, list(scratch.values()))
+    named = zip(outputs.items(), run(*given.values()), strict=True)
     return {each: result.reshape(shape.shape) for (each, shape), result in named}

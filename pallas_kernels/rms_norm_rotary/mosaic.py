@@ -25,6 +25,7 @@ from pallas_kernels.mosaic_rows import (
     Refs,
     RowRing,
     Values,
+    call_of,
     columns_of,
     even_rows,
     in_chunks,
@@ -286,15 +287,6 @@ def call(
         scratch |= sums_scratch(way.groups)
     names = (*streams, "weight", *tables, *outputs, *scratch)
     launch = MosaicRmsNormLaunch(names, len(x), dim, options, way, programs)
-    return plgpu.kernel(
-        partial(kernel, launch=launch),
-        out_type=list(outputs.values()),
-        scratch_types=list(scratch.values()),
-        # Each thread writes only what it alone has read, and barriers stand where others' is read.
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-        grid=(programs,),
-        grid_names=("program",),
-        num_threads=way.groups,
-        thread_name="group",
-        kernel_name=name,
-    )(*streams.values(), in_chunks(weight), *tables.values())
+    body, given = partial(kernel, launch=launch), list(scratch.values())
+    run = call_of(body, name, programs, way.groups, list(outputs.values()), given)
+    return run(*streams.values(), in_chunks(weight), *tables.values())
