@@ -124,6 +124,7 @@ def measure(*, argv: list[str], folder: str, seconds: float) -> Json:
     CALLBACKS.register("measured", Watched)
     callbacks = json.dumps([_PROFILED, {"name": "measured"}])
     fixed = ["--run.folder", folder, "--run.epochs", "2", "--run.steps", "null"]
+    fixed += ["--run.compilation_cache", "null"]  # each case compiles all of its programs
     fixed += ["--sampling.prompts", "[]", "--validation.share", "null", "--callbacks", callbacks]
     fixed += ["--trackers", "[]", "--evaluators", "[]", "--checkpoint.every", "null"]
     fixed += ["--checkpoint.minutes", "null"]

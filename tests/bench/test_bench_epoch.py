@@ -19,7 +19,7 @@ from alload_jax.run.epoch import WARM_UP, figures_of
 
 ROOT = Path(__file__).parents[2]
 CONFIG = """
-run: {folder: unused, steps: 3, compilation_cache: null}
+run: {folder: unused, steps: 3, compilation_cache: compiled}
 data: {folder: unused, loader: {processes: 0}}
 planning: {m_mem: 520}
 model: {dim: 32, ffn_dim: 64, num_heads: 2, num_layers: 1, in_channels: 4, text: {dim: 16}}
@@ -117,6 +117,7 @@ def test_whole_runs_are_measured_and_leave_only_the_data(flags, tmp_path):
         assert 1 <= case["programs"] <= len(np.unique(tokens))
         assert case["first_step_seconds"] > 1
     assert {path.name for path in tmp_path.iterdir()} >= {"data", "out.json"}
+    assert not (tmp_path / "compiled").exists()  # a case finds no programs of another
     assert not [path for path in tmp_path.rglob("*") if "checkpoint" in path.name]
     # An existing folder is taken as it is.
     stamp = (tmp_path / "data" / "manifest.parquet").stat().st_mtime_ns
