@@ -30,7 +30,7 @@ from alload_jax.planning.cost import read_cost_file
 from alload_jax.planning.factory import make_plan
 from alload_jax.planning.policies import balanced
 from alload_jax.planning.policies.policy import RankTopology, makespan
-from alload_jax.planning.samples import Geometry, Samples, read_samples
+from alload_jax.planning.samples import Geometry, Samples, read_samples, samples_from_columns
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.planning.stream import StreamPlan, enough_samples
 from alload_jax.planning.study import Study
@@ -92,6 +92,10 @@ PAPER_CASES: tuple[tuple[str, Any], ...] = (
     ("sorted", None),
     ("balanced", None),
 )
+
+
+GIANT_M_MEM, GIANT_CONTEXTS, GIANT_RANKS = 163_840, (4, 8, 16), (8, 64, 256, 1024)
+"""Of sets whose longest samples no rank can hold: a row, and ranks over which they are split."""
 
 
 def main() -> None:
@@ -177,6 +181,43 @@ def _small() -> Iterator[Json]:
             found = {"set": name, "samples": len(samples), "ranks": ranks, "m_mem": m_mem}
             shown = case.name if policy != "auto" else f"auto: {case.name}"
             yield found | {"policy": shown, "metrics": metrics}
+
+
+def _giants() -> Iterator[Json]:
+    """Tokens/s by ranks of a context-parallel group, over a bound that no plan passes.
+
+    In the bound each rank has an equal share of the samples' costs, and nothing else. A plan that
+    splits samples of one step over groups of several sizes cannot pass it either.
+    """
+    for ranks in GIANT_RANKS:
+        for name, seq_len in _giant_lengths(800 * ranks).items():
+            samples = samples_from_columns({"seq_len": seq_len}, Geometry(), name)
+            found: Json = {"set": name, "ranks": ranks, "samples": len(samples)}
+            found |= {"longest_over_mean": float(seq_len.max() / seq_len.mean())}
+            for context in GIANT_CONTEXTS:
+                if context > ranks:
+                    continue
+                study = _study(samples, GIANT_M_MEM, context=context)
+                share = ranks * float(seq_len.sum() / study.predictor.sequence_cost(seq_len).sum())
+                for policy in ("balanced", "knapformer:KnapFormer"):
+                    metrics = study.case(policy, ranks).metrics
+                    figures = {"idle": metrics.idle, "padding": metrics.padding}
+                    figures["share_of_bound"] = metrics.tokens_per_second / share
+                    found[f"{policy.split(':')[0]} {context}"] = figures
+            yield found
+
+
+def _giant_lengths(count: int) -> dict[str, np.ndarray]:
+    """Tokens of samples, by name of the set; the longest has 31 to 40 times the mean."""
+    random = np.random.default_rng(0)
+    trace = np.minimum(np.exp(random.normal(0, 1.2, count)) * 5_840, 480_000)
+    trace[: count // 1000] = 480_000
+    clips = random.choice(np.arange(5, 22), count) * 1_560
+    stills = random.random(count) < 0.5
+    mixed = np.where(random.random(count) < 0.01, 520_000, np.where(stills, 1_560, clips))
+    sets = {"log-normal trace": trace, "1 % of 520,000 tokens": mixed}
+    sets["long-video-V60"] = make_workload("long-video-V60", count).seq_len
+    return {name: np.maximum(1, tokens).astype(np.int64) // 4 * 4 for name, tokens in sets.items()}
 
 
 def _speed() -> Iterator[Json]:
@@ -292,6 +333,7 @@ PARTS: dict[str, Callable[[], Iterator[Json]]] = {
     "plans": _plans,
     "paper": _paper,
     "small": _small,
+    "giants": _giants,
     "speed": _speed,
     "streams": _streams,
     "billion": _billion,
