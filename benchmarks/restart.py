@@ -1,0 +1,90 @@
+"""Measures how soon a run that was killed takes its next step, and whether it repeats its losses.
+
+    python benchmarks/restart.py --config configs/wan2_1_t2v_1_3b.yaml --data data/mine
+
+The run is killed by SIGKILL some steps after its first checkpoint, and the same command starts it
+again. Its programs are then on disk, as those of each run with `run.compilation_cache` are.
+"""
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from alload_jax.bench.harness import Record, benchmark_parser
+from alload_jax.errors import InputError, run_command
+from alload_jax.training.run_files import read_metrics
+
+ROOT = Path(__file__).parents[1]
+EVERY, LOST = 10, 8
+"""Steps until the checkpoint, and after it until the run is killed."""
+_INTERVAL = 0.01
+
+
+def main(argv: list[str]) -> int:
+    """Measures a start, and a restart after a kill, and writes the JSON."""
+    parser = benchmark_parser(__doc__, "restart.json")
+    parser.add_argument("--config", required=True, help="YAML of train.py, or an example")
+    parser.add_argument("--data", required=True, help="data folder")
+    options = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as place:
+        folder, output = Path(place) / "run", Path(place) / "output.txt"
+        metrics = folder / "metrics.jsonl"
+        words = ["--config", options.config, "--data.folder", options.data]
+        words += ["--run.folder", str(folder), "--checkpoint.every", str(EVERY)]
+        words += ["--run.compilation_cache", str(Path(place) / "compiled")]
+
+        def losses(inode: int | None = None) -> dict[int, float]:
+            """The losses of the steps of a start, which replaces the file of the one before."""
+            if not metrics.exists() or metrics.stat().st_ino == inode:
+                return {}
+            return {row["step"]: row["loss"] for row in read_metrics(metrics) if "loss" in row}
+
+        def start() -> subprocess.Popen[str]:
+            command = [sys.executable, str(ROOT / "train.py"), *words]
+            with output.open("a") as said:
+                return subprocess.Popen(command, stdout=said, stderr=said, text=True)
+
+        def wait(process: subprocess.Popen[str], holds: Callable[[], bool]) -> float:
+            """When it first held; InputError if the run ends before."""
+            while not holds():
+                if process.poll() is not None:
+                    raise InputError(f"the run ended: {output.read_text().strip()[-300:]}")
+                time.sleep(_INTERVAL)
+            return time.monotonic()
+
+        begin = time.monotonic()
+        process = start()
+        try:
+            first = wait(process, lambda: bool(losses())) - begin
+            checkpoint = folder / "checkpoints" / str(EVERY)
+            wait(process, lambda: checkpoint.exists() and max(losses()) >= EVERY + LOST)
+            process.kill()
+            killed = time.monotonic()
+            process.wait()
+            before, inode = losses(), metrics.stat().st_ino
+            process = start()
+            step = wait(process, lambda: max(losses(inode), default=0) > EVERY) - killed
+            new = wait(process, lambda: max(losses(inode)) > max(before)) - killed
+            after = losses(inode)
+        finally:
+            process.kill()
+            process.wait()
+    again = [number for number in before if number > EVERY and number in after]
+    found = {
+        "first_start_to_first_step_seconds": first,
+        "kill_to_first_step_seconds": step,
+        "kill_to_first_new_step_seconds": new,
+        "steps_repeated": len(again),
+        "losses_equal": sum(before[number] == after[number] for number in again),
+    }
+    record = Record(options.out, ("jax", "jaxlib", "orbax-checkpoint"), case=found)
+    record.write()
+    print(found)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main, sys.argv[1:]))
