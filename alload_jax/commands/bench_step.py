@@ -1,6 +1,7 @@
 """`alload bench step`: training steps of one shape, by rematerialisation."""
 
 import argparse
+import itertools
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -68,6 +69,13 @@ def add_case_arguments(parser: argparse.ArgumentParser) -> None:
         default=_POLICIES,
         help="what layers keep, as model.remat; default: all but auto",
     )
+    add(
+        "--matmul",
+        nargs="+",
+        choices=("dtype", "float8", "auto"),
+        default=["dtype"],
+        help="what linear layers multiply, as model.matmul (default dtype)",
+    )
     add("--memory-budget", type=ABOVE_0, help="GB for --remat auto; default: the device's")
     add(
         "--unrolled",
@@ -119,10 +127,11 @@ def shared_settings(options: argparse.Namespace) -> Json:
 def cases(options: argparse.Namespace) -> Iterator[Case]:
     """Our own: each way of --remat."""
     model, shared = harness.model_fields(options.model, options.layers), shared_settings(options)
-    for remat in options.remat:
+    for remat, matmul in itertools.product(options.remat, options.matmul):
         fields = harness.training_fields(model, remat, scan_layers=not options.unrolled)
-        fields["memory_budget"] = options.memory_budget
+        fields |= {"memory_budget": options.memory_budget, "matmul": matmul}
         name = f"alload, keep {remat}" + ", unrolled" * options.unrolled
+        name += f", {matmul}" * (matmul != "dtype")
         yield name, "alload_jax.bench.step_process", shared | {"model": fields}
 
 

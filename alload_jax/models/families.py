@@ -26,6 +26,7 @@ from alload_jax.errors import InputError
 from alload_jax.files import read_json
 from alload_jax.models.common.attention import packing_unsupported_reason
 from alload_jax.models.common.config import ModelConfig, TransformerConfig
+from alload_jax.models.common.float8 import use_float8
 from alload_jax.models.common.lora import DropoutKey, add_lora
 from alload_jax.models.common.parts import Auxiliary, Output
 from alload_jax.models.common.safetensor_files import Naming, Tensor
@@ -296,6 +297,8 @@ def build_model(config: ModelConfig, rngs: nnx.Rngs, *, training: bool = False) 
     model = family.build(config, rngs)
     if config.lora is not None:
         add_lora(model, config.lora, family.lora_targets, training=training, rngs=rngs)
+    if config.matmul != "dtype":
+        use_float8(model, where_faster=config.matmul == "auto")
     return model
 
 

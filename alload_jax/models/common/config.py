@@ -87,6 +87,9 @@ class ModelConfig:
       image: condition of image embeddings beside the text; null for none.
       dtype: dtype of the computation; parameters are float32. `auto` is bfloat16 on a GPU, else
         float32.
+      matmul: what linear layers of blocks multiply, where the computation is in bfloat16: `float8`
+        rounds both sides of each product (NVIDIA GPUs from Ada on), `dtype` neither; `auto` is
+        float8 in layers where it was measured as faster.
       attention: implementation of attention; `auto` is cuDNN where it can run, and Triton for
         packed rows before NVIDIA Hopper.
       remat: activations that blocks keep for the backward pass. `auto` chooses for each of them
@@ -108,6 +111,7 @@ class ModelConfig:
     text: TextConfig | None = None
     image: ImageConfig | None = None
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    matmul: Literal["dtype", "float8", "auto"] = "dtype"
     attention: AttentionImplementation = "auto"
     remat: RematChoice = "none"
     remat_layers: tuple[RematPolicy, ...] = ()
@@ -117,6 +121,7 @@ class ModelConfig:
 
     arithmetic_fields: ClassVar[tuple[str, ...]] = (
         "dtype",
+        "matmul",
         "attention",
         "remat",
         "remat_layers",
