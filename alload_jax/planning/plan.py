@@ -6,7 +6,8 @@ import os
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -457,8 +458,9 @@ def replaceable(path: str | Path) -> Path:
     return found
 
 
-def write_plan(path: str | Path, table: pa.Table) -> None:
-    """Writes the table of `plan_table` as Parquet, atomically.
+@contextmanager
+def writing(path: str | Path) -> Iterator[Path]:
+    """`replacing` for a file that a user names, whose folder is made.
 
     Raises:
       InputError: the path cannot be written.
@@ -467,6 +469,12 @@ def write_plan(path: str | Path, table: pa.Table) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as unfinished:
-            pyarrow.parquet.write_table(table, unfinished)
+            yield unfinished
     except OSError as error:
         raise InputError(f"{path}: cannot be written ({error}); name another file") from error
+
+
+def write_plan(path: str | Path, table: pa.Table) -> None:
+    """Writes the table of `plan_table` as Parquet, atomically; errors as of `writing`."""
+    with writing(path) as unfinished:
+        pyarrow.parquet.write_table(table, unfinished)

@@ -12,13 +12,11 @@ from typing import Literal, NamedTuple
 import numpy as np
 from matplotlib import rc_context
 
-from alload_jax.errors import InputError
-from alload_jax.files import replacing
 from alload_jax.planning import cost
 from alload_jax.planning.epoch import EpochPlan
 from alload_jax.planning.factory import m_comp_curve
 from alload_jax.planning.metrics import imbalance
-from alload_jax.planning.plan import replaceable
+from alload_jax.planning.plan import writing
 from alload_jax.planning.study import Case, Study, advice
 from alload_jax.report import plan_charts
 from alload_jax.report.charts import CSS, STYLE, box_key, percent, policy_colour, show_cost
@@ -256,14 +254,8 @@ def write_page(path: str | Path, page: PlanPage) -> None:
     Raises:
       InputError: the path cannot be written.
     """
-    path = replaceable(path)
-    text = render(page)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as unfinished:
-            unfinished.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written ({error}); name another file") from error
+    with writing(path) as unfinished:
+        unfinished.write_text(render(page), encoding="utf-8")
 
 
 _DRAWN_AT = (0.25, 0.5, 0.75)

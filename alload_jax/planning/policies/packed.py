@@ -7,7 +7,7 @@ of all windows stand in random order, so that it does not matter for how long on
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Self
+from typing import ClassVar, Generic, Self, TypeVar
 
 import numpy as np
 from typing_extensions import override
@@ -412,7 +412,7 @@ def first_fit_decreasing(footprint: np.ndarray, shape: RowShape) -> tuple[np.nda
       shape: of the rows.
     """
     lengths, counts = np.unique(footprint, return_counts=True)
-    stock = _Stock(lengths.tolist(), counts.tolist())
+    stock = Stock(lengths.tolist(), counts.tolist())
     rows_of_length: list[list[np.ndarray]] = [[] for _ in lengths]
     left, rows = len(footprint), 0
     while left:
@@ -435,16 +435,19 @@ def first_fit_decreasing(footprint: np.ndarray, shape: RowShape) -> tuple[np.nda
     return np.concatenate(by_length), rows
 
 
-class _Stock:
-    """Items by length; finds the longest that fits in near-constant time."""
+Length = TypeVar("Length", int, float)
 
-    def __init__(self, lengths: list[int], counts: list[int]):
+
+class Stock(Generic[Length]):
+    """Items by length, which may be a time; finds the longest that fits in near-constant time."""
+
+    def __init__(self, lengths: list[Length], counts: list[int]):
         self.lengths = lengths
         self.counts = counts
         self._at_or_below = list(range(len(lengths)))  # a kind in stock, or a step towards one
 
-    def longest_within(self, free: int) -> int:
-        """The longest kind in stock of at most `free` tokens, or −1."""
+    def longest_within(self, free: float) -> int:
+        """The longest kind in stock that is no longer than `free`, or −1."""
         kind = bisect_right(self.lengths, free) - 1
         passed = []
         while kind >= 0 and self._at_or_below[kind] != kind:

@@ -6,14 +6,13 @@ it cheaper rows of the window, and `_exchange` moves samples between the ranks o
 """
 
 import math
-from bisect import bisect_right
 from dataclasses import replace
 
 import numpy as np
 
 from alload_jax.planning.cost import CostModel, marginal_cost, micro_batch_costs, rank_costs
 from alload_jax.planning.epoch import EpochPlan, Packing, RowShape, number_repetitions
-from alload_jax.planning.policies.packed import PackedEpochBuilder, PlacedSteps
+from alload_jax.planning.policies.packed import PackedEpochBuilder, PlacedSteps, Stock
 from alload_jax.planning.policies.policy import Policy, RankTopology
 
 _WORTH = 0.001
@@ -88,30 +87,19 @@ def by_speed(cost: np.ndarray, speed: np.ndarray, rng: np.random.Generator) -> n
       [turns, ranks] int64, a permutation of the rows.
     """
     order = np.argsort(cost, kind="stable")
-    rising, below = cost[order].tolist(), list(range(len(cost)))
-
-    def left(row: int) -> int:
-        """The costliest row that is left, up to one; −1 for none."""
-        passed = []
-        while row >= 0 and below[row] != row:
-            passed.append(row)
-            row = below[row]
-        for each in passed:
-            below[each] = row
-        return row
-
+    rows = Stock(cost[order].tolist(), [1] * len(cost))
     found = np.empty((len(cost) // len(speed), len(speed)), np.int64)
     cheapest, fastest = 0, float(speed.max())
     for turn in found:
-        time = rising[left(len(rising) - 1)] / fastest * _EXACT
+        time = rows.lengths[rows.longest_within(np.inf)] / fastest * _EXACT
         ranks = rng.permutation(len(speed))
         for rank in ranks[np.argsort(-speed[ranks], kind="stable")].tolist():
-            row = left(bisect_right(rising, float(speed[rank]) * time) - 1)
+            row = rows.longest_within(float(speed[rank]) * time)
             if row < 0:
-                while below[cheapest] != cheapest:
+                while not rows.counts[cheapest]:
                     cheapest += 1
                 row = cheapest
-            below[row] = row - 1
+            rows.take(row, 1)
             turn[rank] = order[row]
     return found
 
