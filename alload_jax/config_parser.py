@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib.resources import files as files_of
-from itertools import pairwise
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -24,10 +24,17 @@ from alload_jax.registry import Registry
 _EXAMPLE = "configs/digits.yaml"
 
 
+def flags_of(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """The flags of a command line with their values, as `--flag value` or `--flag=value`."""
+    for before, after in zip_longest(argv, argv[1:]):
+        flag, equals, value = before.partition("=")
+        if equals or after is not None:
+            yield flag, value if equals else after
+
+
 def config_files(argv: Sequence[str]) -> list[str]:
     """Returns the files that a command line names by `--config`, in order."""
-    after = [file for flag, file in pairwise(argv) if flag == "--config"]
-    return after + [part.split("=", 1)[1] for part in argv if part.startswith("--config=")]
+    return [file for flag, file in flags_of(argv) if flag == "--config"]
 
 
 def with_examples(argv: Sequence[str]) -> list[str]:
@@ -53,9 +60,7 @@ def given_value(argv: Sequence[str], key: str) -> Any:
 
 def given_values(argv: Sequence[str], key: str) -> Iterator[Any]:
     """The values of a key, or of a section, on a command line and in its files, in order."""
-    for before, after in pairwise((*with_examples(argv), "")):
-        flag, equals, text = before.partition("=")
-        text = text if equals else after
+    for flag, text in flags_of(with_examples(argv)):
         if flag == f"--{key}":
             yield text
         elif flag == "--config" or f"--{key}".startswith(f"{flag}."):
@@ -255,9 +260,8 @@ def _kind_of(
         if isinstance(found, dict):
             name, given, place = found.get(part.name, name), True, file
     flag = f"--{part.key}.{part.name}"
-    for before, after in pairwise((*argv, "")):
-        if part.default is None and before.partition("=")[0] == f"--{part.key}":
-            text = before.partition("=")[2] or after
+    for given_flag, text in flags_of(argv):
+        if part.default is None and given_flag == f"--{part.key}":
             found = as_section(text) or {}  # none for null
             if not isinstance(found, dict):
                 raise InputError(
@@ -265,14 +269,13 @@ def _kind_of(
                     f"--{part.key}.{part.name} NAME"
                 )
             name, given = found.get(part.name, name), given or bool(found)
-        if before == flag or before.startswith(f"{flag}="):
-            named = before.partition("=")[2] or after
-            if place and named != name and not _same_keys(part, named, name):
+        if given_flag == flag:
+            if place and text != name and not _same_keys(part, text, name):
                 raise InputError(
-                    f"{flag} is {named}, but {place} has {part.key}.{part.name} {name} and its "
+                    f"{flag} is {text}, but {place} has {part.key}.{part.name} {name} and its "
                     "keys; write a config of its own for it"
                 )
-            name, given = named, True
+            name, given = text, True
     if name is None and not given and not any(f.startswith(f"--{part.key}.") for f in argv):
         return None
     if name is None:

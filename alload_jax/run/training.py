@@ -213,46 +213,17 @@ def train(
 
             # -------------------------------------------------------- run folder, compilation
             square = cluster.broadcast(lambda: mean_square(collator.reader))
-            doubts = [unread(config.model, run.data.manifest), report.scale_warning(square)]
-            before = values_in(folder / "config.yaml") if start else {}
-            if checkpoints.base is None:
-                doubts.append(report.unused_settings(before, values_of(config)))
             if joined:
                 joined = f"the data folder has changed since step {start}: {joined}"
-            changed = [joined, report.changed_settings(before, values_of(config))]
-            opening = report.Opening(
-                plan=run_plan.plan,
-                policy=config.planning.policy,
-                m_mem=run.tokens,
-                cost_model=config.planning.predictor(run_plan.costs),
-                timed=config.planning.cost_model is not None,
-                steps=total,
-                start=start,
-                weights=source,
-                excluded=len(run.data.excluded),
-                validation=validator.told() if validator else "",
-                policy_reason=run.policy_reason,
-                doubts=[text for text in doubts if text],
-            )
-            report.show_opening(opening, changed)
+            doubts = [unread(config.model, run.data.manifest), report.scale_warning(square)]
+            before, now = values_in(folder / "config.yaml") if start else {}, values_of(config)
+            if checkpoints.base is None:
+                doubts.append(report.unused_settings(before, now))
+            opening = _opening(run, total, start, source, doubts, validator)
+            report.show_opening(opening, [joined, report.changed_settings(before, now)])
             _write_beginning(run, whole, argv, start)
-            missing: Sequence[AnyBatch] = ()
-            if start < total:
-                missing, of_group = shapes(), groups[0] if groups else mesh
-                batch = on_mesh(largest(missing), of_group)
-                trace = partial(auxiliary_shapes, spec, of_group, state.weights, batch)
-                share_comparisons(cluster, trace)
-            compile_began = time.monotonic()
-            # What compiles in parallel ends where nothing holds the iterator any more.
-            _compile(run, "compiling", len(missing), map(describe, trainer.compile(missing)))
-            compile_seconds = time.monotonic() - compile_began
-            with memory_named("the state", STATE_REMEDY):
-                trainer.begin(jax.block_until_ready(state_to_train()))
-            if trainer.programs and not stop:
-                _show_memory(trainer)
-                if validator:
-                    names, count = validator.compile(trainer.state), len(validator.classes)
-                    _compile(run, "compiling validation", count, names)
+            missing = shapes() if start < total else ()
+            compile_seconds = _compile_all(run, spec, trainer, missing, state_to_train, validator)
 
             # -------------------------------------------------------- training
             log = run_files.MetricsLog(folder, resumed_at=start)
@@ -381,6 +352,32 @@ def _computation(run: _Run, shapes: Callable[[], Sequence[AnyBatch]], steps: int
     )
 
 
+def _opening(
+    run: _Run,
+    total: int,
+    start: int,
+    source: str,
+    doubts: Sequence[str],
+    validator: Validator | None,
+) -> report.Opening:
+    """What is told of a run before its first step; `source` says where its weights come from."""
+    config, run_plan = run.config, run.plan
+    return report.Opening(
+        plan=run_plan.plan,
+        policy=config.planning.policy,
+        m_mem=run.tokens,
+        cost_model=config.planning.predictor(run_plan.costs),
+        timed=config.planning.cost_model is not None,
+        steps=total,
+        start=start,
+        weights=source,
+        excluded=len(run.data.excluded),
+        validation=validator.told() if validator else "",
+        policy_reason=run.policy_reason,
+        doubts=[text for text in doubts if text],
+    )
+
+
 def _weights_of_run(config: Config, spec: TrainingSpec, mesh: Mesh, run: str) -> PyTree:
     """The values of the model in another run's newest checkpoint."""
     place = Path(run) / restore.CHECKPOINTS
@@ -499,6 +496,38 @@ def share_comparisons(cluster: Cluster, trace: Callable[[], object]) -> None:
         return COMPARISONS.known()
 
     COMPARISONS.use(cluster.broadcast(measured))
+
+
+def _compile_all(
+    run: _Run,
+    spec: TrainingSpec,
+    trainer: Trainer,
+    missing: Sequence[AnyBatch],
+    state_to_train: Callable[[], TrainState],
+    validator: Validator | None,
+) -> float:
+    """Compiles programs for batches of these shapes, gives the trainer its state, and tells memory.
+
+    Returns:
+      Seconds that the programs of steps took.
+    """
+    if missing:
+        of_group = run.groups[0] if run.groups else run.mesh
+        batch = on_mesh(largest(missing), of_group)
+        trace = partial(auxiliary_shapes, spec, of_group, trainer.state.weights, batch)
+        share_comparisons(run.cluster, trace)
+    began = time.monotonic()
+    # What compiles in parallel ends where nothing holds the iterator any more.
+    _compile(run, "compiling", len(missing), map(describe, trainer.compile(missing)))
+    seconds = time.monotonic() - began
+    with memory_named("the state", STATE_REMEDY):
+        trainer.begin(jax.block_until_ready(state_to_train()))
+    if trainer.programs and not run.stop:
+        _show_memory(trainer)
+        if validator:
+            names, count = validator.compile(trainer.state), len(validator.classes)
+            _compile(run, "compiling validation", count, names)
+    return seconds
 
 
 @waits("for programs to be compiled")

@@ -412,7 +412,7 @@ def first_fit_decreasing(footprint: np.ndarray, shape: RowShape) -> tuple[np.nda
       shape: of the rows.
     """
     lengths, counts = np.unique(footprint, return_counts=True)
-    stock = Stock(lengths.tolist(), counts.tolist())
+    stock = Stock[int](lengths.tolist(), counts.tolist())
     rows_of_length: list[list[np.ndarray]] = [[] for _ in lengths]
     left, rows = len(footprint), 0
     while left:
@@ -435,7 +435,7 @@ def first_fit_decreasing(footprint: np.ndarray, shape: RowShape) -> tuple[np.nda
     return np.concatenate(by_length), rows
 
 
-Length = TypeVar("Length", int, float)
+Length = TypeVar("Length", bound=float)
 
 
 class Stock(Generic[Length]):
