@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -186,8 +187,10 @@ def _print_summary(
     manifest = read_manifest(out)
     patch = "×".join(map(str, vae.patch_size))
     table = Table("frames × height × width", "samples", f"tokens (patch {patch})", box=None)
-    for size, samples, tokens in work_folder.bucket_rows(manifest, vae.patch_size):
-        table.add_row("×".join(map(str, size)), f"{samples:,}", f"{tokens:,}")
+    sizes, counts = np.unique(manifest.shape, axis=0, return_counts=True)
+    tokens = manifest.geometry(vae.patch_size).seq_len(*sizes.T) * counts
+    for size, *of_size in zip(sizes, counts, tokens, strict=True):
+        table.add_row("×".join(map(str, size)), *(f"{number:,}" for number in of_size))
     console.print(table)
     skipped = [row for row in report.skipped if not row.used]
     changed = [row for row in report.skipped if row.used]
@@ -197,9 +200,9 @@ def _print_summary(
             table.add_row(one_line(reason), f"{count:,}", one_line(example))
         if rows:
             console.print(table)
-    counts = caption_counts(manifest)
-    if several := int((counts > 1).sum()):
-        print(f"{several:,} samples have several captions, up to {counts.max()}")
+    captions = caption_counts(manifest)
+    if several := int((captions > 1).sum()):
+        print(f"{several:,} samples have several captions, up to {captions.max()}")
     hours = work_folder.video_hours(manifest, settings.rate)
     console.print(
         f"{report.used:,} files used, {report.without_caption:,} of them without a caption · "

@@ -21,7 +21,6 @@ from alload_jax.data.manifest import MANIFEST_NAME, Manifest
 from alload_jax.data.store.files import partial_folder
 from alload_jax.errors import InputError
 from alload_jax.files import Json, read_json, replacing
-from alload_jax.planning.samples import Triple
 
 _SETTINGS = "settings.json"
 _WORKERS = "workers"
@@ -228,18 +227,6 @@ def remove_work_folder(out: Path) -> None:
 def _write(path: Path, value: Json) -> None:
     with replacing(path) as unfinished:
         unfinished.write_text(json.dumps(value), encoding="utf-8")
-
-
-def bucket_rows(manifest: Manifest, patch_size: Triple) -> list[tuple[list[int], int, int]]:
-    """(frames, height, width) in pixels of each size in a data folder, its samples and tokens.
-
-    Args:
-      manifest: of the data folder.
-      patch_size: of the models whose tokens are counted.
-    """
-    sizes, counts = np.unique(manifest.shape, axis=0, return_counts=True)
-    tokens = manifest.geometry(patch_size).seq_len(*sizes.T) * counts
-    return list(zip(sizes.tolist(), counts.tolist(), tokens.tolist(), strict=True))
 
 
 def video_hours(manifest: Manifest, fps: Fraction) -> float:

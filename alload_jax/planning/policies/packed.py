@@ -180,32 +180,6 @@ class PlacedSteps:
     split_tokens: np.ndarray
 
 
-def whole_samples(
-    sample: np.ndarray,
-    seq_len: np.ndarray,
-    step: np.ndarray,
-    rank: np.ndarray,
-    steps: int,
-) -> PlacedSteps:
-    """Steps without split samples.
-
-    Args:
-      sample, step, rank: [P] int64.
-      seq_len: tokens of every sample of the manifest.
-      steps: K.
-    """
-    none = np.zeros(len(sample), np.int64)
-    return PlacedSteps(
-        sample=sample,
-        step=step,
-        rank=rank,
-        tokens=seq_len[sample],
-        offset=none,
-        is_split=none.astype(bool),
-        split_tokens=np.zeros(steps, np.int64),
-    )
-
-
 PlaceWindow = Callable[[Window], tuple[PlacedSteps, np.ndarray]]
 """Places what it can of a window, all of the last one: its steps, and a mask [N] of what it placed.
 """
@@ -393,7 +367,15 @@ class FirstFit(Policy):
             placed = row < steps * topology.ranks
             step, rank = np.divmod(rng.permutation(steps * topology.ranks), topology.ranks)
             where, sample = row[placed], window.sample[placed]
-            found = whole_samples(sample, samples.seq_len, step[where], rank[where], steps)
+            found = PlacedSteps(
+                sample=sample,
+                step=step[where],
+                rank=rank[where],
+                tokens=samples.seq_len[sample],
+                offset=np.zeros(len(sample), np.int64),
+                is_split=np.zeros(len(sample), bool),
+                split_tokens=np.zeros(steps, np.int64),
+            )
             return found, placed
 
         window_tokens = self.look_ahead * topology.ranks * shape.capacity
