@@ -29,10 +29,9 @@ from alload_jax.models.common.parts import ATTENTION, ATTENTION_OUTPUT
 from alload_jax.models.common.segments import (
     PADDING,
     AttentionSegments,
-    Segments,
     SplitRows,
-    TileLayout,
     from_tiles,
+    in_blocks,
     to_tiles,
 )
 from alload_jax.sharding.mesh import CONTEXT, TENSOR, row_shards
@@ -374,7 +373,7 @@ def triton_packed(
       implementation, interpret: of `block_sparse_attention`.
     """
     (queries, _, _), (keys, first, blocks) = (
-        _in_blocks(side, block)
+        in_blocks(side, block, (side.ids.shape[1] + side.length.shape[1] * (block - 1)) // block)
         for side, block in zip((packed.query, packed.key), _BLOCKS, strict=True)
     )
     longest = min(packed.longest_key or packed.lengths[-1][0], key.shape[1])
@@ -392,40 +391,6 @@ def triton_packed(
         *arrays, lists, implementation=implementation, interpret=interpret
     )
     return from_tiles(output, queries)
-
-
-def _in_blocks(side: Segments, block: int) -> tuple[TileLayout, jax.Array, jax.Array]:
-    """Where tokens stand if each segment begins a block.
-
-    Returns:
-      The layout; [R, M] int32, the first block of each segment; [R, M] int32, its blocks.
-    """
-    offset, length, ids = side
-    tokens, slots = ids.shape[1], length.shape[1]
-    blocks = -(-length // block)
-    first = jnp.cumsum(blocks, axis=1, dtype=jnp.int32) - blocks
-    number = jnp.arange((tokens + slots * (block - 1)) // block, dtype=jnp.int32)
-    within = number[:, None] - first[:, None]  # [R, N, M], which block of each segment
-    own = (within >= 0) & (within < blocks[:, None])
-    segment = jnp.where(own.any(axis=-1), jnp.argmax(own, axis=-1), PADDING).astype(jnp.int32)
-    begin, left = (
-        jnp.where(own, each, 0).sum(axis=-1, dtype=jnp.int32)
-        for each in (offset[:, None] + within * block, length[:, None] - within * block)
-    )
-    place = jnp.arange(block, dtype=jnp.int32)
-    source = jnp.where(place < left[..., None], begin[..., None] + place, -1)
-    slot = jnp.maximum(ids, 0)
-    start, at = (jnp.take_along_axis(each, slot, axis=1) for each in (offset, first * block))
-    target = jnp.where(ids == PADDING, -1, at + jnp.arange(tokens, dtype=jnp.int32) - start)
-    layout = TileLayout(
-        source.reshape(len(ids), -1),
-        target,
-        jnp.minimum(left, block),
-        segment,
-        block=block,
-        longest=len(number),
-    )
-    return layout, first, blocks
 
 
 def _cudnn(

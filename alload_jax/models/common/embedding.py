@@ -138,10 +138,7 @@ class ConditionTokens(NamedTuple):
 
     def without(self, dropped: jax.Array) -> "ConditionTokens":
         """The tokens of those samples alone that are not dropped; `dropped`: [R, M] bool."""
-        offset, length, ids = self.segments
-        gone = jnp.take_along_axis(dropped, jnp.maximum(ids, 0), axis=1)
-        length, ids = jnp.where(dropped, 0, length), jnp.where(gone, PADDING, ids)
-        return self._replace(segments=Segments(offset, length, ids))
+        return self._replace(segments=self.segments.only(~dropped))
 
 
 def mean_by_sample(tokens: ConditionTokens) -> jax.Array:

@@ -273,8 +273,12 @@ class Segments(NamedTuple):
 
     def place(self) -> jax.Array:
         """[R, T] int32, place of each token in its segment, from 0; padding has any place."""
-        first = jnp.take_along_axis(self.offset, jnp.maximum(self.ids, 0), axis=1)
-        return jnp.arange(self.ids.shape[1], dtype=jnp.int32) - first
+        return jnp.arange(self.ids.shape[1], dtype=jnp.int32) - to_tokens(self.offset, self.ids)
+
+    def only(self, kept: jax.Array) -> "Segments":
+        """Some of the segments, by [R, M] bool; tokens of the others become padding."""
+        ids = jnp.where(to_tokens(kept, self.ids), self.ids, PADDING)
+        return Segments(self.offset, jnp.where(kept, self.length, 0), ids)
 
 
 @jax.tree_util.register_dataclass
@@ -302,17 +306,12 @@ class AttentionSegments:
           kept: [R, M] bool, which.
           longest: most tokens that one of them has.
         """
-
-        def of(segments: Segments) -> Segments:
-            offset, length, ids = segments
-            is_kept = jnp.take_along_axis(kept, jnp.maximum(ids, 0), axis=1)
-            return Segments(offset, jnp.where(kept, length, 0), jnp.where(is_kept, ids, PADDING))
-
-        query, most = of(self.query), min(self.lengths[-1][0], longest)
+        query, most = self.query.only(kept), min(self.lengths[-1][0], longest)
         bounds = (*(each for each in self.lengths[:-1] if each[0] < most), (most, 0))
         if self.longest_key is None:
             return AttentionSegments(query, query, bounds)
-        return AttentionSegments(query, of(self.key), bounds, min(self.longest_key, longest))
+        key = self.key.only(kept)
+        return AttentionSegments(query, key, bounds, min(self.longest_key, longest))
 
 
 @jax.tree_util.register_dataclass
@@ -440,13 +439,51 @@ def to_tokens(values: jax.Array, ids: jax.Array) -> jax.Array:
     return jax.vmap(lambda row, slot: row[jnp.maximum(slot, 0)])(values, ids)
 
 
+def in_blocks(
+    segments: Segments, block: int, count: int
+) -> tuple[TileLayout, jax.Array, jax.Array]:
+    """Where tokens stand if each segment begins a block.
+
+    Args:
+      segments: the segments; `ids` may hold further tokens of theirs, which stand nowhere.
+      block: places of a block.
+      count: number of blocks, enough for all segments.
+
+    Returns:
+      The layout; [R, M] int32, the first block of each segment; [R, M] int32, its blocks.
+    """
+    begin, length, ids = segments
+    blocks = -(-length // block)
+    first = jnp.cumsum(blocks, axis=1) - blocks
+    slots = _slots(first, blocks, count)
+    before = (jnp.arange(count) - to_tokens(first, slots)) * block
+    tokens = jnp.clip(to_tokens(length, slots) - before, 0, block)
+    tokens = jnp.where(slots == PADDING, 0, tokens)
+    within = jnp.arange(block)
+    source = (to_tokens(begin, slots) + before)[..., None] + within
+    source = jnp.where(within < tokens[..., None], source, -1).reshape(len(tokens), -1)
+    index = segments.place()
+    counted = (ids != PADDING) & (index >= 0) & (index < to_tokens(length, ids))
+    place = jnp.where(counted, to_tokens(first, ids) * block + index, -1)
+    return TileLayout(source, place, tokens, slots, block, longest=count), first, blocks
+
+
+def _slots(begin: jax.Array, length: jax.Array, count: int) -> jax.Array:
+    """[R, count] int32, the slot of each of `count` positions; PADDING for none.
+
+    Args:
+      begin, length: [R, M], the positions that belong to each slot.
+      count: number of positions.
+    """
+    position = jnp.arange(count)[:, None]
+    inside = (position >= begin[:, None]) & (position < (begin + length)[:, None])
+    return jnp.where(inside, jnp.arange(length.shape[1]), PADDING).max(axis=-1)
+
+
 # ---------------------------------------------------------------- rows that hold conditions too
 # The tokens of latents and those of conditions attend to each other. The latents of a sample are
 # ordered in tiles; the tokens of its condition follow one another in blocks of their own. Which
 # tokens a sample's condition has is known in the step alone.
-
-_of = partial(jnp.take_along_axis, axis=1)
-"""Values of slots [R, M] at [R, N] slots."""
 
 
 def with_conditions(
@@ -461,31 +498,11 @@ def with_conditions(
     """
     if layout is None:
         return None
-    block, rooms = layout.block, layout.condition_blocks
-    slots = latents.length.shape[1]
-    tiled = layout.of_slots(slots).any(axis=-1)
+    tiled = layout.of_slots(latents.length.shape[1]).any(axis=-1)
     length = jnp.where(tiled, joint.length - latents.length, 0)
-    blocks = -(-length // block)
-    first = jnp.cumsum(blocks, axis=1) - blocks
-    begin = latents.offset + latents.length
-
-    number = jnp.arange(rooms)[:, None]
-    inside = (number >= first[:, None]) & (number < (first + blocks)[:, None])
-    segments = jnp.where(inside, jnp.arange(slots), PADDING).max(axis=-1)
-    slot = jnp.maximum(segments, 0)
-    before = (number[:, 0] - _of(first, slot)) * block
-    tokens = jnp.clip(_of(length, slot) - before, 0, block)
-    tokens = jnp.where(segments == PADDING, 0, tokens)
-    within = jnp.arange(block)
-    source = (_of(begin, slot) + before)[..., None] + within
-    source = jnp.where(within < tokens[..., None], source, -1).reshape(len(tokens), -1)
-
-    ids = jnp.maximum(joint.ids, 0)
-    index = jnp.arange(joint.ids.shape[1]) - _of(begin, ids)
-    counted = (joint.ids != PADDING) & (index >= 0) & (index < _of(length, ids))
-    place = jnp.where(counted, _of(first, ids) * block + index, -1)
-    condition = TileLayout(source, place, tokens, segments, block, layout.longest_condition)
-    return replace(layout, condition=condition)
+    conditions = Segments(latents.offset + latents.length, length, joint.ids)
+    condition, _, _ = in_blocks(conditions, layout.block, layout.condition_blocks)
+    return replace(layout, condition=replace(condition, longest=layout.longest_condition))
 
 
 def with_condition_blocks(lists: BlockLists, layout: TileLayout, queries: TileLayout) -> BlockLists:
@@ -648,9 +665,8 @@ def _places(condition: Segments, begin: jax.Array, tokens: int) -> jax.Array:
       begin: [R, M], where the condition of each sample begins.
       tokens: of a row.
     """
-    slot = jnp.maximum(condition.ids, 0)
-    index = jnp.arange(condition.ids.shape[1]) - _of(condition.offset, slot)
-    return jnp.where(condition.ids == PADDING, tokens, _of(begin, slot) + index)
+    place = to_tokens(begin, condition.ids) + condition.place()
+    return jnp.where(condition.ids == PADDING, tokens, place)
 
 
 def _split_joint(
@@ -662,11 +678,11 @@ def _split_joint(
     """
     count, row_tokens = split.split_tokens, tokens.ids.shape[1]
     is_split = split.slots != PADDING
-    in_group = _of(split.split.offset + split.split.length, jnp.maximum(split.slots, 0))
+    in_group = to_tokens(split.split.offset + split.split.length, split.slots)
     behind = in_group - jax.lax.axis_index(CONTEXT) * count
     begin = jnp.where(is_split, behind, tokens.offset + tokens.length)
     place = _places(condition, begin, row_tokens)
-    of_split = _of(is_split, jnp.maximum(condition.ids, 0))
+    of_split = to_tokens(is_split, condition.ids)
     elsewhere = of_split & ((place < 0) | (place >= count))
     place = jnp.where(elsewhere, row_tokens, place)
     number = jnp.where(is_split, row_tokens, jnp.cumsum(~is_split, axis=1) - 1)
@@ -691,6 +707,4 @@ def _extended(segments: Segments, beside: jax.Array) -> Segments:
     """Segments of [1, T] with as many tokens more, [1, M], behind each of them."""
     offset, length, ids = segments
     length = length + beside
-    position, number = jnp.arange(ids.shape[1]), jnp.arange(length.shape[1], dtype=ids.dtype)
-    inside = (position >= offset[..., None]) & (position < (offset + length)[..., None])
-    return Segments(offset, length, jnp.where(inside, number[:, None], PADDING).max(axis=1))
+    return Segments(offset, length, _slots(offset, length, ids.shape[1]))

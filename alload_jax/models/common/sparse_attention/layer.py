@@ -43,6 +43,7 @@ from alload_jax.models.common.segments import (
     from_tiles,
     to_samples,
     to_tiles,
+    to_tokens,
     whole_blocks,
     with_condition_blocks,
     with_inverse,
@@ -505,9 +506,8 @@ def exchange_seconds(
       itemsize: bytes of a value.
       device: its rates.
     """
-    slot = jnp.maximum(split.split.ids, 0)
-    keys = jnp.take_along_axis(split.split.length, slot, axis=1)
-    keys = jnp.where(split.split.ids == PADDING, 0, keys)
+    ids = split.split.ids
+    keys = jnp.where(ids == PADDING, 0, to_tokens(split.split.length, ids))
     pairs = keys.reshape(len(keys), ranks // exchanged, -1).sum(axis=-1, dtype=jnp.float32).max()
     order = jax.vmap(partial(balanced_order, ranks=exchanged))(density)
     by_rank = jnp.take_along_axis(density, order, axis=1).reshape(len(density), exchanged, -1)
@@ -663,7 +663,7 @@ def _of_slots(profile: Profile, ids: jax.Array, place: jax.Array, counted: jax.A
     counted = counted & (segment != PADDING)
 
     def of_slots(values: jax.Array) -> jax.Array:
-        taken = jax.vmap(lambda value, slot: value[slot])(values, jnp.maximum(segment, 0))
+        taken = to_tokens(values, segment)
         return jnp.where(counted.reshape(*counted.shape, *(1,) * (taken.ndim - 2)), taken, 0)
 
     return jax.tree.map(of_slots, profile)
