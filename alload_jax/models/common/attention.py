@@ -33,6 +33,7 @@ from alload_jax.models.common.segments import (
     from_tiles,
     in_blocks,
     to_tiles,
+    to_tokens,
 )
 from alload_jax.sharding.mesh import CONTEXT, TENSOR, row_shards
 from pallas_kernels import devices
@@ -372,15 +373,14 @@ def triton_packed(
       query, key, value, packed: as of `xla_packed`.
       implementation, interpret: of `block_sparse_attention`.
     """
-    (queries, _, _), (keys, first, blocks) = (
+    (queries, _), (keys, first) = (
         in_blocks(side, block, (side.ids.shape[1] + side.length.shape[1] * (block - 1)) // block)
         for side, block in zip((packed.query, packed.key), _BLOCKS, strict=True)
     )
     longest = min(packed.longest_key or packed.lengths[-1][0], key.shape[1])
-    slot = jnp.maximum(queries.segments, 0)
-    begin, count = (jnp.take_along_axis(of_slot, slot, axis=1) for of_slot in (first, blocks))
+    begin, length = (to_tokens(each, queries.segments) for each in (first, packed.key.length))
     listed = begin[..., None] + jnp.arange(-(-longest // _BLOCKS[1]), dtype=jnp.int32)
-    count = jnp.where(queries.segments == PADDING, 0, count)
+    count = jnp.where(queries.segments == PADDING, 0, -(-length // _BLOCKS[1]))
     indices, counts = (
         jnp.broadcast_to(each[:, None], (len(each), query.shape[2], *each.shape[1:]))
         for each in (listed, count)

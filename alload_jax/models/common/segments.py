@@ -164,8 +164,8 @@ def joint_clip_layout(grid: Grid, block: int, condition_tokens: int) -> TileLayo
       condition_tokens: room for those of the condition.
     """
     found, rooms = cached_tile_order(grid, block=block), max(1, -(-condition_tokens // block))
-    blocks = len(found.tokens)
-    layout = empty_layout(1, len(found.place) + condition_tokens, blocks, block)
+    tokens = len(found.place) + condition_tokens
+    layout = empty_layout(1, tokens, len(found.tokens), block)
     lay_out(layout, 0, [TiledSegment(0, 0, grid)])
     return replace(layout, covers_all=True, condition_blocks=rooms, longest_condition=rooms)
 
@@ -310,8 +310,7 @@ class AttentionSegments:
         bounds = (*(each for each in self.lengths[:-1] if each[0] < most), (most, 0))
         if self.longest_key is None:
             return AttentionSegments(query, query, bounds)
-        key = self.key.only(kept)
-        return AttentionSegments(query, key, bounds, min(self.longest_key, longest))
+        return AttentionSegments(query, self.key.only(kept), bounds, min(self.longest_key, longest))
 
 
 @jax.tree_util.register_dataclass
@@ -360,9 +359,8 @@ class SplitRows:
         ids = jax.lax.dynamic_slice_in_dim(ids, part * count, count, axis=1)
         longest_key, longest = bounds[-1][0], min(bounds[-1][0], count)
         lengths = (*(each for each in bounds[:-1] if each[0] < longest), (longest, 0))
-        return AttentionSegments(
-            Segments(begin, end - begin, ids), self.split, lengths, longest_key
-        )
+        own = Segments(begin, end - begin, ids)
+        return AttentionSegments(own, self.split, lengths, longest_key)
 
 
 @jax.tree_util.register_dataclass
@@ -439,9 +437,7 @@ def to_tokens(values: jax.Array, ids: jax.Array) -> jax.Array:
     return jax.vmap(lambda row, slot: row[jnp.maximum(slot, 0)])(values, ids)
 
 
-def in_blocks(
-    segments: Segments, block: int, count: int
-) -> tuple[TileLayout, jax.Array, jax.Array]:
+def in_blocks(segments: Segments, block: int, count: int) -> tuple[TileLayout, jax.Array]:
     """Where tokens stand if each segment begins a block.
 
     Args:
@@ -450,31 +446,25 @@ def in_blocks(
       count: number of blocks, enough for all segments.
 
     Returns:
-      The layout; [R, M] int32, the first block of each segment; [R, M] int32, its blocks.
+      The layout; [R, M] int32, the first block of each segment.
     """
     begin, length, ids = segments
     blocks = -(-length // block)
     first = jnp.cumsum(blocks, axis=1) - blocks
     slots = _slots(first, blocks, count)
     before = (jnp.arange(count) - to_tokens(first, slots)) * block
-    tokens = jnp.clip(to_tokens(length, slots) - before, 0, block)
-    tokens = jnp.where(slots == PADDING, 0, tokens)
+    tokens = jnp.where(slots == PADDING, 0, jnp.clip(to_tokens(length, slots) - before, 0, block))
     within = jnp.arange(block)
     source = (to_tokens(begin, slots) + before)[..., None] + within
     source = jnp.where(within < tokens[..., None], source, -1).reshape(len(tokens), -1)
     index = segments.place()
     counted = (ids != PADDING) & (index >= 0) & (index < to_tokens(length, ids))
     place = jnp.where(counted, to_tokens(first, ids) * block + index, -1)
-    return TileLayout(source, place, tokens, slots, block, longest=count), first, blocks
+    return TileLayout(source, place, tokens, slots, block, longest=count), first
 
 
 def _slots(begin: jax.Array, length: jax.Array, count: int) -> jax.Array:
-    """[R, count] int32, the slot of each of `count` positions; PADDING for none.
-
-    Args:
-      begin, length: [R, M], the positions that belong to each slot.
-      count: number of positions.
-    """
+    """[R, count] int32, the slot of each position by their spans, [R, M]; PADDING for none."""
     position = jnp.arange(count)[:, None]
     inside = (position >= begin[:, None]) & (position < (begin + length)[:, None])
     return jnp.where(inside, jnp.arange(length.shape[1]), PADDING).max(axis=-1)
@@ -501,7 +491,7 @@ def with_conditions(
     tiled = layout.of_slots(latents.length.shape[1]).any(axis=-1)
     length = jnp.where(tiled, joint.length - latents.length, 0)
     conditions = Segments(latents.offset + latents.length, length, joint.ids)
-    condition, _, _ = in_blocks(conditions, layout.block, layout.condition_blocks)
+    condition, _ = in_blocks(conditions, layout.block, layout.condition_blocks)
     return replace(layout, condition=replace(condition, longest=layout.longest_condition))
 
 
@@ -682,8 +672,7 @@ def _split_joint(
     behind = in_group - jax.lax.axis_index(CONTEXT) * count
     begin = jnp.where(is_split, behind, tokens.offset + tokens.length)
     place = _places(condition, begin, row_tokens)
-    of_split = to_tokens(is_split, condition.ids)
-    elsewhere = of_split & ((place < 0) | (place >= count))
+    elsewhere = to_tokens(is_split, condition.ids) & ((place < 0) | (place >= count))
     place = jnp.where(elsewhere, row_tokens, place)
     number = jnp.where(is_split, row_tokens, jnp.cumsum(~is_split, axis=1) - 1)
     whole = _extended(split.whole, _by_slot(condition.length, number, split.whole))
