@@ -15,7 +15,7 @@ from alload_jax.commands.flags import ABOVE_0, COUNT, require_place
 from alload_jax.config_parser import read_yaml
 from alload_jax.errors import InputError
 from alload_jax.files import Json
-from alload_jax.planning.samples import Samples
+from alload_jax.planning.samples import Geometry, Samples, read_samples
 from alload_jax.planning.workloads import names
 
 if TYPE_CHECKING:
@@ -33,7 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--cases", required=True, type=Path, help="YAML: by name, what a case adds to the config")
     add("--only", nargs="+", metavar="CASE", help="cases to measure (default: all)")
     add("--data", required=True, type=Path, help="data folder; written first if there is none")
-    add("--workload", choices=names(), help="sizes of the samples of a data folder to write")
+    add("--workload", help="sizes of the samples of a data folder to write: a manifest, or "
+        f"{', '.join(names())}")  # fmt: skip
     add("--samples", type=COUNT, default=4000, help="number of these samples (default 4000)")
     add("--one-aspect", action="store_true", help="only 16:9 samples: fewer programs")
     add("--longest", type=COUNT, help="maximum tokens of these samples; longer ones are left out")
@@ -106,7 +107,10 @@ def _require_data(options: argparse.Namespace, model: "ModelConfig") -> None:
     from alload_jax.bench.balance import draw_samples  # imports JAX
     from alload_jax.run.epoch import write_random_store
 
-    samples = draw_samples(options.workload, None, options.samples, options.one_aspect)
+    if options.workload in names():
+        samples = draw_samples(options.workload, None, options.samples, options.one_aspect)
+    else:
+        samples = read_samples(options.workload, Geometry())
     if options.longest:
         kept = samples.seq_len <= options.longest
         samples = Samples(samples.shape[kept], samples.seq_len[kept])

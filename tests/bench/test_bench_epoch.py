@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 from alload_jax.cli import main
+from alload_jax.commands import bench_epoch
 from alload_jax.data.manifest import read_manifest
 from alload_jax.errors import InputError
+from alload_jax.models.wan.transformer import WanConfig
 from alload_jax.run import epoch
 from alload_jax.run.epoch import WARM_UP, figures_of
 
@@ -126,3 +128,16 @@ def test_whole_runs_are_measured_and_leave_only_the_data(flags, tmp_path):
     (case,) = json.loads((tmp_path / "out.json").read_text())["cases"]
     assert "and 8 are needed" in case["error"]
     assert (tmp_path / "data" / "manifest.parquet").stat().st_mtime_ns == stamp
+
+
+def test_data_have_the_sizes_of_a_manifest(tmp_path):
+    model = WanConfig(dim=32, ffn_dim=64, num_heads=2, num_layers=1, in_channels=4)
+    (tmp_path / "sizes.csv").write_text("frames,height,width\n1,64,64\n5,64,96\n5,96,96\n")
+    sizes = str(tmp_path / "sizes.csv")
+    given = SimpleNamespace(data=tmp_path / "data", workload=sizes, longest=50)
+    bench_epoch._require_data(given, model)
+    sizes = read_manifest(given.data).samples((1, 2, 2)).shape.tolist()
+    assert sizes == [[1, 64, 64], [5, 64, 96]]
+    given = SimpleNamespace(data=tmp_path / "more", workload="wan-480", longest=None)
+    with pytest.raises(InputError, match=r"wan-480: no such manifest"):
+        bench_epoch._require_data(given, model)
