@@ -237,6 +237,7 @@ def _draw(
 ) -> None:
     """Encodes what requests name, reads the weights, then draws and writes each batch."""
     config = source.config.with_guidance(options.embedded_guidance)
+    config = dataclasses.replace(config, matmul="dtype")  # float8 is for training
     if options.dtype:
         config = dataclasses.replace(config, dtype=options.dtype)
     if options.dense_attention and config.sparse_attention is not None:
