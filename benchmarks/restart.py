@@ -1,9 +1,10 @@
 """Measures how soon a run that was killed takes its next step, and whether it repeats its losses.
 
-    python benchmarks/restart.py --config configs/wan2_1_t2v_1_3b.yaml --data data/mine
+    python benchmarks/restart.py --config configs/wan2_1_t2v_1_3b.yaml
 
 The run is killed by SIGKILL some steps after its first checkpoint, and the same command starts it
-again. Its programs are then on disk, as those of each run with `run.compilation_cache` are.
+again. Its programs are then on disk, as those of each run with `run.compilation_cache` are. Further
+flags are those of train.py.
 """
 
 import subprocess
@@ -14,10 +15,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from alload_jax.bench.harness import Record, benchmark_parser
+from alload_jax.config import read_config
 from alload_jax.errors import InputError, run_command
+from alload_jax.planning.samples import Samples
+from alload_jax.planning.workloads import make_workload
+from alload_jax.run.epoch import write_random_store
 from alload_jax.training.run_files import read_metrics
 
 ROOT = Path(__file__).parents[1]
+SAMPLES, LONGEST = 400, 16_384
+"""Of the workload wan-480p, and tokens of the longest of them, and of a micro-batch."""
 EVERY, LOST = 10, 8
 """Steps until the checkpoint, and after it until the run is killed."""
 _INTERVAL = 0.01
@@ -27,12 +34,17 @@ def main(argv: list[str]) -> int:
     """Measures a start, and a restart after a kill, and writes the JSON."""
     parser = benchmark_parser(__doc__, "restart.json")
     parser.add_argument("--config", required=True, help="YAML of train.py, or an example")
-    parser.add_argument("--data", required=True, help="data folder")
-    options = parser.parse_args(argv)
+    options, further = parser.parse_known_args(argv)
+    drawn = make_workload("wan-480p", SAMPLES)
+    short = drawn.seq_len <= LONGEST
     with tempfile.TemporaryDirectory() as place:
+        model = read_config(["--config", options.config, *further], "restart.py").model
+        samples = Samples(drawn.shape[short], drawn.seq_len[short])
+        write_random_store(Path(place) / "data", samples, model)
         folder, output = Path(place) / "run", Path(place) / "output.txt"
         metrics = folder / "metrics.jsonl"
-        words = ["--config", options.config, "--data.folder", options.data]
+        words = ["--config", options.config, "--data.folder", f"{place}/data", *further]
+        words += ["--planning.m_mem", str(LONGEST)]
         words += ["--run.folder", str(folder), "--checkpoint.every", str(EVERY)]
         words += ["--run.compilation_cache", str(Path(place) / "compiled")]
 
