@@ -145,7 +145,7 @@ def mosaic_cases() -> Iterator[Case]:
             residuals = norm_operands.NormResiduals(
                 *(stream, wide(1, _TOKENS, 2), table, wide(0), stream, table, ids)
             )
-            way = norm_tuning.way_for(dim, 8)
+            way = norm_tuning.way_for("residual_backward", dim, 8)
             assert way is not None
             call = partial(mosaic_calls.backward, options=options, way=way)
             which = (mosaic_calls.BACKWARD, dim, f"after a residual{words}")

@@ -26,12 +26,12 @@ from pallas_kernels.bias_gelu import triton as gelu_triton
 from pallas_kernels.layernorm_modulate import implementations as norm
 from pallas_kernels.layernorm_modulate import mosaic as norm_mosaic
 from pallas_kernels.layernorm_modulate import operands as norm_operands
-from pallas_kernels.layernorm_modulate.tuning import forward_way_for
+from pallas_kernels.layernorm_modulate.tuning import KINDS, way_for
 from pallas_kernels.op import Plain
 from pallas_kernels.rms_norm_rotary import api as rotary
 from pallas_kernels.rms_norm_rotary import mosaic as rotary_mosaic
 from pallas_kernels.rms_norm_rotary import triton as rotary_triton
-from pallas_kernels.walks import Pace, way_of
+from pallas_kernels.walks import Pace, Way, way_of
 
 ELEMENTS, HEAD = 50_000_000, 128
 WIDTHS = (1024, 1152, 1536, 2048, 3072, 5120, 8192)
@@ -163,19 +163,29 @@ def norm_cases(width: int, paces: Paces) -> Iterator[Case]:
             kernel, moved = f"layernorm_modulate, {kind}", [n * x.nbytes for n in streams]
             for pace in paces if name == "mosaic" else [None]:
                 forward: Any = partial(way.forward, options=options)
+                backward: Any = partial(way.backward, options=options)
                 if name == "mosaic":
-                    each = (width, 2 * (2 if gated else 1))
-                    found = way_of(*each, pace) if pace else forward_way_for(*each, gated)
-                    assert found is not None
-                    forward = partial(norm_mosaic.forward, options=options, way=found)
+                    of_kind = "residual_" if gated else ""
+                    forward = partial(norm_mosaic.forward, options=options)
+                    backward = partial(norm_mosaic.backward, options=options)
+                    forward = partial(forward, way=norm_way(f"{of_kind}forward", width, pace))
+                    backward = partial(backward, way=norm_way(f"{of_kind}backward", width, pace))
                 run = partial(forward, statistics=True)
                 yield Case(kernel, "forward", width, name, run, (given,), moved[0], pace)
-            backward = partial(way.backward, options=options)
-            given_back = (kept._replace(prepared=prepared), dh, cotangent)
-            yield Case(kernel, "backward", width, name, backward, given_back, moved[1])
+                given_back = (kept._replace(prepared=prepared), dh, cotangent)
+                yield Case(kernel, "backward", width, name, backward, given_back, moved[1], pace)
         if not packed:
             reference = partial(norm_operands.reference, options=options)
             yield Case(kernel, "forward", width, "xla", reference, (operands,), moved[0])
+
+
+def norm_way(kernel: Any, width: int, pace: Pace | None) -> Way:
+    """Of a kernel of LayerNorm-Modulate, of bfloat16."""
+    _, streams, *registers = KINDS[kernel]
+    each = (width, 2 * streams)
+    way = way_of(*each, pace, None, *registers) if pace else way_for(kernel, *each)
+    assert way is not None
+    return way
 
 
 def timed(cases: Sequence[Case], copy: float) -> Iterator[dict[str, Any]]:

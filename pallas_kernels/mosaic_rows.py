@@ -118,8 +118,8 @@ def row_sums(
     Args:
       ref: of the kernel, those of `sums_scratch` among them, whose two parts are used in turn: no
         group then writes what another has still to read.
-      turn: 0 or 1.
-      group: this one.
+      turn: 0 or 1; two more for each other walk of the program.
+      group: this one of its walk.
       terms: pieces with equally many values each.
     """
     by_size: dict[int, list[jax.Array]] = {}
@@ -143,11 +143,16 @@ def row_sums(
     ]
 
 
-def sums_scratch(groups: int) -> dict[str, PyTree]:
-    """What `row_sums` of at most two values needs: `row_sums` [2, groups, 2, warps], `summed`."""
+def sums_scratch(groups: int, walks: int = 1) -> dict[str, PyTree]:
+    """What `row_sums` of at most two values needs: `row_sums` [turns, groups, 2, warps], `summed`.
+
+    Args:
+      groups: of a walk.
+      walks: of a program.
+    """
     return {
-        "row_sums": plgpu.SMEM((2, groups, 2, WARPS), jnp.float32),
-        "summed": plgpu.Barrier(num_arrivals=groups, num_barriers=2),
+        "row_sums": plgpu.SMEM((2 * walks, groups, 2, WARPS), jnp.float32),
+        "summed": plgpu.Barrier(num_arrivals=groups, num_barriers=2 * walks),
     }
 
 

@@ -76,8 +76,8 @@ def wide(values: list[jax.Array]) -> list[jax.Array]:
     return [value.astype(jnp.float32) for value in values]
 
 
-_TOGETHER = 8
-"""Groups of partial rows that are loaded at once."""
+_TOGETHER = 8, 4
+"""Groups of partial rows that are loaded at once: of all, or of those of one table row."""
 
 
 def reduce_partials(
@@ -102,6 +102,8 @@ def reduce_partials(
     dim, tables = table[-1], math.prod(table[1:-1])
     rows = partial_sums.shape[0] // per_row * tables
     depth, tile, num_warps = (256, 32, 8) if per_row > 256 else (128, 32, 4)
+    if table_row is not None:  # a table row has few, and loads them by whole lines of the cache
+        depth, tile, num_warps = 32, 128, 4
     depth = min(depth, pl.next_power_of_2(per_row))
     shape = {"batch": table[0], "per_row": per_row, "tables": tables}
     return pl.pallas_call(
@@ -126,14 +128,27 @@ def _reduce_kernel(
     group, wanted = pl.program_id(0) // tables, pl.program_id(0) % tables
     columns = pl.ds(pl.program_id(1) * tile, tile)
     in_row = (pl.program_id(1) * tile + jnp.arange(tile) < out_ref.shape[1])[None, :]
+    begin, end = jnp.int32(0), jnp.int32(per_row)
+    together = _TOGETHER[len(table_row_ref)]
 
-    def add(total: jax.Array, first: jax.Array) -> jax.Array:
-        place = first + jnp.arange(depth)
+    def own(first: jax.Array | int, count: int) -> tuple[jax.Array, jax.Array]:
+        """Places from `first` on, and whether they are the table row's."""
+        place = first + jnp.arange(count)
         counts = place < per_row
         if table_row_ref:
-            here = table_row_ref[0].at[pl.ds(group % batch * per_row + first, depth)]
+            here = table_row_ref[0].at[pl.ds(group % batch * per_row + first, count)]
             named = plgpu.load(here, mask=counts, other=-1)
             counts = counts & (named == group % batch * tables + wanted)
+        return place, counts
+
+    if table_row_ref:
+        # Those of a segment follow each other.
+        place, counts = own(0, pl.next_power_of_2(per_row))
+        begin = jnp.min(jnp.where(counts, place, per_row))
+        end = jnp.max(jnp.where(counts, place + 1, 0))
+
+    def add(total: jax.Array, first: jax.Array) -> jax.Array:
+        _, counts = own(first, depth)
         mask = jnp.broadcast_to(in_row, total.shape)
         mask = mask & jnp.broadcast_to(counts[:, None], total.shape)
         rows = partial_ref.at[pl.ds(group * per_row + first, depth), columns]
@@ -141,11 +156,11 @@ def _reduce_kernel(
 
     def add_together(n: jax.Array, total: jax.Array) -> jax.Array:
         # Loads of one iteration are under way at the same time.
-        for offset in range(0, min(per_row, _TOGETHER * depth), depth):
-            total = add(total, n * _TOGETHER * depth + offset)
+        for offset in range(0, min(per_row, together * depth), depth):
+            total = add(total, begin + n * together * depth + offset)
         return total
 
-    rounds = pl.cdiv(per_row, _TOGETHER * depth)
+    rounds = pl.cdiv(end - begin, together * depth)
     total = lax.fori_loop(0, rounds, add_together, jnp.zeros((depth, tile), jnp.float32))
     out = out_ref.at[pl.ds(pl.program_id(0), 1), columns]
     plgpu.store(out, jnp.sum(total, axis=0)[None, :], mask=in_row)

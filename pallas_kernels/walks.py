@@ -9,6 +9,8 @@ LANES = 128
 _SHARED_BYTES = 220 * 1024
 """Of a multiprocessor's shared memory, for rows."""
 _FEWEST_SLOTS, _MOST_SLOTS = 2, 8
+_REGISTERS, _OTHER_REGISTERS = 512, 44
+"""Of each of `LANES` threads that share all of a multiprocessor's; of a thread, beside a row's."""
 
 
 class Way(NamedTuple):
@@ -18,11 +20,13 @@ class Way(NamedTuple):
       groups: of `LANES` threads, each with columns of its own.
       per_core: programs of each multiprocessor.
       slots: rows in shared memory at a time.
+      reloads: whether what a row needs twice is loaded twice, for want of registers.
     """
 
     groups: int
     per_core: int
     slots: int
+    reloads: bool = False
 
     @property
     def programs(self) -> int:
@@ -50,7 +54,14 @@ def chunks_of(dim: int, groups: int) -> int:
     return -(-dim // (LANES * groups))
 
 
-def way_of(dim: int, bytes_per_column: int, pace: Pace, groups: int | None = None) -> Way | None:
+def way_of(
+    dim: int,
+    bytes_per_column: int,
+    pace: Pace,
+    groups: int | None = None,
+    held: int = 0,
+    twice: int = 0,
+) -> Way | None:
     """The way through rows of `dim` columns; None for rows that do not fit.
 
     Args:
@@ -58,12 +69,18 @@ def way_of(dim: int, bytes_per_column: int, pace: Pace, groups: int | None = Non
       bytes_per_column: of all arrays that are read, together.
       pace: of the kernel.
       groups: of a program; None for the fewest that hold a row.
+      held: registers of a thread for each chunk, over all rows.
+      twice: those more that hold what a row needs twice.
     """
     groups = groups or -(-dim // (LANES * pace.chunks))
-    per_core = max(1, pace.groups // groups)
-    row_bytes = groups * chunks_of(dim, groups) * LANES * bytes_per_column
+    chunks = chunks_of(dim, groups)
+    fit = _REGISTERS // (groups * (chunks * held + _OTHER_REGISTERS))
+    per_core = max(1, min(pace.groups // groups, fit))
+    row_bytes = groups * chunks * LANES * bytes_per_column
     slots = 1 + round(pace.on_the_way / (per_core * row_bytes))
     slots = min(max(slots, _FEWEST_SLOTS), _MOST_SLOTS)
     while per_core > 1 and per_core * slots * row_bytes > _SHARED_BYTES:
         per_core -= 1
-    return Way(groups, per_core, slots) if slots * row_bytes <= _SHARED_BYTES else None
+    needed = groups * per_core * (chunks * (held + twice) + _OTHER_REGISTERS)
+    way = Way(groups, per_core, slots, needed > _REGISTERS)
+    return way if slots * row_bytes <= _SHARED_BYTES else None

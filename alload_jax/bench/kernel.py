@@ -116,7 +116,7 @@ def mosaic(
 ) -> Iterator[tuple[str, DeviceTime]]:
     """The backward through Mosaic GPU, as a `Rival` of the Triton kernels, where it has one."""
     x = sets[0].x
-    way = way_for(x.shape[-1], _STREAMS * x.dtype.itemsize)
+    way = way_for("residual_backward", x.shape[-1], _STREAMS * x.dtype.itemsize)
     if direction == "forward" or function == "token_layernorm_modulate" or way is None:
         return
     if devices.unsupported_mosaic(x):

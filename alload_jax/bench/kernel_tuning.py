@@ -137,7 +137,6 @@ class _Calls:
             NormOperands(x, scale, shift, *more),
             eps=1e-6,
             residual_dtype=None,
-            segment_block=None,
         )
         if self.kernel.endswith("forward"):
             return (operands,)

@@ -1,6 +1,5 @@
 """LayerNorm-Modulate, the public functions: segments prepared once, checks, implementations."""
 
-import dataclasses
 from dataclasses import dataclass
 from functools import partial
 
@@ -59,7 +58,6 @@ def layernorm_modulate(
     shift: jax.Array,
     *,
     segment_ids: jax.Array | Segmentation | None = None,
-    segment_block: int | None = None,
     eps: float = 1e-6,
     implementation: str = "auto",
     interpret: bool = False,
@@ -83,7 +81,6 @@ def layernorm_modulate(
         is padding (−1), whose output and gradients are zero. Where segments are not contiguous, or
         not below M, the kernel may give NaN. Where many calls share them, prepare them once with
         `segmentation`, for tables of M rows of width D.
-      segment_block: promises that segments begin at multiples of it, which saves finding them.
       eps: added to the variance.
       implementation: "triton" (the kernels), "mosaic" (on Hopper GPUs: the same, but for another
         kernel in the backward), "xla" (XLA's fusion), the name of one that was registered, or
@@ -109,7 +106,6 @@ def layernorm_modulate(
         sharding,
         eps=eps,
         residual_dtype=None,
-        segment_block=segment_block,
         interpret=interpret,
     )
     return out
@@ -124,7 +120,6 @@ def residual_layernorm_modulate(
     *,
     residual_dtype: jnp.dtype | None = None,
     segment_ids: jax.Array | Segmentation | None = None,
-    segment_block: int | None = None,
     eps: float = 1e-6,
     implementation: str = "auto",
     interpret: bool = False,
@@ -144,7 +139,6 @@ def residual_layernorm_modulate(
       shift: shaped like scale, float32 or x's or y's dtype.
       residual_dtype: dtype of h, x's or float32; None for x's.
       segment_ids: as in `layernorm_modulate`; a sum h is zero in padding too, and x's gradient is.
-      segment_block: as in `layernorm_modulate`.
       eps: added to the variance.
       implementation: as in `layernorm_modulate`.
       interpret: as in `layernorm_modulate`.
@@ -165,7 +159,6 @@ def residual_layernorm_modulate(
         sharding,
         eps=eps,
         residual_dtype=residual_dtype,
-        segment_block=segment_block,
         returns_x=True,
         interpret=interpret,
     )
@@ -179,8 +172,6 @@ def _run(
     segments: jax.Array | Segmentation | None,
     implementation: str,
     sharding: NamedSharding | None,
-    *,
-    segment_block: int | None,
     **static: PyTree,
 ) -> tuple[jax.Array | None, jax.Array]:
     """h and the modulated value of x's shape; the static arguments are those of `normalise`."""
@@ -191,12 +182,10 @@ def _run(
             f"{function}: segment_ids were prepared for tables of {segments.table_rows} rows, and "
             f"scale has {operands.scale.shape[-2]}; prepare them for these"
         )
-    elif segment_block is not None:
-        raise ValueError(f"{function}: prepared segment_ids take no segment_block; leave it out")
     else:
         operands = operands._replace(segment_ids=segments.ids, prepared=segments.prepared)
     shape = jnp.shape(operands.x)
-    operands, options = normalise(function, operands, segment_block=segment_block, **static)
+    operands, options = normalise(function, operands, **static)
     if sharding is not None and not isinstance(sharding, NamedSharding):
         raise ValueError(f"sharding is {sharding!r}; it must be a jax.sharding.NamedSharding")
     if sharding is not None and len(shape) == 2:
@@ -205,9 +194,6 @@ def _run(
     chosen = REGISTRY.choose(function, implementation, operands, call, interpret=options.interpret)
     if not operands.x.size:
         chosen = REGISTRY.reference
-    if devices.mesh_axes(call.sharding, 1):
-        # A shard may begin where no segment block does.
-        call = dataclasses.replace(call, options=dataclasses.replace(options, segment_block=None))
     prepared = operands.prepared and operands.prepared.get(chosen.name)
     if devices.mesh_axes(call.sharding, 1) or is_explicit(call.sharding):
         # Segments are prepared anew: what tracing sees of an Explicit mesh says how ids lie.

@@ -35,7 +35,7 @@ from pallas_kernels.layernorm_modulate.operands import (
     operand_specs,
     unsupported_sharding,
 )
-from pallas_kernels.layernorm_modulate.row_blocks import segment_row_blocks, walks_name, walks_of
+from pallas_kernels.layernorm_modulate.row_blocks import Walks, walks_name, walks_of
 from pallas_kernels.layernorm_modulate.tuning import Norm, Pass
 from pallas_kernels.op import Call, Measured, Registry, differentiated_once, on_shards, placed
 from pallas_kernels.walks import Way
@@ -229,15 +229,9 @@ class TritonNorm(Measured[NormOperands, NormOptions], FusedImplementation):
     def prepare_segments(
         self, segment_ids: jax.Array, table_rows: int, width: int, sharding: NamedSharding | None
     ) -> PyTree:
-        """The row blocks of each kernel."""
-        # Each device has the programs for its own rows.
-        shards = devices.shards_of(sharding, 0)
-        return {
-            kernel: segment_row_blocks(
-                segment_ids, table_rows, None, tuning.blocks_for(kernel, width).programs * shards
-            )
-            for kernel in get_args(Pass)
-        }
+        """The walks of each kernel."""
+        per_core = {tuning.blocks_for(kernel, width).per_core for kernel in get_args(Pass)}
+        return _walks(segment_ids, table_rows, sharding, per_core)
 
     @override
     def forward(
@@ -248,9 +242,7 @@ class TritonNorm(Measured[NormOperands, NormOptions], FusedImplementation):
 
         kernel: Pass = "forward" if operands.y is None else "residual_forward"
         blocks = tuning.blocks_for(kernel, operands.x.shape[-1])
-        own = operands.prepared and operands.prepared[kernel]
-        given = operands._replace(prepared=own)
-        return triton.forward(given, options, blocks, statistics=statistics)
+        return triton.forward(operands, options, blocks, statistics=statistics)
 
     @override
     def backward(
@@ -268,8 +260,19 @@ class TritonNorm(Measured[NormOperands, NormOptions], FusedImplementation):
         if dh is not None and dout is not None:
             kernel = "sum_backward" if residuals.gate is None else "residual_backward"
         blocks = tuning.blocks_for(kernel, residuals.h.shape[-1])
-        own = residuals.prepared and residuals.prepared[kernel]
-        return triton.backward(residuals._replace(prepared=own), dh, dout, options, blocks)
+        return triton.backward(residuals, dh, dout, options, blocks)
+
+
+def _walks(
+    segment_ids: jax.Array, table_rows: int, sharding: NamedSharding | None, per_core: set[int]
+) -> dict[str, Walks]:
+    """By name, those of so many programs of each multiprocessor."""
+    # Each device has the programs for its own rows.
+    cores = devices.core_count() * devices.shards_of(sharding, 0)
+    return {
+        walks_name(each): walks_of(segment_ids, table_rows, each * cores)
+        for each in sorted(per_core)
+    }
 
 
 # ---------------------------------------------------------------- Mosaic
@@ -311,16 +314,11 @@ class MosaicNorm(TritonNorm):
     def prepare_segments(
         self, segment_ids: jax.Array, table_rows: int, width: int, sharding: NamedSharding | None
     ) -> PyTree:
-        """The row blocks of each Triton kernel, and the walks of the one here."""
-        # Each device has the programs for its own rows.
-        shards = devices.shards_of(sharding, 0)
-        cores = devices.core_count() * shards
-        forwards = (tuning.forward_way_for(width, 1, residual) for residual in (False, True))
-        programs = {*tuning.PER_CORE, *(way.per_core for way in forwards if way is not None)}
-        walks = {
-            walks_name(each): walks_of(segment_ids, table_rows, None, each * cores)
-            for each in programs
-        }
+        """The walks of each Triton kernel, and of those here, of two bytes an element."""
+        ways = (
+            tuning.way_for(kernel, width, 2 * kind.streams) for kernel, kind in tuning.KINDS.items()
+        )
+        walks = _walks(segment_ids, table_rows, sharding, {way.per_core for way in ways if way})
         return super().prepare_segments(segment_ids, table_rows, width, sharding) | walks
 
     @override
@@ -344,14 +342,14 @@ class MosaicNorm(TritonNorm):
         options: NormOptions,
     ) -> Gradients:
         """The kernel here, and one that adds up the partial sums of the tables' gradients."""
+        if dout is None and not devices.lowers_triton():  # takes a pass over zeros
+            dout = jnp.zeros(residuals.h.shape, options.out_dtype)
         streams = [each for each in (residuals.h, dout, dh, residuals.y) if each is not None]
-        way = _way(streams, options)
-        if way is None or (dout is None and devices.lowers_triton()):
+        way = None if dout is None else _way(streams, options)
+        if way is None or dout is None:
             return super().backward(residuals, dh, dout, options)
         from pallas_kernels.layernorm_modulate import mosaic
 
-        if dout is None:  # which takes a pass over zeros
-            dout = jnp.zeros(residuals.h.shape, options.out_dtype)
         return mosaic.backward(residuals, dh, dout, options, way)
 
 
@@ -360,8 +358,9 @@ def _way(streams: Sequence[jax.Array], options: NormOptions) -> Way | None:
     # Gradients are written where h and dout stood.
     if options.layout == "token" or options.x_dtype != options.residual_dtype:
         return None
+    kernels: tuple[Pass, ...] = ("backward", "sum_backward", "residual_backward")
     bytes_per_column = sum(each.dtype.itemsize for each in streams)
-    return tuning.way_for(streams[0].shape[-1], bytes_per_column)
+    return tuning.way_for(kernels[len(streams) - 2], streams[0].shape[-1], bytes_per_column)
 
 
 def _forward_way(operands: NormOperands, options: NormOptions) -> Way | None:
@@ -374,7 +373,8 @@ def _forward_way(operands: NormOperands, options: NormOptions) -> Way | None:
     if streams[-1].dtype != options.out_dtype:
         return None
     bytes_per_column = sum(each.dtype.itemsize for each in streams)
-    return tuning.forward_way_for(x.shape[-1], bytes_per_column, y is not None)
+    kernel: Pass = "forward" if y is None else "residual_forward"
+    return tuning.way_for(kernel, x.shape[-1], bytes_per_column)
 
 
 def _norm(operands: NormOperands, options: NormOptions) -> Norm:

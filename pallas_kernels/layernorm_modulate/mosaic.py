@@ -14,7 +14,6 @@ long as those of rows without segments. Nothing is atomic: equal inputs give equ
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -31,13 +30,14 @@ from pallas_kernels.layernorm_modulate.operands import (
 )
 from pallas_kernels.layernorm_modulate.row_blocks import (
     IMPOSSIBLE,
+    PADDING,
     EvenRowBlocks,
+    RowBlock,
     Walks,
     backward_arrays,
-    even_row_blocks,
+    for_each_row_block,
     gradients,
-    walks_name,
-    walks_of,
+    row_blocks_of,
 )
 from pallas_kernels.mosaic_rows import (
     Columns,
@@ -55,15 +55,6 @@ from pallas_kernels.op import Ref
 from pallas_kernels.walks import LANES, Way, chunks_of
 
 
-class RowBlock(NamedTuple):
-    """One row block in a kernel: its number, first row, last row + 1 and table row."""
-
-    number: jax.Array
-    start: jax.Array
-    stop: jax.Array
-    table_row: jax.Array
-
-
 @dataclass(frozen=True)
 class MosaicNormLaunch:
     """What is static in a kernel.
@@ -77,7 +68,7 @@ class MosaicNormLaunch:
       eps: added to the variance.
       even: where row blocks lie, one for each program; None if refs `start`, `stop`, `table_row`,
         `first` and `end` say.
-      row_blocks: how many there are.
+      row_blocks, walks: how many there are, on the whole.
     """
 
     names: tuple[str, ...]
@@ -87,25 +78,16 @@ class MosaicNormLaunch:
     eps: float
     even: EvenRowBlocks | None
     row_blocks: int
+    walks: int
 
-    def rows(self, ref: Refs, program: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """First row and last row + 1 of a program."""
+    def rows(self, ref: Refs, walk: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """First row and last row + 1 of a walk."""
         if self.even is not None:
-            return self.even.place(program)[:2]
-        first, end = ref["first"][program], ref["end"][program]
+            return self.even.place(walk)[:2]
+        first, end = ref["first"][walk], ref["end"][walk]
         start = ref["start"][jnp.minimum(first, self.row_blocks - 1)]
         stop = ref["stop"][jnp.maximum(end - 1, 0)]
         return start, jnp.where(first < end, stop, start)
-
-    def for_each(self, ref: Refs, program: jax.Array, work: Callable[[RowBlock], None]) -> None:
-        """Works on each row block of a program."""
-        if self.even is not None:
-            return work(RowBlock(program, *self.even.place(program)))
-
-        def one(number: jax.Array, _: None) -> None:
-            work(RowBlock(number, *(ref[each][number] for each in ("start", "stop", "table_row"))))
-
-        return lax.fori_loop(ref["first"][program], ref["end"][program], one, None)
 
 
 STREAMS = ("h", "dout", "dh", "y")
@@ -113,6 +95,8 @@ STREAMS = ("h", "dout", "dh", "y")
 WRITTEN = {"dx": "h", "dy": "dout"}
 """Outputs, and the streams in whose place they are written: dtypes are equal."""
 
+Thread = tuple[jax.Array, jax.Array]
+"""Its group's number of those of its walk, and the walk's first turn of sums."""
 Tables = dict[str, jax.Array]
 """Rows of tables, or sums over rows that are their gradients, for a piece of a group's columns."""
 
@@ -128,120 +112,118 @@ def forward_kernel(*refs: Ref, launch: MosaicNormLaunch) -> None:
 
 
 def _walk(refs: Sequence[Ref], launch: MosaicNormLaunch, work: Callable[..., None]) -> None:
-    """Works on each row block of a program: (block, launch, refs by name, ring, group)."""
+    """Works on each row block of a walk: (block, launch, refs by name, ring, its thread)."""
     ref: Refs = dict(zip(launch.names, refs, strict=True))
-    program, group = lax.axis_index("program"), lax.axis_index("group")
+    number, groups = lax.axis_index("group"), launch.way.groups
+    of_program, group = lax.div(number, groups), lax.rem(number, groups)
+    walk = lax.axis_index("program") * launch.way.per_core + of_program
     streams = [name for name in launch.streams if name in ref]
-    ring = RowRing(
-        {name: ref[name] for name in streams},
-        {name: ref[f"{name}_slots"].at[group] for name in streams},
-        ref["arrived"].at[group],
-        columns_of(launch.dim, launch.way.groups, group),
-        *launch.rows(ref, program),
-        launch.way.slots,
-    )
-    ring.begin()
-    launch.for_each(ref, program, lambda block: work(block, launch, ref, ring, group))
-    plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(walk < launch.walks)
+    def _() -> None:
+        ring = RowRing(
+            {name: ref[name] for name in streams},
+            {name: ref[f"{name}_slots"].at[number] for name in streams},
+            ref["arrived"].at[number],
+            columns_of(launch.dim, groups, group),
+            *launch.rows(ref, walk),
+            launch.way.slots,
+        )
+        ring.begin()
+        one = partial(work, launch=launch, ref=ref, ring=ring, thread=(group, 2 * of_program))
+        for_each_row_block(launch.even, ref, walk, one)
+        plgpu.wait_smem_to_gmem(0)
 
 
 def _forward_block(
-    block: RowBlock, launch: MosaicNormLaunch, ref: Refs, ring: RowRing, group: jax.Array
+    block: RowBlock, launch: MosaicNormLaunch, ref: Refs, ring: RowRing, thread: Thread
 ) -> None:
     """Works on a row block. The norm is that of the rounded h, which its slot holds."""
-    pieces, branch = ring.columns.pieces, "y" if "y" in ref else "x"
-    tables = _tables(block, ref, ring.columns)
+    (group, turn), pieces, branch = thread, ring.columns.pieces, "y" if "y" in ref else "x"
+    tables = _tables(block, launch, ref, ring.columns)
     written = {"x": ref["h"]} if "h" in ref else {}
     written[branch] = ref["out"]
 
     def work(row: jax.Array, _: None) -> None:
         slot = ring.wait(row)
-        if "ids" in ref:
-            _clear_unless(ref["ids"][row] >= 0, slot, ring.columns)
         for piece, table in zip(pieces, tables, strict=True):
             if "y" in ref:
                 y = piece.load(slot["y"])
                 y = y * table["gate"] if "gate" in ref else y
                 piece.store(slot["x"], piece.load(slot["x"]) + y)
         rows = [piece.load(slot["x"]) for piece in pieces]
-        (total,) = row_sums(ref, 0, group, list(zip(pieces, rows, strict=True)))
+        (total,) = row_sums(ref, turn, group, list(zip(pieces, rows, strict=True)))
         mean = total / launch.dim
         ring.fetch_last(row)
         squares = [(piece, (h - mean) * (h - mean)) for piece, h in zip(pieces, rows, strict=True)]
-        (total,) = row_sums(ref, 1, group, squares)
+        (total,) = row_sums(ref, turn + 1, group, squares)
         rstd = lax.rsqrt(total / launch.dim + launch.eps)
         for piece, h, table in zip(pieces, rows, tables, strict=True):
             piece.store(slot[branch], (h - mean) * rstd * table["gain"] + table["shift"])
-        if "ids" in ref:
-            _clear_unless(ref["ids"][row] >= 0, {branch: slot[branch]}, ring.columns)
         ring.write(row, written)
         if "statistics" in ref:
             ref["statistics"][row, 0] = mean
             ref["statistics"][row, 1] = rstd
 
-    lax.fori_loop(block.start, block.stop, work, None)
+    _for_each_row(block, launch, ref["summed"].at[turn], ring, written, work, None)
 
 
 def _backward_block(
-    block: RowBlock, launch: MosaicNormLaunch, ref: Refs, ring: RowRing, group: jax.Array
+    block: RowBlock, launch: MosaicNormLaunch, ref: Refs, ring: RowRing, thread: Thread
 ) -> None:
     """Works on a row block, and writes the sums over its rows."""
-    columns, written = ring.columns, {name: WRITTEN[name] for name in WRITTEN if name in ref}
-    tables = _tables(block, ref, columns)
-    gated = "gate" in ref
+    (group, turn), columns, pieces = thread, ring.columns, ring.columns.pieces
+    written = {stream: name for name, stream in WRITTEN.items() if name in ref}
+    tables = _tables(block, launch, ref, columns)
+    gated, into = "gate" in ref, {stream: ref[name] for stream, name in written.items()}
 
     def work(row: jax.Array, carry: PyTree) -> PyTree:
-        sums, (mean, rstd, valid) = carry
-        following = _scalars(ref, row + 1)
+        sums, (mean, rstd) = carry
+        following = _statistics(ref, row + 1)
         slot = ring.wait(row)
-        if valid is not None:
-            _clear_unless(valid, slot, columns)
 
-        def load(name: str, piece: Piece) -> jax.Array:
-            return piece.load(slot[name])
+        def loaded(piece: Piece) -> tuple[jax.Array, jax.Array]:
+            """dout, and the normed row."""
+            return piece.load(slot["dout"]), (piece.load(slot["h"]) - mean) * rstd
 
-        def inner(piece: Piece, table: Tables) -> tuple[jax.Array, jax.Array, jax.Array]:
-            """dout, the normed row, and the gradient of the normed row."""
-            dout = load("dout", piece)
-            return dout, (load("h", piece) - mean) * rstd, dout * table["gain"]
-
-        inners = zip(columns.pieces, tables, strict=True)
-        terms = []
-        for piece, table in inners:
-            _, normed, scaled_grad = inner(piece, table)
-            terms.append((piece, scaled_grad, scaled_grad * normed))
-        gains, products = row_sums(ref, lax.rem(row, jnp.int32(2)), group, terms)
+        rows = [loaded(piece) for piece in pieces]
+        terms = [
+            (piece, dout * table["gain"], dout * table["gain"] * normed)
+            for piece, table, (dout, normed) in zip(pieces, tables, rows, strict=True)
+        ]
+        gains, products = row_sums(ref, turn + lax.rem(row, jnp.int32(2)), group, terms)
         mean_grad, variance_grad = gains / launch.dim * rstd, products / launch.dim * rstd
         ring.fetch_last(row)
         more = []
-        for piece, table, total in zip(columns.pieces, tables, sums, strict=True):
-            dout, normed, scaled_grad = inner(piece, table)
-            dh = (scaled_grad * rstd - mean_grad) - normed * variance_grad
+        for piece, table, row_part, total in zip(pieces, tables, rows, sums, strict=True):
+            dout, normed = loaded(piece) if launch.way.reloads else row_part
+            dh = (dout * table["gain"] * rstd - mean_grad) - normed * variance_grad
             grads = {"dscale": dout * normed, "dshift": dout}
             if "dh" in ref:
-                dh = dh + load("dh", piece)
+                dh = dh + piece.load(slot["dh"])
             if gated:
-                grads["dgate"] = dh * load("y", piece)
+                grads["dgate"] = dh * piece.load(slot["y"])
             outputs = {"dx": dh, "dy": dh * table["gate"] if gated else dh}
-            for name, stream in written.items():
+            for stream, name in written.items():
                 piece.store(slot[stream], outputs[name])
             more.append({name: total[name] + grad for name, grad in grads.items()})
-        ring.write(row, {stream: ref[name] for name, stream in written.items()})
+        ring.write(row, into)
         return more, following
 
     names = ("dscale", "dshift", *(["dgate"] if gated else []))
-    zeros = [{name: piece.zeros() for name in names} for piece in columns.pieces]
-    sums, _ = lax.fori_loop(block.start, block.stop, work, (zeros, _scalars(ref, block.start)))
+    zeros = [{name: piece.zeros() for name in names} for piece in pieces]
+    begin = (zeros, _statistics(ref, block.start))
+    sums, _ = _for_each_row(block, launch, ref["summed"].at[turn], ring, into, work, begin)
     for n, name in enumerate(names):
-        into = columns.of(ref["partial"], n * launch.row_blocks + block.number)
-        for piece, total in zip(columns.pieces, sums, strict=True):
-            piece.store(into, total[name])
+        part = columns.of(ref["partial"], n * launch.row_blocks + block.number)
+        for piece, total in zip(pieces, sums, strict=True):
+            piece.store(part, total[name])
 
 
-def _tables(block: RowBlock, ref: Refs, columns: Columns) -> list[Tables]:
+def _tables(block: RowBlock, launch: MosaicNormLaunch, ref: Refs, columns: Columns) -> list[Tables]:
     """1 + scale, and shift and gate if needed, of each piece; NaN where no table row can serve."""
     row, poison = jnp.maximum(block.table_row, 0), None
-    if "ids" in ref:
+    if launch.even is None:
         poison = jnp.where(block.table_row == IMPOSSIBLE, jnp.float32(jnp.nan), jnp.float32(0))
 
     def load(name: str, piece: Piece) -> jax.Array:
@@ -255,22 +237,40 @@ def _tables(block: RowBlock, ref: Refs, columns: Columns) -> list[Tables]:
     ]
 
 
-def _scalars(ref: Refs, row: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Mean, 1/deviation and whether it is valid, None for always, of a row or of the last row."""
+def _statistics(ref: Refs, row: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Mean and 1/deviation of a row, or of the last row."""
     statistics = ref["saved_statistics"]
     row = jnp.minimum(row, statistics.shape[0] - 1)
-    valid = ref["ids"][row] >= 0 if "ids" in ref else None
-    return statistics[row, 0], statistics[row, 1], valid
+    return statistics[row, 0], statistics[row, 1]
 
 
-def _clear_unless(valid: jax.Array, slot: Refs, columns: Columns) -> None:
-    """Zeroes a row of padding, which may be anything; each thread what it reads itself."""
+def _for_each_row(
+    block: RowBlock,
+    launch: MosaicNormLaunch,
+    summed: Ref,
+    ring: RowRing,
+    written: Refs,
+    work: Callable[[jax.Array, PyTree], PyTree],
+    carry: PyTree,
+) -> PyTree:
+    """Works on each row; of padding, which may hold anything, writes zeros in place of streams."""
+    if launch.even is not None:
+        return lax.fori_loop(block.start, block.stop, work, carry)
+    stop = jnp.where(block.table_row == PADDING, block.start, block.stop)
 
-    @pl.when(jnp.logical_not(valid))
-    def _() -> None:
-        for part in slot.values():
-            for piece in columns.pieces:
-                piece.store(part, piece.zeros())
+    def clear(row: jax.Array, _: None) -> None:
+        slot = ring.wait(row)
+        ring.fetch_last(row)
+        for stream in written:
+            for piece in ring.columns.pieces:
+                piece.store(slot[stream], piece.zeros())
+        ring.write(row, written)
+
+    lax.fori_loop(stop, block.stop, clear, None)
+    # Rows without sums disturb their turns: no group may write what another has still to read.
+    plgpu.barrier_arrive(summed)
+    plgpu.barrier_wait(summed)
+    return lax.fori_loop(block.start, stop, work, carry)
 
 
 FORWARD, BACKWARD, REDUCE = (
@@ -298,28 +298,14 @@ def forward(
     if statistics:
         outputs["statistics"] = jax.ShapeDtypeStruct((rows, 2), jnp.float32)
     inputs = {name: getattr(operands, name) for name in ("x", "y", "scale", "shift", "gate")}
-    walked = _walked(x.shape, operands, options, way)
-    result = _call(FORWARD, inputs, outputs, ("x", "y"), operands.segment_ids, way, options, walked)
+    row_blocks = row_blocks_of(operands, options, way.per_core)
+    result = _call(FORWARD, inputs, outputs, ("x", "y"), way, options, row_blocks)
     h, saved = result.get("h"), result.get("statistics")
     return (
         None if h is None else h.reshape(x.shape),
         result["out"].reshape(x.shape),
         None if saved is None else saved.reshape(*x.shape[:2], 2),
     )
-
-
-def _walked(
-    shape: tuple[int, ...], given: NormOperands | NormResiduals, options: NormOptions, way: Way
-) -> EvenRowBlocks | Walks:
-    """Which rows each program walks through; of segments, as was prepared, if it was."""
-    if options.layout == "row":
-        return even_row_blocks(shape, options, way.programs)
-    ids, tables = given.segment_ids, given.scale.shape[1]
-    assert ids is not None
-    walks = given.prepared and given.prepared.get(walks_name(way.per_core))
-    if walks is None:
-        walks = walks_of(ids, tables, options.segment_block, way.programs)
-    return walks.flattened(ids.shape[1], tables)
 
 
 def backward(
@@ -338,11 +324,9 @@ def backward(
       options: of the call.
       way: of the kernel.
     """
-    walked = _walked(residuals.h.shape, residuals, options, way)
-    row_blocks = walked.row_blocks if isinstance(walked, Walks) else walked
+    row_blocks = row_blocks_of(residuals, options, way.per_core)
     inputs, outputs = backward_arrays(residuals, dh, dout, options, row_blocks)
-    ids = residuals.segment_ids
-    result = _call(BACKWARD, inputs, outputs, STREAMS, ids, way, options, walked)
+    result = _call(BACKWARD, inputs, outputs, STREAMS, way, options, row_blocks)
     return gradients(result, residuals, dh, options, row_blocks, REDUCE)
 
 
@@ -351,10 +335,9 @@ def _call(
     inputs: Mapping[str, jax.Array | None],
     outputs: Mapping[str, jax.ShapeDtypeStruct],
     loaded: tuple[str, ...],
-    ids: jax.Array | None,
     way: Way,
     options: NormOptions,
-    walks: Walks | EvenRowBlocks,
+    row_blocks: EvenRowBlocks | Walks,
 ) -> dict[str, jax.Array]:
     """Runs a kernel; rows go in and come out as chunks of `LANES` columns.
 
@@ -362,9 +345,8 @@ def _call(
       name: of the kernel.
       inputs, outputs: by name; statistics [B, S, 2] or [rows, 2], others [..., D].
       loaded: names of the inputs that are loaded row by row.
-      ids: of the segments.
       way, options: of the kernel.
-      walks: which rows each program walks through.
+      row_blocks: that its programs walk through.
     """
     arrays = {k: v for k, v in inputs.items() if v is not None}
     streams = {each: in_chunks(arrays[each]) for each in loaded if each in arrays}
@@ -373,18 +355,15 @@ def _call(
         each: value.reshape(-1, 2) if each == "saved_statistics" else in_chunks(value)
         for each, value in arrays.items()
     }
-    if isinstance(walks, Walks):
-        assert ids is not None
-        programs, row_blocks, even = walks.first.size, walks.row_blocks.total, None
-        lists = {"ids": ids, "first": walks.first, "end": walks.end}
-        lists |= walks.row_blocks._asdict()
-        given |= {each: value.reshape(-1) for each, value in lists.items()}
-    else:
-        programs, row_blocks, even = walks.total, walks.total, walks
-    scratch = ring_scratch(streams, way.groups, chunks_of(dim, way.groups), way.slots)
-    scratch |= sums_scratch(way.groups)
+    even = row_blocks if isinstance(row_blocks, EvenRowBlocks) else None
+    if isinstance(row_blocks, Walks):
+        given |= row_blocks.refs()
+    together = way.groups * way.per_core
+    scratch = ring_scratch(streams, together, chunks_of(dim, way.groups), way.slots)
+    scratch |= sums_scratch(way.groups, way.per_core)
     names = (*given, *outputs, *scratch)
-    launch = MosaicNormLaunch(names, dim, way, tuple(streams), options.eps, even, row_blocks)
+    counts = (row_blocks.total, row_blocks.programs)
+    launch = MosaicNormLaunch(names, dim, way, tuple(streams), options.eps, even, *counts)
     body = partial(forward_kernel if name == FORWARD else backward_kernel, launch=launch)
     shapes = [
         jax.ShapeDtypeStruct(
@@ -393,6 +372,7 @@ def _call(
         for shape in outputs.values()
         for len_, width in [shape.shape]
     ]
-    run = call_of(body, name, programs, way.groups, shapes, list(scratch.values()))
+    programs = pl.cdiv(row_blocks.programs, way.per_core)
+    run = call_of(body, name, programs, together, shapes, list(scratch.values()))
     named = zip(outputs.items(), run(*given.values()), strict=True)
     return {each: result.reshape(shape.shape) for (each, shape), result in named}

@@ -84,7 +84,6 @@ class NormOptions:
       residual_dtype: dtype of h = x + gate·y; of x where there is no residual.
       out_dtype: dtype of the modulated value.
       h: what the result h is: the residual sum, or x itself; None where it is no result.
-      segment_block: segments begin at multiples of it; None for anywhere.
       interpret: run kernels in an interpreter, which needs no GPU.
     """
 
@@ -94,7 +93,6 @@ class NormOptions:
     residual_dtype: jnp.dtype
     out_dtype: jnp.dtype
     h: Literal["sum", "x"] | None = None
-    segment_block: int | None = None
     interpret: bool = False
 
 
@@ -104,7 +102,6 @@ def normalise(
     *,
     eps: float,
     residual_dtype: jnp.dtype | None,
-    segment_block: int | None,
     returns_x: bool = False,
     interpret: bool = False,
 ) -> tuple[NormOperands, NormOptions]:
@@ -113,13 +110,13 @@ def normalise(
     Args:
       function: its name, for messages.
       operands: as given.
-      eps, residual_dtype, segment_block, interpret: as in the public functions.
+      eps, residual_dtype, interpret: as in the public functions.
       returns_x: whether x is a result h where there is no y.
 
     Raises:
       ValueError: a shape or a dtype does not fit; the message names it.
     """
-    _check_scalars(function, eps, segment_block)
+    _check_eps(function, eps)
     for name in ("x", "scale", "shift"):
         if getattr(operands, name) is None:
             raise ValueError(f"{function}: {name} is None; give an array")
@@ -140,7 +137,7 @@ def normalise(
         raise ValueError(f"{function}: a gate is given, but y is None; give y, or no gate")
     layout = _layout(function, operands)
     _check_modulation(function, operands, layout)
-    _check_segments(function, operands, segment_block)
+    _check_segments(function, operands)
     out_dtype = x.dtype if y is None else y.dtype
     h_dtype = jnp.dtype(x.dtype if residual_dtype is None else residual_dtype)
     if h_dtype not in (x.dtype, jnp.float32):
@@ -153,16 +150,14 @@ def normalise(
         )
     dtypes = (x.dtype, h_dtype, jnp.dtype(out_dtype))
     h: Literal["sum", "x"] | None = "sum" if y is not None else "x" if returns_x else None
-    options = NormOptions(layout, eps, *dtypes, h, segment_block, interpret)
+    options = NormOptions(layout, eps, *dtypes, h, interpret)
     return _three_dimensional(operands, layout), options
 
 
-def _check_scalars(function: str, eps: float, segment_block: int | None) -> None:
-    # Both are static: a kernel is made for each of their values.
+def _check_eps(function: str, eps: float) -> None:
+    # It is static: a kernel is made for each of its values.
     if isinstance(eps, bool) or not isinstance(eps, float | int) or not 0 <= eps < math.inf:
         raise ValueError(f"{function}: eps is {eps!r}; it must be a finite number, 0 or more")
-    if segment_block is not None and not isinstance(segment_block, int):
-        raise ValueError(f"{function}: segment_block is {segment_block!r}; it must be an int")
 
 
 def _layout(function: str, operands: NormOperands) -> ModulationLayout:
@@ -212,12 +207,8 @@ def _check_modulation(function: str, operands: NormOperands, layout: ModulationL
             raise ValueError(f"{function}: {name} is {value.dtype}; it must be {names}")
 
 
-def _check_segments(function: str, operands: NormOperands, segment_block: int | None) -> None:
+def _check_segments(function: str, operands: NormOperands) -> None:
     ids = operands.segment_ids
-    if segment_block is not None and ids is None:
-        raise ValueError(f"{function}: segment_block={segment_block} needs segment_ids")
-    if segment_block is not None and segment_block < 1:
-        raise ValueError(f"{function}: segment_block is {segment_block}; it must be at least 1")
     if ids is None:
         return
     if ids.shape != operands.x.shape[:-1]:

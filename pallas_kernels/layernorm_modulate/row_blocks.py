@@ -4,7 +4,7 @@ What a backward kernel reads and writes, and the gradients from it, are the same
 is lowered.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -20,6 +20,7 @@ from pallas_kernels.layernorm_modulate.operands import (
     NormOptions,
     NormResiduals,
 )
+from pallas_kernels.op import Ref
 
 PADDING, IMPOSSIBLE = -1, -2
 """Table rows of row blocks that hold padding, and of segments that no table row can serve: more
@@ -46,6 +47,9 @@ class EvenRowBlocks:
         """Of all batch rows."""
         return self.batch * self.per_row
 
+    programs = total
+    """Each has one."""
+
     def place(self, number: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """First row, last row + 1 and batch row of a row block, in the flattened [B·S, D]."""
         base, longer = divmod(self.seq_len, self.per_row)
@@ -70,86 +74,12 @@ class RowBlocks(NamedTuple):
     stop: jax.Array
     table_row: jax.Array
 
-    @property
-    def per_row(self) -> int:
-        """Row blocks of each batch row."""
-        return self.start.shape[1]
-
-    @property
-    def total(self) -> int:
-        """Of all batch rows."""
-        return self.start.size
-
     def flattened(self, seq_len: int, table_rows: int) -> "RowBlocks":
         """With batch rows laid end to end, and their tables."""
         row = jnp.arange(len(self.start), dtype=jnp.int32)[:, None]
         inside = self.table_row >= 0
         table_row = jnp.where(inside, row * table_rows + self.table_row, self.table_row)
         return RowBlocks(self.start + row * seq_len, self.stop + row * seq_len, table_row)
-
-
-def row_blocks_of(
-    given: NormOperands | NormResiduals, options: NormOptions, programs: int
-) -> EvenRowBlocks | RowBlocks:
-    """How the rows of a call are divided among about `programs` programs."""
-    stream = given.x if isinstance(given, NormOperands) else given.h
-    if options.layout != "segment":
-        return even_row_blocks(stream.shape, options, programs)
-    table_rows, prepared = given.scale.shape[1], given.prepared
-    if prepared is None:
-        assert given.segment_ids is not None
-        ids, block = given.segment_ids, options.segment_block
-        prepared = segment_row_blocks(ids, table_rows, block, programs)
-    return prepared.flattened(stream.shape[1], table_rows)
-
-
-def even_row_blocks(shape: tuple[int, ...], options: NormOptions, programs: int) -> EvenRowBlocks:
-    """About `programs` blocks of [B, S, D], none across batch rows unless each token is alone."""
-    batch, seq_len, _ = shape
-    if options.layout == "token":
-        batch, seq_len = 1, batch * seq_len
-    return EvenRowBlocks(batch, seq_len, max(1, min(seq_len, programs // batch)))
-
-
-def segment_row_blocks(
-    segment_ids: jax.Array, table_rows: int, segment_block: int | None, programs: int
-) -> RowBlocks:
-    """Row blocks that end where a segment does.
-
-    At most ⌈S / block⌉ + 2M + 1 of them: each of the M segments, and each run of padding between
-    them, adds at most one to the even ones. With a `segment_block` the even ones suffice.
-    """
-    batch, seq_len = segment_ids.shape
-    block = pl.cdiv(seq_len, max(1, min(seq_len, programs // batch)))
-    aligned = segment_block is not None and segment_block >= block
-    if aligned:
-        block = _halved(segment_block or 1, block)
-        count = pl.cdiv(seq_len, block)
-    else:
-        count = min(seq_len, pl.cdiv(seq_len, block) + 2 * table_rows + 1)
-
-    def of_row(ids: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        token = jnp.arange(seq_len, dtype=jnp.int32)
-        if aligned:
-            start = jnp.arange(count, dtype=jnp.int32) * block
-            lost = jnp.bool_(False)
-        else:
-            fresh = (token % block == 0) | (ids != jnp.roll(ids, 1))
-            start = jnp.nonzero(fresh, size=count, fill_value=seq_len)[0].astype(jnp.int32)
-            lost = jnp.sum(fresh) > count
-        stop = jnp.append(start[1:], seq_len).astype(jnp.int32)
-        segment = jnp.where(start < seq_len, ids[jnp.minimum(start, seq_len - 1)], PADDING)
-        segment = jnp.where(lost | (segment >= table_rows), IMPOSSIBLE, segment)
-        return start, stop, jnp.maximum(segment, IMPOSSIBLE)
-
-    return RowBlocks(*jax.vmap(of_row)(segment_ids))
-
-
-def _halved(segment_block: int, block: int) -> int:
-    """The segment block, halved while that leaves blocks of at least `block` tokens."""
-    while segment_block % 2 == 0 and segment_block // 2 >= block:
-        segment_block //= 2
-    return segment_block
 
 
 class Walks(NamedTuple):
@@ -168,11 +98,101 @@ class Walks(NamedTuple):
     first: jax.Array
     end: jax.Array
 
+    @property
+    def per_row(self) -> int:
+        """Row blocks of each batch row."""
+        return self.row_blocks.start.shape[1]
+
+    @property
+    def total(self) -> int:
+        """Row blocks of all batch rows."""
+        return self.row_blocks.start.size
+
+    @property
+    def programs(self) -> int:
+        """That walk."""
+        return self.first.size
+
     def flattened(self, seq_len: int, table_rows: int) -> "Walks":
         """With batch rows laid end to end, and their tables."""
-        skipped = jnp.arange(len(self.first), dtype=jnp.int32)[:, None] * self.row_blocks.per_row
+        skipped = jnp.arange(len(self.first), dtype=jnp.int32)[:, None] * self.per_row
         row_blocks = self.row_blocks.flattened(seq_len, table_rows)
         return Walks(row_blocks, self.first + skipped, self.end + skipped)
+
+    def refs(self) -> dict[str, jax.Array]:
+        """What kernels read of them, by name."""
+        lists = {"first": self.first, "end": self.end, **self.row_blocks._asdict()}
+        return {name: value.reshape(-1) for name, value in lists.items()}
+
+
+class RowBlock(NamedTuple):
+    """One row block in a kernel: its number, first row, last row + 1 and table row."""
+
+    number: jax.Array
+    start: jax.Array
+    stop: jax.Array
+    table_row: jax.Array
+
+
+def for_each_row_block(
+    even: EvenRowBlocks | None,
+    ref: Mapping[str, Ref],
+    program: jax.Array,
+    work: Callable[[RowBlock], None],
+) -> None:
+    """Works on each row block of a program: the even one of its number, or those of `Walks`."""
+    if even is not None:
+        return work(RowBlock(program, *even.place(program)))
+
+    def one(number: jax.Array, _: None) -> None:
+        work(RowBlock(number, *(ref[each][number] for each in RowBlocks._fields)))
+
+    return jax.lax.fori_loop(ref["first"][program], ref["end"][program], one, None)
+
+
+def row_blocks_of(
+    given: NormOperands | NormResiduals, options: NormOptions, per_core: int
+) -> EvenRowBlocks | Walks:
+    """How the rows of a call are divided among about so many programs of each multiprocessor."""
+    stream = given.x if isinstance(given, NormOperands) else given.h
+    programs = per_core * devices.core_count()
+    if options.layout != "segment":
+        return even_row_blocks(stream.shape, options, programs)
+    table_rows = given.scale.shape[1]
+    walks = given.prepared and given.prepared.get(walks_name(per_core))
+    if walks is None:
+        assert given.segment_ids is not None
+        walks = walks_of(given.segment_ids, table_rows, programs)
+    return walks.flattened(stream.shape[1], table_rows)
+
+
+def even_row_blocks(shape: tuple[int, ...], options: NormOptions, programs: int) -> EvenRowBlocks:
+    """About `programs` blocks of [B, S, D], none across batch rows unless each token is alone."""
+    batch, seq_len, _ = shape
+    if options.layout == "token":
+        batch, seq_len = 1, batch * seq_len
+    return EvenRowBlocks(batch, seq_len, max(1, min(seq_len, programs // batch)))
+
+
+def segment_row_blocks(segment_ids: jax.Array, table_rows: int, programs: int) -> RowBlocks:
+    """Row blocks that end where a segment does.
+
+    At most ⌈S / block⌉ + 2M + 1 of them: each of the M segments, and each run of padding between
+    them, adds at most one to the even ones.
+    """
+    batch, seq_len = segment_ids.shape
+    block = pl.cdiv(seq_len, max(1, min(seq_len, programs // batch)))
+    count = min(seq_len, pl.cdiv(seq_len, block) + 2 * table_rows + 1)
+
+    def of_row(ids: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        fresh = (jnp.arange(seq_len) % block == 0) | (ids != jnp.roll(ids, 1))
+        start = jnp.nonzero(fresh, size=count, fill_value=seq_len)[0].astype(jnp.int32)
+        stop = jnp.append(start[1:], seq_len).astype(jnp.int32)
+        segment = jnp.where(start < seq_len, ids[jnp.minimum(start, seq_len - 1)], PADDING)
+        impossible = (jnp.sum(fresh) > count) | (segment >= table_rows)
+        return start, stop, jnp.where(impossible, IMPOSSIBLE, jnp.maximum(segment, PADDING))
+
+    return RowBlocks(*jax.vmap(of_row)(segment_ids))
 
 
 def walks_name(per_core: int) -> str:
@@ -180,11 +200,9 @@ def walks_name(per_core: int) -> str:
     return f"walks of {per_core} a core"
 
 
-def walks_of(
-    segment_ids: jax.Array, table_rows: int, segment_block: int | None, programs: int
-) -> Walks:
+def walks_of(segment_ids: jax.Array, table_rows: int, programs: int) -> Walks:
     """Gives each of about `programs` programs the row blocks that begin in its equal share."""
-    row_blocks = segment_row_blocks(segment_ids, table_rows, segment_block, programs)
+    row_blocks = segment_row_blocks(segment_ids, table_rows, programs)
     batch, seq_len = segment_ids.shape
     each = max(1, min(seq_len, programs // batch))
     cuts = jnp.arange(each + 1, dtype=jnp.int32) * pl.cdiv(seq_len, each)
@@ -201,7 +219,7 @@ def backward_arrays(
     dh: jax.Array | None,
     dout: jax.Array,
     options: NormOptions,
-    row_blocks: EvenRowBlocks | RowBlocks,
+    row_blocks: EvenRowBlocks | Walks,
 ) -> tuple[dict[str, jax.Array | None], dict[str, jax.ShapeDtypeStruct]]:
     """What a backward kernel reads and writes, by name, in a call with these arguments.
 
@@ -235,7 +253,7 @@ def gradients(
     residuals: NormResiduals,
     dh: jax.Array | None,
     options: NormOptions,
-    row_blocks: EvenRowBlocks | RowBlocks,
+    row_blocks: EvenRowBlocks | Walks,
     name: str,
 ) -> Gradients:
     """What `FusedImplementation.backward` returns, from the outputs; `name` as in `table_sums`."""
@@ -250,14 +268,15 @@ def gradients(
 
 def table_sums(
     partial_sums: jax.Array,
-    row_blocks: EvenRowBlocks | RowBlocks,
+    row_blocks: EvenRowBlocks | Walks,
     table: tuple[int, ...],
     options: NormOptions,
     name: str,
 ) -> jax.Array:
     """Of what row blocks were summed up to, [K·B·M, D]: by Triton's kernel of this name, or XLA."""
-    table_row = row_blocks.table_row.reshape(-1) if isinstance(row_blocks, RowBlocks) else None
-    per_row = row_blocks.per_row
+    table_row, per_row = None, row_blocks.per_row
+    if isinstance(row_blocks, Walks):
+        table_row = row_blocks.row_blocks.table_row.reshape(-1)
     if devices.lowers_triton():
         from pallas_kernels.triton_tiles import reduce_partials
 

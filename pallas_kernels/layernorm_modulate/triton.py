@@ -1,6 +1,6 @@
 """The Triton kernels of LayerNorm-Modulate, and their calls.
 
-A program takes a block of rows: consecutive rows that share one row of scale, shift and gate. It
+A program takes blocks of rows: consecutive rows that share one row of scale, shift and gate. It
 keeps that row in registers and walks through its rows, loading each before it works on the one
 before. In the backward it adds up the gradients of scale, shift and gate in float32 registers, tile
 by tile along the width (AdaptiveLoad's kernel, arXiv 2605.17923, has a D-tile coalesced reduction),
@@ -34,9 +34,12 @@ from pallas_kernels.layernorm_modulate.operands import (
 )
 from pallas_kernels.layernorm_modulate.row_blocks import (
     IMPOSSIBLE,
+    PADDING,
     EvenRowBlocks,
-    RowBlocks,
+    RowBlock,
+    Walks,
     backward_arrays,
+    for_each_row_block,
     gradients,
     row_blocks_of,
     table_sums,
@@ -61,7 +64,8 @@ class NormLaunch:
       dim: width of a row.
       options: of the call.
       blocks: how it works through its rows.
-      even: where row blocks lie; None if refs `start`, `stop`, `table_row` say.
+      even: where row blocks lie; None if refs say (`Walks.refs`).
+      row_blocks: how many there are.
     """
 
     names: tuple[str, ...]
@@ -69,22 +73,16 @@ class NormLaunch:
     options: NormOptions
     blocks: Division
     even: EvenRowBlocks | None
+    row_blocks: int
 
 
 class Rows:
-    """The rows of a program's row block, as a kernel's body sees them."""
+    """The rows of a row block, as a kernel's body sees them."""
 
-    def __init__(self, launch: NormLaunch, refs: Sequence[Ref], streams: Sequence[str]):
+    def __init__(self, block: RowBlock, launch: NormLaunch, ref: Refs, streams: Sequence[str]):
         """`streams` are loaded row by row; tables too, if each token has a row of its own."""
-        self.ref: Refs = dict(zip(launch.names, refs, strict=True))
-        self.launch = launch
+        self.ref, self.launch, self.block = ref, launch, block
         self.tiles = split_width(launch.dim, launch.blocks.max_tile, launch.blocks.equal_tiles)
-        number = pl.program_id(0)
-        if launch.even is not None:
-            self.start, self.stop, self.table_row = launch.even.place(number)
-        else:
-            parts = ("start", "stop", "table_row")
-            self.start, self.stop, self.table_row = (self.ref[name][number] for name in parts)
         self.per_token = launch.options.layout == "token"
         tables: list[str] = [name for name in ("scale", "shift", "gate") if name in self.ref]
         self.streams = [name for name in streams if name in self.ref]
@@ -94,31 +92,37 @@ class Rows:
 
     def walk(
         self,
-        work: Callable[[jax.Array, Values, jax.Array | None, PyTree], PyTree],
+        work: Callable[[jax.Array, Values, PyTree], PyTree],
         carry: PyTree,
+        written: Sequence[str],
     ) -> PyTree:
-        """Runs `work(row, loaded, valid, carry)` on every row; `valid` is None for all."""
-        count = self.stop - self.start
+        """Runs `work(row, loaded, carry)` on every row; in padding, writes zeros alone."""
+        start, count = self.block.start, self.block.stop - self.block.start
+        if self.launch.even is None:
+            padding = jnp.where(self.block.table_row == PADDING, count, 0)
+            count -= padding
 
-        def fetch(index: jax.Array | int) -> PyTree:
+            def clear(index: jax.Array, _: None) -> None:
+                for name in written:
+                    self.store(name, start + index, self.zeros())
+
+            lax.fori_loop(0, padding, clear, None)
+
+        def fetch(index: jax.Array | int) -> Values:
             # Beyond the last row that row is fetched again; the result is unused.
-            row = jnp.maximum(jnp.minimum(self.start + index, self.stop - 1), 0)
+            row = jnp.maximum(jnp.minimum(start + index, self.block.stop - 1), 0)
             loaded = {name: self.load(name, row) for name in self.streams}
             if "saved_statistics" in self.ref:
                 loaded["saved_statistics"] = [
                     plgpu.load(self.ref["saved_statistics"].at[pl.ds(row, 1), pl.ds(n, 1)])
                     for n in (0, 1)
                 ]
-            return loaded, [self.ref["ids"][row]] if "ids" in self.ref else []
+            return loaded
 
-        def consume(index: jax.Array, fetched: PyTree, carry: PyTree) -> PyTree:
-            loaded, segment = fetched
-            values = {name: wide(row) for name, row in loaded.items()}
-            valid = segment[0] >= 0 if segment else None
-            if valid is not None:
-                values = {name: _where_valid(valid, row) for name, row in values.items()}
+        def consume(index: jax.Array, fetched: Values, carry: PyTree) -> PyTree:
+            values = {name: wide(row) for name, row in fetched.items()}
             values |= self._load_tables() if self.in_registers is None else self.in_registers
-            return work(self.start + index, values, valid, carry)
+            return work(start + index, values, carry)
 
         if not self.launch.blocks.prefetch:
             return lax.fori_loop(0, count, lambda n, c: consume(n, fetch(n), c), carry)
@@ -164,10 +168,12 @@ class Rows:
 
     def _load_tables(self) -> Values:
         """Scale, shift and gate of the row block; NaN where no table row can serve it."""
-        row = jnp.maximum(self.table_row, 0)
+        row = jnp.maximum(self.block.table_row, 0)
         loaded = {name: wide(self.load(name, row)) for name in self.tables}
-        if "ids" in self.ref:
-            poison = jnp.where(self.table_row == IMPOSSIBLE, jnp.float32(jnp.nan), jnp.float32(0))
+        if self.launch.even is None:
+            poison = jnp.where(
+                self.block.table_row == IMPOSSIBLE, jnp.float32(jnp.nan), jnp.float32(0)
+            )
             for name in loaded.keys() & {"scale", "gate"}:
                 loaded[name] = [tile + poison for tile in loaded[name]]
         return loaded
@@ -180,11 +186,6 @@ def _at(ref: Ref, row: jax.Array, tile: Tile) -> Ref:
     columns = tile.offset + jnp.arange(tile.width)[None, :]
     rows = jnp.broadcast_to(row + jnp.arange(1)[:, None], columns.shape)
     return ref.at[rows, columns]
-
-
-def _where_valid(valid: jax.Array, values: Tiles) -> Tiles:
-    """Zeroes a row unless it is valid."""
-    return [jnp.where(valid, value, jnp.zeros_like(value)) for value in values]
 
 
 def _tile_map(function: Callable[..., jax.Array], *rows: Tiles) -> Tiles:
@@ -211,31 +212,38 @@ def _row_sums(*rows: Tiles) -> list[jax.Array]:
     return [jnp.sum(jnp.where(index == n, total, 0.0)) for n in range(count)]
 
 
-def forward_kernel(*refs: Ref, launch: NormLaunch) -> None:
+def kernel(*refs: Ref, launch: NormLaunch, work: Callable[..., None]) -> None:
+    """Works on each row block of a program: (block, launch, refs by name)."""
+    ref: Refs = dict(zip(launch.names, refs, strict=True))
+    one = partial(work, launch=launch, ref=ref)
+    for_each_row_block(launch.even, ref, pl.program_id(0), one)
+
+
+def forward_block(block: RowBlock, launch: NormLaunch, ref: Refs) -> None:
     """x, [y, gate], scale, shift → whichever of h, statistics, out have a ref."""
-    rows = Rows(launch, refs, ("x", "y"))
+    rows = Rows(block, launch, ref, ("x", "y"))
     dim, eps = launch.dim, launch.options.eps
 
-    def work(row: jax.Array, value: Values, valid: jax.Array | None, carry: PyTree) -> PyTree:
+    def work(row: jax.Array, value: Values, carry: PyTree) -> PyTree:
         h = value["x"]
         if "y" in value:
             y = value["y"]
             y = _tile_map(jnp.multiply, value["gate"], y) if "gate" in value else y
             h = [part.astype(launch.options.residual_dtype) for part in _tile_map(jnp.add, h, y)]
-            if "h" in rows.ref:
+            if "h" in ref:
                 rows.store("h", row, h)
             h = wide(h)
-        if not {"out", "statistics"} & rows.ref.keys():
+        if not {"out", "statistics"} & ref.keys():
             return carry
         (total,) = _row_sums(h)
         centred = rows.clear_beyond([part - total / dim for part in h])
         (squares,) = _row_sums([part * part for part in centred])
         rstd = lax.rsqrt(squares / dim + eps)
-        if "statistics" in rows.ref:
+        if "statistics" in ref:
             for n, statistic in enumerate((total / dim, rstd)):
-                where = rows.ref["statistics"].at[pl.ds(row, 1), pl.ds(n, 1)]
+                where = ref["statistics"].at[pl.ds(row, 1), pl.ds(n, 1)]
                 plgpu.store(where, jnp.full((1, 1), statistic))
-        if "out" not in rows.ref:
+        if "out" not in ref:
             return carry
         out = _tile_map(
             lambda c, scale, shift: c * rstd * (1.0 + scale) + shift,
@@ -243,21 +251,19 @@ def forward_kernel(*refs: Ref, launch: NormLaunch) -> None:
             value["scale"],
             value["shift"],
         )
-        if valid is not None:
-            out = _where_valid(valid, out)
         rows.store("out", row, out)
         return carry
 
-    rows.walk(work, ())
+    rows.walk(work, (), [name for name in ("h", "out") if name in ref])
 
 
-def h_backward_kernel(*refs: Ref, launch: NormLaunch) -> None:
+def h_backward_block(block: RowBlock, launch: NormLaunch, ref: Refs) -> None:
     """dh, y, gate → [dx], dy, gradient of the gate or its sums: where h alone was used."""
-    rows = Rows(launch, refs, ("dh", "y"))
+    rows = Rows(block, launch, ref, ("dh", "y"))
 
-    def work(row: jax.Array, value: Values, valid: jax.Array | None, total: Tiles) -> Tiles:
+    def work(row: jax.Array, value: Values, total: Tiles) -> Tiles:
         dh = value["dh"]
-        if "dx" in rows.ref:
+        if "dx" in ref:
             rows.store("dx", row, dh)
         rows.store("dy", row, _tile_map(jnp.multiply, value["gate"], dh))
         grad = _tile_map(jnp.multiply, dh, value["y"])
@@ -266,17 +272,18 @@ def h_backward_kernel(*refs: Ref, launch: NormLaunch) -> None:
             return total
         return _tile_map(jnp.add, total, grad)
 
-    total = rows.walk(work, [] if rows.per_token else rows.zeros())
+    written = [name for name in ("dx", "dy") if name in ref]
+    total = rows.walk(work, [] if rows.per_token else rows.zeros(), written)
     if not rows.per_token:
-        rows.store("partial", pl.program_id(0), total)
+        rows.store("partial", block.number, total)
 
 
-def backward_kernel(*refs: Ref, launch: NormLaunch) -> None:
+def backward_block(block: RowBlock, launch: NormLaunch, ref: Refs) -> None:
     """h and its statistics, dout, [dh, y, gate], scale → dx, [dy], gradients of tables or sums."""
-    rows = Rows(launch, refs, ("h", "dout", "dh", "y"))
+    rows = Rows(block, launch, ref, ("h", "dout", "dh", "y"))
     dim = launch.dim
 
-    def work(row: jax.Array, value: Values, valid: jax.Array | None, sums: Values) -> Values:
+    def work(row: jax.Array, value: Values, sums: Values) -> Values:
         scaled_grad = _tile_map(lambda d, scale: d + d * scale, value["dout"], value["scale"])
         mean, rstd = value["saved_statistics"]
         normed = [(part - mean) * rstd for part in value["h"]]
@@ -287,7 +294,7 @@ def backward_kernel(*refs: Ref, launch: NormLaunch) -> None:
         if "dh" in value:
             dh = _tile_map(jnp.add, dh, value["dh"])
             gate = value.get("gate")
-            if "dy" in rows.ref:
+            if "dy" in ref:
                 rows.store("dy", row, dh if gate is None else _tile_map(jnp.multiply, gate, dh))
             if gate is not None:
                 grads["dgate"] = _tile_map(jnp.multiply, dh, value["y"])
@@ -299,9 +306,10 @@ def backward_kernel(*refs: Ref, launch: NormLaunch) -> None:
 
     tables = ["dscale", "dshift", *(["dgate"] if "gate" in launch.names else [])]
     summed = [] if rows.per_token else tables
-    sums = rows.walk(work, {name: rows.zeros() for name in summed})
+    written = [name for name in ("dx", "dy") if name in ref]
+    sums = rows.walk(work, {name: rows.zeros() for name in summed}, written)
     for n, name in enumerate(summed):
-        rows.store("partial", n * pl.num_programs(0) + pl.program_id(0), sums[name])
+        rows.store("partial", n * launch.row_blocks + block.number, sums[name])
 
 
 FORWARD, STATISTICS, BACKWARD, H_BACKWARD, REDUCE = (
@@ -319,7 +327,7 @@ def compute_forward(
     `out` is the modulated value, `h` the residual sum (with y only), and `statistics` mean and
     1/deviation of each of h's (or x's) rows, float32. Nothing else is computed or written.
     """
-    x, ids = operands.x, operands.segment_ids
+    x = operands.x
     dtypes = {"out": options.out_dtype, "h": options.residual_dtype, "statistics": jnp.float32}
     rows = x.size // x.shape[-1]
     shapes = {
@@ -327,9 +335,9 @@ def compute_forward(
         for name in outputs
     }
     inputs = operands._asdict() | {"segment_ids": None, "prepared": None}
-    row_blocks = row_blocks_of(operands, options, blocks.programs)
+    row_blocks = row_blocks_of(operands, options, blocks.per_core)
     name = STATISTICS if "statistics" in outputs and "out" not in outputs else FORWARD
-    result = _call(forward_kernel, name, inputs, ids, shapes, options, blocks, row_blocks)
+    result = _call(forward_block, name, inputs, shapes, options, blocks, row_blocks)
     return [result[key].reshape(*x.shape[:-1], -1) for key in outputs]
 
 
@@ -350,10 +358,9 @@ def backward(
     if dout is None:
         assert dh is not None
         return _h_backward(residuals, dh, options, blocks)
-    row_blocks = row_blocks_of(residuals, options, blocks.programs)
+    row_blocks = row_blocks_of(residuals, options, blocks.per_core)
     inputs, outputs = backward_arrays(residuals, dh, dout, options, row_blocks)
-    ids, name = residuals.segment_ids, BACKWARD
-    result = _call(backward_kernel, name, inputs, ids, outputs, options, blocks, row_blocks)
+    result = _call(backward_block, BACKWARD, inputs, outputs, options, blocks, row_blocks)
     return gradients(result, residuals, dh, options, row_blocks, REDUCE)
 
 
@@ -367,10 +374,10 @@ def _h_backward(
         dsum = jnp.where(inside, dh, jnp.zeros((), dh.dtype))
         tables = zeros if options.layout == "token" else jnp.stack(zeros)
         return dsum.astype(options.x_dtype), dsum.astype(options.out_dtype), tables
-    ids, shape = residuals.segment_ids, (dh.size // dh.shape[-1], dh.shape[-1])
-    row_blocks = row_blocks_of(residuals, options, blocks.programs)
+    shape = (dh.size // dh.shape[-1], dh.shape[-1])
+    row_blocks = row_blocks_of(residuals, options, blocks.per_core)
     shapes = {"dy": jax.ShapeDtypeStruct(shape, options.out_dtype)}
-    if ids is not None:
+    if residuals.segment_ids is not None:
         # Padding's gradient is zero. Elsewhere that of x is dh itself.
         shapes["dx"] = jax.ShapeDtypeStruct(shape, options.x_dtype)
     if options.layout == "token":
@@ -380,8 +387,7 @@ def _h_backward(
             (dh.shape[0] * row_blocks.per_row, shape[1]), jnp.float32
         )
     inputs = {"dh": dh, "y": residuals.y, "gate": residuals.gate}
-    name = H_BACKWARD
-    result = _call(h_backward_kernel, name, inputs, ids, shapes, options, blocks, row_blocks)
+    result = _call(h_backward_block, H_BACKWARD, inputs, shapes, options, blocks, row_blocks)
     dx = result["dx"].reshape(dh.shape) if "dx" in result else dh.astype(options.x_dtype)
     dy = result["dy"].reshape(dh.shape)
     if options.layout == "token":
@@ -391,27 +397,25 @@ def _h_backward(
 
 
 def _call(
-    kernel: Callable[..., None],
+    work: Callable[..., None],
     name: str,
     inputs: dict[str, jax.Array | None],
-    ids: jax.Array | None,
     outputs: dict[str, jax.ShapeDtypeStruct],
     options: NormOptions,
     blocks: Division,
-    row_blocks: EvenRowBlocks | RowBlocks,
+    row_blocks: EvenRowBlocks | Walks,
 ) -> dict[str, jax.Array]:
     """Runs a kernel over all row blocks; arrays go in and come out as [rows, D]."""
     arrays = {k: v.reshape(-1, v.shape[-1]) for k, v in inputs.items() if v is not None}
-    if ids is not None and isinstance(row_blocks, RowBlocks):
-        arrays["ids"] = ids.reshape(-1)
-        arrays |= {name: part.reshape(-1) for name, part in row_blocks._asdict().items()}
     dim = next(iter(arrays.values())).shape[1]
+    if isinstance(row_blocks, Walks):
+        arrays |= row_blocks.refs()
     even = row_blocks if isinstance(row_blocks, EvenRowBlocks) else None
-    launch = NormLaunch((*arrays, *outputs), dim, options, blocks, even)
+    launch = NormLaunch((*arrays, *outputs), dim, options, blocks, even, row_blocks.total)
     results = pl.pallas_call(
-        partial(kernel, launch=launch),
+        partial(kernel, launch=launch, work=work),
         out_shape=list(outputs.values()),
-        grid=(row_blocks.total,),
+        grid=(row_blocks.programs,),
         compiler_params=plgpu.CompilerParams(num_warps=blocks.num_warps, num_stages=1),
         interpret=options.interpret,
         name=name,

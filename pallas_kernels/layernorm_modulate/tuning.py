@@ -24,7 +24,7 @@ from jaxtyping import PyTree
 
 from pallas_kernels import devices, first_use
 from pallas_kernels.layernorm_modulate.operands import ModulationLayout
-from pallas_kernels.walks import LANES, Pace, Way, chunks_of, way_of
+from pallas_kernels.walks import LANES, Pace, Way, way_of
 
 Pass = Literal["forward", "backward", "residual_forward", "residual_backward", "sum_backward"]
 """Kernels by what they hold: `residual_backward` after x + gate·y, `sum_backward` after x + y."""
@@ -50,11 +50,6 @@ class Division:
     prefetch: bool = True
     keep_in_registers: bool = True
     equal_tiles: bool = False
-
-    @property
-    def programs(self) -> int:
-        """Row blocks on the device to run on, about."""
-        return self.per_core * devices.core_count()
 
 
 _FORMAT = "layernorm-modulate-tuning-1"
@@ -229,15 +224,12 @@ def _measured_ratios(device_kind: str, dim: int) -> tuple[float, float] | None:
     return tuned.times_xla[near[min(near)]]
 
 
-# ---------------------------------------------------------------- the backward through Mosaic GPU
+# ---------------------------------------------------------------- Mosaic GPU
 
 Norm = Literal["gated", "sum", "plain"]
 """Of x + gate·y; of a sum without a gate, or of an x that has a gradient besides; of x alone."""
-_SHARED_BYTES = 220 * 1024
-"""Of a multiprocessor's shared memory, for rows."""
-_WIDEST, _MOST_CHUNKS = 10_240, 33
-"""Columns of a row, and chunks of a group where there are two: a thread holds an element of each
-chunk, of two tables and three sums, and wider rows leave the registers."""
+_WIDEST = 10_240
+"""Columns of a row that was measured."""
 _FASTER_THAN_TRITON: dict[tuple[ModulationLayout, Norm], tuple[range, ...]] = {
     ("row", "gated"): (range(2304, _WIDEST + 1),),
     ("row", "sum"): (range(2304, _WIDEST + 1),),
@@ -248,9 +240,6 @@ _FASTER_THAN_TRITON: dict[tuple[ModulationLayout, Norm], tuple[range, ...]] = {
 }
 """Widths at which the kernel was faster than Triton's on an H200 and on an H100, or at most 5 %
 slower on one of them (benchmarks/results/wide_rows_h200.json, wide_rows_h100.json)."""
-_FEWEST_SLOTS, _MOST_SLOTS = 2, 4
-PER_CORE, _LARGE_ROW = (1, 2), 12 * 1024
-"""Programs of a multiprocessor: one for rows of so many bytes, which has enough on the way."""
 
 
 def faster_than_triton(layout: ModulationLayout, norm: Norm, dim: int) -> bool:
@@ -264,40 +253,44 @@ def faster_than_triton(layout: ModulationLayout, norm: Norm, dim: int) -> bool:
     return any(dim in widths for widths in _FASTER_THAN_TRITON.get((layout, norm), ()))
 
 
-def way_for(dim: int, bytes_per_column: int) -> Way | None:
-    """The way for rows of `dim` columns; None for rows that the kernel does not take.
+class Kind(NamedTuple):
+    """Of a kernel.
 
-    Args:
-      dim: columns.
-      bytes_per_column: of all arrays that are read, together.
+    Attributes:
+      pace: that it walks fastest with.
+      streams: that it reads row by row.
+      held, twice: as in `way_of`.
     """
-    groups = 2 if dim <= 2 * _MOST_CHUNKS * LANES else 4
-    if dim % LANES or dim > _WIDEST:
-        return None
-    row_bytes = groups * chunks_of(dim, groups) * LANES * bytes_per_column
-    per_core = PER_CORE[row_bytes < _LARGE_ROW]
-    slots = min(_SHARED_BYTES // (per_core * row_bytes), _MOST_SLOTS)
-    return Way(groups, per_core, slots) if slots >= _FEWEST_SLOTS else None
+
+    pace: Pace
+    streams: int
+    held: int = 0
+    twice: int = 0
 
 
-_FORWARD_PACES = Pace(16, 6, 42_000), Pace(16, 4, 42_000)
-"""Of the norm of x, and of x + gate·y, whose programs hold more registers."""
+KINDS: dict[Pass, Kind] = {
+    "forward": Kind(Pace(16, 6, 42_000), 1),
+    "residual_forward": Kind(Pace(16, 4, 42_000), 2),
+    "backward": Kind(Pace(20, 4, 64_000), 2, 3, 2),
+    "residual_backward": Kind(Pace(20, 4, 110_000), 4, 5, 2),
+    "sum_backward": Kind(Pace(20, 4, 80_000), 3, 3, 2),
+}
 _MOST_GROUPS = 8
 """Of a program."""
 
 
-def forward_way_for(dim: int, bytes_per_column: int, residual: bool) -> Way | None:
-    """The way of the forward for rows of `dim` columns; None for rows that it does not take.
+def way_for(kernel: Pass, dim: int, bytes_per_column: int) -> Way | None:
+    """The way through rows of `dim` columns; None for rows that the kernel does not take.
 
     Args:
+      kernel: which.
       dim: columns.
       bytes_per_column: of all arrays that are read, together.
-      residual: whether there is a y.
     """
-    pace = _FORWARD_PACES[residual]
-    if dim % LANES or dim > _MOST_GROUPS * pace.chunks * LANES:
+    pace, _, *registers = KINDS[kernel]
+    if dim % LANES or dim > min(_WIDEST, _MOST_GROUPS * pace.chunks * LANES):
         return None
-    return way_of(dim, bytes_per_column, pace)
+    return way_of(dim, bytes_per_column, pace, None, *registers)
 
 
 # ---------------------------------------------------------------- shapes

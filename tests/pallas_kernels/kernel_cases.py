@@ -304,13 +304,11 @@ def layouts(draw, rows, length, segments):
 # Lowering ----------------------------------------------------------------------------------------
 
 
-def kernels_for_cuda(kernels=TritonNorm, *, residual_dtype=None, segment_block=None):
+def kernels_for_cuda(kernels=TritonNorm, *, residual_dtype=None):
     """`implementation` for a GPU that need not be there."""
 
     def run(operands):
-        normal, options = normalise(
-            "test", operands, eps=EPS, residual_dtype=residual_dtype, segment_block=segment_block
-        )
+        normal, options = normalise("test", operands, eps=EPS, residual_dtype=residual_dtype)
         return kernels().run(normal, Call(options, None))
 
     return run

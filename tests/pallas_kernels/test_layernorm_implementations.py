@@ -275,9 +275,9 @@ def test_even_row_blocks_cover_each_row_once(batch, seq_len, programs, layout):
 
 
 @cache
-def compiled(tables, block, programs):
+def compiled(tables, programs):
     def flattened(ids):
-        blocks = row_blocks.segment_row_blocks(ids, tables, block, programs)
+        blocks = row_blocks.segment_row_blocks(ids, tables, programs)
         return blocks.flattened(ids.shape[1], tables)
 
     return jax.jit(flattened)
@@ -285,7 +285,7 @@ def compiled(tables, block, programs):
 
 @st.composite
 def segments(draw):
-    """Rows of runs that begin at multiples of a unit: (ids, table rows, unit or None, programs)."""
+    """Rows of runs that begin at multiples of a unit: (ids, table rows, programs)."""
     batch, blocks, unit, tables, programs = draw(
         st.sampled_from([(1, 1, 1, 1, 1), (2, 30, 1, 5, 5), (3, 7, 3, 4, 5), (2, 4, 8, 3, 10)])
     )
@@ -300,18 +300,17 @@ def segments(draw):
                 current = -1
             row += [current] * unit
         rows.append(row)
-    return np.array(rows, np.int32), tables, unit if unit > 1 else None, programs
+    return np.array(rows, np.int32), tables, programs
 
 
 @cases.examples(40)
 @given(case=segments())
 def test_segment_row_blocks_cover_a_row_and_never_cross(case):
-    ids, tables, unit, programs = case
+    ids, tables, programs = case
     seq_len = ids.shape[1]
-    blocks = [np.asarray(part) for part in compiled(tables, unit, programs)(jnp.asarray(ids))]
+    blocks = [np.asarray(part) for part in compiled(tables, programs)(jnp.asarray(ids))]
     block = -(-seq_len // max(1, min(seq_len, programs // len(ids))))
-    more = 0 if unit and unit >= block else 2 * tables + 1
-    assert blocks[0].shape[1] <= -(-seq_len // block) + more
+    assert blocks[0].shape[1] <= -(-seq_len // block) + 2 * tables + 1
     for row, (start, stop, table_row) in enumerate(zip(*blocks, strict=True)):
         first = row * seq_len
         np.testing.assert_array_equal(stop[:-1], start[1:])
@@ -324,12 +323,13 @@ def test_segment_row_blocks_cover_a_row_and_never_cross(case):
                 assert place == (row * tables + inside[0] if inside[0] >= 0 else row_blocks.PADDING)
 
 
-def test_blocks_of_a_promised_size_are_halved_and_what_no_table_row_can_serve_is_impossible():
-    assert compiled(1, 8, 8)(jnp.zeros((1, 32), jnp.int32)).start.shape == (1, 8)
-    too_many = compiled(2, None, 4)(jnp.asarray(np.tile([0, 1], 30)[None]))
+def test_what_no_table_row_can_serve_is_impossible_and_all_that_is_negative_is_padding():
+    negative = compiled(2, 1)(jnp.full((1, 8), -7))
+    assert (np.asarray(negative.table_row) == row_blocks.PADDING).all()
+    too_many = compiled(2, 4)(jnp.asarray(np.tile([0, 1], 30)[None]))
     assert (np.asarray(too_many.table_row) == row_blocks.IMPOSSIBLE).all()
     for segment in (3, 1000):
-        beyond = compiled(3, None, 4)(jnp.full((1, 8), segment))
+        beyond = compiled(3, 4)(jnp.full((1, 8), segment))
         used = np.asarray(beyond.stop > beyond.start)
         assert (np.asarray(beyond.table_row)[used] == row_blocks.IMPOSSIBLE).all()
 
@@ -376,12 +376,9 @@ LENGTH = 40
 
 
 @cases.examples(25)
-@given(ids=cases.layouts(2, LENGTH, 8), programs=st.sampled_from([1, 7, 90]), block=st.booleans())
-def test_programs_walk_through_each_token_once(ids, programs, block):
-    block = 4 if block else None
-    if block:
-        ids = np.repeat(ids[:, : LENGTH // block], block, axis=1)
-    walks = jax.jit(walked, static_argnums=(1, 2))(ids, block, programs)
+@given(ids=cases.layouts(2, LENGTH, 8), programs=st.sampled_from([1, 7, 90]))
+def test_programs_walk_through_each_token_once(ids, programs):
+    walks = jax.jit(walked, static_argnums=1)(ids, programs)
     first, end = (np.asarray(part).ravel() for part in (walks.first, walks.end))
     start, stop = (np.asarray(part).ravel() for part in walks.row_blocks[:2])
     table_row = np.asarray(walks.row_blocks.table_row).ravel()
@@ -395,9 +392,8 @@ def test_programs_walk_through_each_token_once(ids, programs, block):
             place = stop[number]
         lengths.append(place - before)
     assert place == ids.size
-    # Where segments begin at blocks, a program may have a block more.
-    assert max(lengths) <= -(-LENGTH // max(1, min(LENGTH, programs // 2))) + (block or 0)
+    assert max(lengths) <= -(-LENGTH // max(1, min(LENGTH, programs // 2)))
 
 
-def walked(ids, block, programs):
-    return row_blocks.walks_of(jnp.asarray(ids), 8, block, programs).flattened(LENGTH, 8)
+def walked(ids, programs):
+    return row_blocks.walks_of(jnp.asarray(ids), 8, programs).flattened(LENGTH, 8)

@@ -245,9 +245,9 @@ GATED = {"y_dtype": F32, "gate": True}
         (ROWS, (5,), {"x_dtype": BF16}, {}),
         (ROWS, (7, 5), GATED, {}),
         (ROWS, (5,), {"x_dtype": BF16, "y_dtype": BF16}, {"residual_dtype": F32}),
-        (AT_3, (2, 5), {}, {"segment_block": 3}),
-        (AT_8, (2, 5), GATED, {"segment_block": 8}),
-        (AT_64, (2, 5), {}, {"segment_block": 64}),
+        (AT_3, (2, 5), {}, {}),
+        (AT_8, (2, 5), GATED, {}),
+        (AT_64, (2, 5), {}, {}),
     ],
 )
 def test_rows_of_segments(ids, table, fields, static, way, dim):
@@ -257,8 +257,8 @@ def test_rows_of_segments(ids, table, fields, static, way, dim):
         assert value is None or not np.asarray(value)[ids < 0].any()
 
 
-@pytest.mark.parametrize(("residual", "block"), [(True, None), (False, 8)])
-def test_nothing_leaks_from_padding(residual, block, way, dim):
+@pytest.mark.parametrize("residual", [True, False])
+def test_nothing_leaks_from_padding(residual, way, dim):
     ids = runs((0, 6), (-1, 2), (1, 8), (-1, 8))
     operands = cases.make((24, dim), (2, dim), ids=ids, **GATED if residual else {})
 
@@ -267,7 +267,7 @@ def test_nothing_leaks_from_padding(residual, block, way, dim):
 
     dirty = operands._replace(x=spoiled(operands.x), y=spoiled(operands.y))
     cotangents = cases.cotangents_for(operands)
-    both = cases.gradients_of(way, segment_block=block)
+    both = cases.gradients_of(way)
     clean = both(operands, cotangents)
     cases.assert_same_bits(clean, both(dirty, tuple(spoiled(value) for value in cotangents)))
     assert all(np.isfinite(np.asarray(value)).all() for value in jax.tree.leaves(clean))
@@ -304,8 +304,6 @@ def test_prepared_segments_give_the_same_bits_and_are_not_prepared_again(way, di
     x, table, shift = operands[:3]
     with pytest.raises(ValueError, match="prepared for tables of 5 rows, and scale has 4"):
         layernorm_modulate(x, table[:, :4], shift, segment_ids=ready)
-    with pytest.raises(ValueError, match="take no segment_block"):
-        layernorm_modulate(x, table, shift, segment_ids=ready, segment_block=8)
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="about machines without a GPU")
@@ -350,9 +348,6 @@ EMPTY = jnp.ones((0, 4))
         (r"segment_ids .*\(2, 3\).*\(2, 4\)", {"segment_ids": jnp.zeros((2, 4), int)}),
         (r"segment_ids are float32", {"segment_ids": jnp.zeros((2, 3))}),
         (r"segment_ids are uint32", {"segment_ids": jnp.zeros((2, 3), jnp.uint32)}),
-        (r"segment_block=8 needs segment_ids", {"segment_block": 8}),
-        (r"segment_block is 0", {"segment_block": 0, "segment_ids": Y_IDS}),
-        (r"segment_block is 2.5; it must be an int", {"segment_block": 2.5}),
         (r"at least 1.*\(0, 4\)", {"segment_ids": Y_IDS, "scale": EMPTY, "shift": EMPTY}),
         (r"scale must be \[M, D\].*got \(1, 2, 4\)", {"segment_ids": Y_IDS, "scale": X[:1, :2]}),
         (r"'magic' is.*auto, triton, mosaic, xla", {"implementation": "magic"}),

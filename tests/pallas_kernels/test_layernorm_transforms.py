@@ -144,7 +144,7 @@ def test_a_norm_that_is_not_used_is_not_run_backwards():
         ((2, 37, 10_000), "row", True, {}),
         ((2, 4096, 1536), "token", True, {}),
         ((2, 4096, 1536), "segment", False, {}),
-        ((2, 4096, 1536), "segment", True, {"segment_block": 128}),
+        ((2, 4096, 1536), "segment", True, {}),
     ],
     ids=str,
 )
@@ -176,7 +176,6 @@ def check_on_mesh(case, kind, spec, *, told, **options):
 
     In the case "blocks", shards begin inside of blocks, and ids are not split as x is.
     """
-    options |= {"segment_block": 7} if case == "blocks" else {}
     mesh = cases.mesh_of_four(kind, "data", "sequence")
     operands = cases.make(**CASES[case])
     cotangents = cases.cotangents_for(operands)
