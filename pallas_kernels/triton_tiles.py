@@ -76,8 +76,28 @@ def wide(values: list[jax.Array]) -> list[jax.Array]:
     return [value.astype(jnp.float32) for value in values]
 
 
-_TOGETHER = 8, 4
-"""Groups of partial rows that are loaded at once: of all, or of those of one table row."""
+class Reduction(NamedTuple):
+    """How a program adds up partial rows.
+
+    Attributes:
+      depth: rows of a step.
+      tile: columns.
+      num_warps: its warps.
+      together: steps whose loads are under way at once.
+    """
+
+    depth: int
+    tile: int
+    num_warps: int
+    together: int
+
+
+FEW, MANY, OF_TABLE_ROW = (
+    Reduction(128, 32, 4, 8),
+    Reduction(256, 32, 8, 8),
+    Reduction(32, 128, 4, 4),
+)
+"""Of up to 256 rows, of more, and of those that one table row has among others."""
 
 
 def reduce_partials(
@@ -101,35 +121,33 @@ def reduce_partials(
     """
     dim, tables = table[-1], math.prod(table[1:-1])
     rows = partial_sums.shape[0] // per_row * tables
-    depth, tile, num_warps = (256, 32, 8) if per_row > 256 else (128, 32, 4)
-    if table_row is not None:  # a table row has few, and loads them by whole lines of the cache
-        depth, tile, num_warps = 32, 128, 4
-    depth = min(depth, pl.next_power_of_2(per_row))
+    way = OF_TABLE_ROW if table_row is not None else MANY if per_row > 256 else FEW
+    way = way._replace(depth=min(way.depth, pl.next_power_of_2(per_row)))
     shape = {"batch": table[0], "per_row": per_row, "tables": tables}
     return pl.pallas_call(
-        partial(_reduce_kernel, **shape, depth=depth, tile=tile),
+        partial(_reduce_kernel, **shape, way=way),
         out_shape=jax.ShapeDtypeStruct((rows, dim), jnp.float32),
-        grid=(rows, pl.cdiv(dim, tile)),
-        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=1),
+        grid=(rows, pl.cdiv(dim, way.tile)),
+        compiler_params=plgpu.CompilerParams(num_warps=way.num_warps, num_stages=1),
         interpret=interpret,
         name=name,
     )(partial_sums, *(() if table_row is None else (table_row,)))
 
 
 def _reduce_kernel(
-    partial_ref: Ref, *refs: Ref, batch: int, per_row: int, tables: int, depth: int, tile: int
+    partial_ref: Ref, *refs: Ref, batch: int, per_row: int, tables: int, way: Reduction
 ) -> None:
-    """Adds the partial rows of one table row: [K·B·P, D] → [K·B·M, D], `depth` at a time.
+    """Adds the partial rows of one table row: [K·B·P, D] → [K·B·M, D].
 
     Each of K gradients has B·P partial rows, P = `per_row` for each row of the batch. With a
     `table_row` ref, those of P that name the table row count; else all.
     """
     *table_row_ref, out_ref = refs
+    depth, tile, _, together = way
     group, wanted = pl.program_id(0) // tables, pl.program_id(0) % tables
     columns = pl.ds(pl.program_id(1) * tile, tile)
     in_row = (pl.program_id(1) * tile + jnp.arange(tile) < out_ref.shape[1])[None, :]
     begin, end = jnp.int32(0), jnp.int32(per_row)
-    together = _TOGETHER[len(table_row_ref)]
 
     def own(first: jax.Array | int, count: int) -> tuple[jax.Array, jax.Array]:
         """Places from `first` on, and whether they are the table row's."""

@@ -275,8 +275,8 @@ KINDS: dict[Pass, Kind] = {
     "residual_backward": Kind(Pace(20, 4, 110_000), 4, 5, 2),
     "sum_backward": Kind(Pace(20, 4, 80_000), 3, 3, 2),
 }
-_MOST_GROUPS = 8
-"""Of a program."""
+_MOST_GROUPS, _MOST_SLOTS = 8, 32
+"""Of a program, whose walks are those of a multiprocessor; Mosaic has a barrier for each slot."""
 
 
 def way_for(kernel: Pass, dim: int, bytes_per_column: int) -> Way | None:
@@ -290,7 +290,8 @@ def way_for(kernel: Pass, dim: int, bytes_per_column: int) -> Way | None:
     pace, _, *registers = KINDS[kernel]
     if dim % LANES or dim > min(_WIDEST, _MOST_GROUPS * pace.chunks * LANES):
         return None
-    return way_of(dim, bytes_per_column, pace, None, *registers)
+    way = way_of(dim, bytes_per_column, pace, None, *registers)
+    return way and way._replace(slots=min(way.slots, _MOST_SLOTS // (way.groups * way.per_core)))
 
 
 # ---------------------------------------------------------------- shapes

@@ -1,5 +1,6 @@
 """Implementations of LayerNorm-Modulate, and how kernels divide rows into blocks and tiles."""
 
+import itertools
 import json
 from functools import cache, partial
 from pathlib import Path
@@ -20,11 +21,11 @@ from pallas_kernels.layernorm_modulate import (
     implementations,
     register_implementation,
     row_blocks,
+    tuning,
     unregister_implementation,
 )
 from pallas_kernels.layernorm_modulate.implementations import MosaicNorm
 from pallas_kernels.layernorm_modulate.operands import NormOperands, NormOptions, reference
-from pallas_kernels.layernorm_modulate.tuning import faster_than_triton
 from pallas_kernels.mosaic_rows import columns_of
 from pallas_kernels.op import Call
 from pallas_kernels.triton_tiles import split_width
@@ -158,6 +159,20 @@ def test_it_equals_the_float64_oracle_and_gives_equal_bits(tokens, dim, x_dtype,
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("dim", [1536, 2304, 5120, 10_240])
+def test_rows_of_segments_and_padding_equal_the_oracle_and_give_equal_bits(dim, gated):
+    lengths = (31, 1, 2, 7, 40, 3, 64, 5, 1, 46)
+    ids = np.repeat([0, -1, 1, -1, 2, 3, -1, 5, -1, 4], lengths)
+    given = {"y_dtype": BF16, "gate": True} if gated else {}
+    operands = cases.make((ids.size, dim), (6, dim), ids=ids, x_dtype=BF16, **given)
+    found = cases.run_and_check(operands, "mosaic")
+    for _ in range(3):
+        cases.assert_same_bits(found, cases.run_and_check(operands, "mosaic"))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("on_hopper")
 def test_its_backward_follows_the_forward_of_triton(monkeypatch):
     monkeypatch.setattr(devices, "lowers_triton", lambda: True)
     cases.run_and_check(cases.make((2, 46, 2304), x_dtype=BF16, y_dtype=BF16, gate=True), "mosaic")
@@ -189,6 +204,16 @@ def test_constant_rows_have_no_normed_part(size):
 def test_it_takes_wide_rows_and_leaves_others_to_triton(shapes, static, taken):
     module = cases.both_lowered_for_cuda(shapes, MosaicNorm, **static)
     assert ("layernorm_modulate_mosaic_backward" in module) == taken
+
+
+@pytest.mark.parametrize("kernel", tuning.KINDS)
+def test_walks_of_a_multiprocessor_fit_into_a_program(kernel):
+    for dim, itemsize in itertools.product(range(128, 10_241, 128), (2, 4)):
+        way = tuning.way_for(kernel, dim, itemsize * tuning.KINDS[kernel].streams)
+        if way is not None:
+            together = way.groups * way.per_core
+            assert together <= 8
+            assert together * way.slots <= 32
 
 
 @pytest.mark.parametrize("width", [1500, 5120])
@@ -242,7 +267,7 @@ def test_auto_loses_at_most_a_tenth_where_both_were_measured(device):
     for norm, rows, dim in both:
         layout = "segment" if rows == "segments" else "row"
         names = ["mosaic", "triton"]
-        if not faster_than_triton(layout, norm, dim):
+        if not tuning.faster_than_triton(layout, norm, dim):
             names.reverse()
         taken, other = (found[norm, rows, dim, name] for name in names)
         assert taken >= 0.9 * other, (norm, rows, dim)
