@@ -77,14 +77,7 @@ def wide(values: list[jax.Array]) -> list[jax.Array]:
 
 
 class Reduction(NamedTuple):
-    """How a program adds up partial rows.
-
-    Attributes:
-      depth: rows of a step.
-      tile: columns.
-      num_warps: its warps.
-      together: steps whose loads are under way at once.
-    """
+    """Rows and columns of a step, warps of a program, and steps that are loaded at once."""
 
     depth: int
     tile: int
@@ -92,12 +85,10 @@ class Reduction(NamedTuple):
     together: int
 
 
-FEW, MANY, OF_TABLE_ROW = (
-    Reduction(128, 32, 4, 8),
-    Reduction(256, 32, 8, 8),
-    Reduction(32, 128, 4, 4),
-)
-"""Of up to 256 rows, of more, and of those that one table row has among others."""
+FEW, MANY = Reduction(128, 32, 4, 8), Reduction(256, 32, 8, 8)
+"""Of up to 256 partial rows, and of more."""
+OF_TABLE_ROW = Reduction(32, 128, 4, 4)
+"""Of those that one table row has among others."""
 
 
 def reduce_partials(

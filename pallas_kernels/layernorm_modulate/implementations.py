@@ -35,7 +35,7 @@ from pallas_kernels.layernorm_modulate.operands import (
     operand_specs,
     unsupported_sharding,
 )
-from pallas_kernels.layernorm_modulate.row_blocks import Walks, walks_name, walks_of
+from pallas_kernels.layernorm_modulate.row_blocks import Walks, walks_of
 from pallas_kernels.layernorm_modulate.tuning import Norm, Pass
 from pallas_kernels.op import Call, Measured, Registry, differentiated_once, on_shards, placed
 from pallas_kernels.walks import Way
@@ -265,14 +265,11 @@ class TritonNorm(Measured[NormOperands, NormOptions], FusedImplementation):
 
 def _walks(
     segment_ids: jax.Array, table_rows: int, sharding: NamedSharding | None, per_core: set[int]
-) -> dict[str, Walks]:
-    """By name, those of so many programs of each multiprocessor."""
+) -> dict[int, Walks]:
+    """Of so many programs of each multiprocessor, by their number."""
     # Each device has the programs for its own rows.
     cores = devices.core_count() * devices.shards_of(sharding, 0)
-    return {
-        walks_name(each): walks_of(segment_ids, table_rows, each * cores)
-        for each in sorted(per_core)
-    }
+    return {each: walks_of(segment_ids, table_rows, each * cores) for each in sorted(per_core)}
 
 
 # ---------------------------------------------------------------- Mosaic

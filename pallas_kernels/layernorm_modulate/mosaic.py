@@ -11,7 +11,7 @@ Where a segment ends within a program's rows it writes its sums and goes on, so 
 long as those of rows without segments. Nothing is atomic: equal inputs give equal bits.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -101,17 +101,7 @@ Tables = dict[str, jax.Array]
 """Rows of tables, or sums over rows that are their gradients, for a piece of a group's columns."""
 
 
-def backward_kernel(*refs: Ref, launch: MosaicNormLaunch) -> None:
-    """h and its statistics, dout, [dh, y, gate], scale → dx, [dy], sums of tables' gradients."""
-    _walk(refs, launch, _backward_block)
-
-
-def forward_kernel(*refs: Ref, launch: MosaicNormLaunch) -> None:
-    """x, [y, gate], scale, shift → [h], out, [mean and 1/deviation]."""
-    _walk(refs, launch, _forward_block)
-
-
-def _walk(refs: Sequence[Ref], launch: MosaicNormLaunch, work: Callable[..., None]) -> None:
+def kernel(*refs: Ref, launch: MosaicNormLaunch, work: Callable[..., None]) -> None:
     """Works on each row block of a walk: (block, launch, refs by name, ring, its thread)."""
     ref: Refs = dict(zip(launch.names, refs, strict=True))
     number, groups = lax.axis_index("group"), launch.way.groups
@@ -135,10 +125,13 @@ def _walk(refs: Sequence[Ref], launch: MosaicNormLaunch, work: Callable[..., Non
         plgpu.wait_smem_to_gmem(0)
 
 
-def _forward_block(
+def forward_block(
     block: RowBlock, launch: MosaicNormLaunch, ref: Refs, ring: RowRing, thread: Thread
 ) -> None:
-    """Works on a row block. The norm is that of the rounded h, which its slot holds."""
+    """x, [y, gate], scale, shift → [h], out, [mean and 1/deviation].
+
+    The norm is that of the rounded h, which its slot holds.
+    """
     (group, turn), pieces, branch = thread, ring.columns.pieces, "y" if "y" in ref else "x"
     tables = _tables(block, launch, ref, ring.columns)
     written = {"x": ref["h"]} if "h" in ref else {}
@@ -168,10 +161,10 @@ def _forward_block(
     _for_each_row(block, launch, ref["summed"].at[turn], ring, written, work, None)
 
 
-def _backward_block(
+def backward_block(
     block: RowBlock, launch: MosaicNormLaunch, ref: Refs, ring: RowRing, thread: Thread
 ) -> None:
-    """Works on a row block, and writes the sums over its rows."""
+    """h and its statistics, dout, [dh, y, gate], scale → dx, [dy], sums of tables' gradients."""
     (group, turn), columns, pieces = thread, ring.columns, ring.columns.pieces
     written = {stream: name for name, stream in WRITTEN.items() if name in ref}
     tables = _tables(block, launch, ref, columns)
@@ -364,7 +357,8 @@ def _call(
     names = (*given, *outputs, *scratch)
     counts = (row_blocks.total, row_blocks.programs)
     launch = MosaicNormLaunch(names, dim, way, tuple(streams), options.eps, even, *counts)
-    body = partial(forward_kernel if name == FORWARD else backward_kernel, launch=launch)
+    work = forward_block if name == FORWARD else backward_block
+    body = partial(kernel, launch=launch, work=work)
     shapes = [
         jax.ShapeDtypeStruct(
             (len_, dim // LANES, LANES) if width == dim else (len_, width), shape.dtype

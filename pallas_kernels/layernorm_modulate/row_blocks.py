@@ -159,7 +159,7 @@ def row_blocks_of(
     if options.layout != "segment":
         return even_row_blocks(stream.shape, options, programs)
     table_rows = given.scale.shape[1]
-    walks = given.prepared and given.prepared.get(walks_name(per_core))
+    walks = given.prepared and given.prepared.get(per_core)
     if walks is None:
         assert given.segment_ids is not None
         walks = walks_of(given.segment_ids, table_rows, programs)
@@ -193,11 +193,6 @@ def segment_row_blocks(segment_ids: jax.Array, table_rows: int, programs: int) -
         return start, stop, jnp.where(impossible, IMPOSSIBLE, jnp.maximum(segment, PADDING))
 
     return RowBlocks(*jax.vmap(of_row)(segment_ids))
-
-
-def walks_name(per_core: int) -> str:
-    """The name of prepared walks of so many programs for each multiprocessor."""
-    return f"walks of {per_core} a core"
 
 
 def walks_of(segment_ids: jax.Array, table_rows: int, programs: int) -> Walks:

@@ -254,13 +254,7 @@ def faster_than_triton(layout: ModulationLayout, norm: Norm, dim: int) -> bool:
 
 
 class Kind(NamedTuple):
-    """Of a kernel.
-
-    Attributes:
-      pace: that it walks fastest with.
-      streams: that it reads row by row.
-      held, twice: as in `way_of`.
-    """
+    """Of a kernel: its pace, how many arrays it reads row by row; `held`, `twice`: see `way_of`."""
 
     pace: Pace
     streams: int
