@@ -66,9 +66,8 @@ class MosaicNormLaunch:
       way: of the kernel.
       streams: of its refs, those that are loaded row by row.
       eps: added to the variance.
-      even: where row blocks lie, one for each program; None if refs `start`, `stop`, `table_row`,
-        `first` and `end` say.
-      row_blocks, walks: how many there are, on the whole.
+      even: the rows of each walk.
+      row_blocks: how many there are.
     """
 
     names: tuple[str, ...]
@@ -76,18 +75,8 @@ class MosaicNormLaunch:
     way: Way
     streams: tuple[str, ...]
     eps: float
-    even: EvenRowBlocks | None
+    even: EvenRowBlocks
     row_blocks: int
-    walks: int
-
-    def rows(self, ref: Refs, walk: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """First row and last row + 1 of a walk."""
-        if self.even is not None:
-            return self.even.place(walk)[:2]
-        first, end = ref["first"][walk], ref["end"][walk]
-        start = ref["start"][jnp.minimum(first, self.row_blocks - 1)]
-        stop = ref["stop"][jnp.maximum(end - 1, 0)]
-        return start, jnp.where(first < end, stop, start)
 
 
 STREAMS = ("h", "dout", "dh", "y")
@@ -109,14 +98,14 @@ def kernel(*refs: Ref, launch: MosaicNormLaunch, work: Callable[..., None]) -> N
     walk = lax.axis_index("program") * launch.way.per_core + of_program
     streams = [name for name in launch.streams if name in ref]
 
-    @pl.when(walk < launch.walks)
+    @pl.when(walk < launch.even.total)
     def _() -> None:
         ring = RowRing(
             {name: ref[name] for name in streams},
             {name: ref[f"{name}_slots"].at[number] for name in streams},
             ref["arrived"].at[number],
             columns_of(launch.dim, groups, group),
-            *launch.rows(ref, walk),
+            *launch.even.place(walk)[:2],
             launch.way.slots,
         )
         ring.begin()
@@ -133,7 +122,7 @@ def forward_block(
     The norm is that of the rounded h, which its slot holds.
     """
     (group, turn), pieces, branch = thread, ring.columns.pieces, "y" if "y" in ref else "x"
-    tables = _tables(block, launch, ref, ring.columns)
+    tables = _tables(block, ref, ring.columns)
     written = {"x": ref["h"]} if "h" in ref else {}
     written[branch] = ref["out"]
 
@@ -158,7 +147,7 @@ def forward_block(
             ref["statistics"][row, 0] = mean
             ref["statistics"][row, 1] = rstd
 
-    _for_each_row(block, launch, ref["summed"].at[turn], ring, written, work, None)
+    _for_each_row(block, ref, turn, ring, written, work, None)
 
 
 def backward_block(
@@ -167,7 +156,7 @@ def backward_block(
     """h and its statistics, dout, [dh, y, gate], scale → dx, [dy], sums of tables' gradients."""
     (group, turn), columns, pieces = thread, ring.columns, ring.columns.pieces
     written = {stream: name for name, stream in WRITTEN.items() if name in ref}
-    tables = _tables(block, launch, ref, columns)
+    tables = _tables(block, ref, columns)
     gated, into = "gate" in ref, {stream: ref[name] for stream, name in written.items()}
 
     def work(row: jax.Array, carry: PyTree) -> PyTree:
@@ -206,17 +195,17 @@ def backward_block(
     names = ("dscale", "dshift", *(["dgate"] if gated else []))
     zeros = [{name: piece.zeros() for name in names} for piece in pieces]
     begin = (zeros, _statistics(ref, block.start))
-    sums, _ = _for_each_row(block, launch, ref["summed"].at[turn], ring, into, work, begin)
+    sums, _ = _for_each_row(block, ref, turn, ring, into, work, begin)
     for n, name in enumerate(names):
         part = columns.of(ref["partial"], n * launch.row_blocks + block.number)
         for piece, total in zip(pieces, sums, strict=True):
             piece.store(part, total[name])
 
 
-def _tables(block: RowBlock, launch: MosaicNormLaunch, ref: Refs, columns: Columns) -> list[Tables]:
+def _tables(block: RowBlock, ref: Refs, columns: Columns) -> list[Tables]:
     """1 + scale, and shift and gate if needed, of each piece; NaN where no table row can serve."""
     row, poison = jnp.maximum(block.table_row, 0), None
-    if launch.even is None:
+    if "first" in ref:
         poison = jnp.where(block.table_row == IMPOSSIBLE, jnp.float32(jnp.nan), jnp.float32(0))
 
     def load(name: str, piece: Piece) -> jax.Array:
@@ -239,15 +228,15 @@ def _statistics(ref: Refs, row: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _for_each_row(
     block: RowBlock,
-    launch: MosaicNormLaunch,
-    summed: Ref,
+    ref: Refs,
+    turn: jax.Array,
     ring: RowRing,
     written: Refs,
     work: Callable[[jax.Array, PyTree], PyTree],
     carry: PyTree,
 ) -> PyTree:
     """Works on each row; of padding, which may hold anything, writes zeros in place of streams."""
-    if launch.even is not None:
+    if "first" not in ref:
         return lax.fori_loop(block.start, block.stop, work, carry)
     stop = jnp.where(block.table_row == PADDING, block.start, block.stop)
 
@@ -261,6 +250,7 @@ def _for_each_row(
 
     lax.fori_loop(stop, block.stop, clear, None)
     # Rows without sums disturb their turns: no group may write what another has still to read.
+    summed = ref["summed"].at[turn]
     plgpu.barrier_arrive(summed)
     plgpu.barrier_wait(summed)
     return lax.fori_loop(block.start, stop, work, carry)
@@ -348,15 +338,17 @@ def _call(
         each: value.reshape(-1, 2) if each == "saved_statistics" else in_chunks(value)
         for each, value in arrays.items()
     }
-    even = row_blocks if isinstance(row_blocks, EvenRowBlocks) else None
-    if isinstance(row_blocks, Walks):
+    if isinstance(row_blocks, EvenRowBlocks):
+        even = row_blocks
+    else:
         given |= row_blocks.refs()
+        batch, each = row_blocks.first.shape
+        even = EvenRowBlocks(batch, len(streams[loaded[0]]) // batch, each)
     together = way.groups * way.per_core
     scratch = ring_scratch(streams, together, chunks_of(dim, way.groups), way.slots)
     scratch |= sums_scratch(way.groups, way.per_core)
     names = (*given, *outputs, *scratch)
-    counts = (row_blocks.total, row_blocks.programs)
-    launch = MosaicNormLaunch(names, dim, way, tuple(streams), options.eps, even, *counts)
+    launch = MosaicNormLaunch(names, dim, way, tuple(streams), options.eps, even, row_blocks.total)
     work = forward_block if name == FORWARD else backward_block
     body = partial(kernel, launch=launch, work=work)
     shapes = [
@@ -366,7 +358,7 @@ def _call(
         for shape in outputs.values()
         for len_, width in [shape.shape]
     ]
-    programs = pl.cdiv(row_blocks.programs, way.per_core)
+    programs = pl.cdiv(even.total, way.per_core)
     run = call_of(body, name, programs, together, shapes, list(scratch.values()))
     named = zip(outputs.items(), run(*given.values()), strict=True)
     return {each: result.reshape(shape.shape) for (each, shape), result in named}

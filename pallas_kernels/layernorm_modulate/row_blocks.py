@@ -4,14 +4,14 @@ What a backward kernel reads and writes, and the gradients from it, are the same
 is lowered.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
+import numpy as np
 
 from pallas_kernels import devices
 from pallas_kernels.layernorm_modulate.operands import (
@@ -85,7 +85,7 @@ class RowBlocks(NamedTuple):
 class Walks(NamedTuple):
     """Row blocks that follow segments, and which of them each program walks through.
 
-    A program's row blocks follow each other within a batch row.
+    A program's row blocks cover the rows of its `EvenRowBlocks`.
 
     Attributes:
       row_blocks: see there.
@@ -140,8 +140,9 @@ def for_each_row_block(
     program: jax.Array,
     work: Callable[[RowBlock], None],
 ) -> None:
-    """Works on each row block of a program: the even one of its number, or those of `Walks`."""
-    if even is not None:
+    """Works on each row block of a program: of `Walks.refs`, or the even one of its number."""
+    if "first" not in ref:
+        assert even is not None
         return work(RowBlock(program, *even.place(program)))
 
     def one(number: jax.Array, _: None) -> None:
@@ -174,34 +175,37 @@ def even_row_blocks(shape: tuple[int, ...], options: NormOptions, programs: int)
     return EvenRowBlocks(batch, seq_len, max(1, min(seq_len, programs // batch)))
 
 
-def segment_row_blocks(segment_ids: jax.Array, table_rows: int, programs: int) -> RowBlocks:
-    """Row blocks that end where a segment does.
+def segment_row_blocks(segment_ids: jax.Array, table_rows: int, cuts: Sequence[int]) -> RowBlocks:
+    """Row blocks that end at each cut and where a segment does.
 
-    At most ⌈S / block⌉ + 2M + 1 of them: each of the M segments, and each run of padding between
-    them, adds at most one to the even ones.
+    At most 2M + 1 more than cuts: each of the M segments, and each run of padding between them,
+    adds at most one. Segments that take more are not served.
     """
-    batch, seq_len = segment_ids.shape
-    block = pl.cdiv(seq_len, max(1, min(seq_len, programs // batch)))
-    count = min(seq_len, pl.cdiv(seq_len, block) + 2 * table_rows + 1)
+    seq_len, even = segment_ids.shape[1], np.asarray(cuts, np.int32)
+    count = min(seq_len, even.size + 2 * table_rows + 1)
+    at_cut = np.isin(np.arange(seq_len), even)
+    even = np.append(even, np.full(count - even.size, seq_len, np.int32))
 
     def of_row(ids: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        fresh = (jnp.arange(seq_len) % block == 0) | (ids != jnp.roll(ids, 1))
+        fresh = at_cut | (ids != jnp.roll(ids, 1))
+        lost = jnp.sum(fresh) > count
         start = jnp.nonzero(fresh, size=count, fill_value=seq_len)[0].astype(jnp.int32)
+        start = jnp.where(lost, even, start)
         stop = jnp.append(start[1:], seq_len).astype(jnp.int32)
         segment = jnp.where(start < seq_len, ids[jnp.minimum(start, seq_len - 1)], PADDING)
-        impossible = (jnp.sum(fresh) > count) | (segment >= table_rows)
+        impossible = lost | (segment >= table_rows)
         return start, stop, jnp.where(impossible, IMPOSSIBLE, jnp.maximum(segment, PADDING))
 
     return RowBlocks(*jax.vmap(of_row)(segment_ids))
 
 
 def walks_of(segment_ids: jax.Array, table_rows: int, programs: int) -> Walks:
-    """Gives each of about `programs` programs the row blocks that begin in its equal share."""
-    row_blocks = segment_row_blocks(segment_ids, table_rows, programs)
+    """Gives each of about `programs` programs the row blocks of its `EvenRowBlocks`."""
     batch, seq_len = segment_ids.shape
     each = max(1, min(seq_len, programs // batch))
-    cuts = jnp.arange(each + 1, dtype=jnp.int32) * pl.cdiv(seq_len, each)
-    place = jax.vmap(partial(jnp.searchsorted, v=jnp.minimum(cuts, seq_len)))(row_blocks.start)
+    cuts = np.arange(each + 1) * (seq_len // each) + np.minimum(np.arange(each + 1), seq_len % each)
+    row_blocks = segment_row_blocks(segment_ids, table_rows, cuts[:-1].tolist())
+    place = jax.vmap(partial(jnp.searchsorted, v=cuts.astype(np.int32)))(row_blocks.start)
     place = place.astype(jnp.int32)
     return Walks(row_blocks, place[:, :-1], place[:, 1:])
 

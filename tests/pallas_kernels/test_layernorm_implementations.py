@@ -302,8 +302,7 @@ def test_even_row_blocks_cover_each_row_once(batch, seq_len, programs, layout):
 @cache
 def compiled(tables, programs):
     def flattened(ids):
-        blocks = row_blocks.segment_row_blocks(ids, tables, programs)
-        return blocks.flattened(ids.shape[1], tables)
+        return row_blocks.walks_of(ids, tables, programs).flattened(ids.shape[1], tables).row_blocks
 
     return jax.jit(flattened)
 
@@ -334,8 +333,8 @@ def test_segment_row_blocks_cover_a_row_and_never_cross(case):
     ids, tables, programs = case
     seq_len = ids.shape[1]
     blocks = [np.asarray(part) for part in compiled(tables, programs)(jnp.asarray(ids))]
-    block = -(-seq_len // max(1, min(seq_len, programs // len(ids))))
-    assert blocks[0].shape[1] <= -(-seq_len // block) + 2 * tables + 1
+    even = max(1, min(seq_len, programs // len(ids)))
+    assert blocks[0].shape[1] <= even + 2 * tables + 1
     for row, (start, stop, table_row) in enumerate(zip(*blocks, strict=True)):
         first = row * seq_len
         np.testing.assert_array_equal(stop[:-1], start[1:])
@@ -401,24 +400,31 @@ LENGTH = 40
 
 
 @cases.examples(25)
-@given(ids=cases.layouts(2, LENGTH, 8), programs=st.sampled_from([1, 7, 90]))
-def test_programs_walk_through_each_token_once(ids, programs):
-    walks = jax.jit(walked, static_argnums=1)(ids, programs)
+@given(
+    ids=cases.layouts(2, LENGTH, 8),
+    programs=st.sampled_from([1, 7, 90]),
+    tables=st.sampled_from([8, 1]),
+)
+def test_programs_walk_through_each_token_once(ids, programs, tables):
+    """Also where a table of one row cannot serve all runs."""
+    walks = jax.jit(walked, static_argnums=(1, 2))(ids, tables, programs)
     first, end = (np.asarray(part).ravel() for part in (walks.first, walks.end))
     start, stop = (np.asarray(part).ravel() for part in walks.row_blocks[:2])
     table_row = np.asarray(walks.row_blocks.table_row).ravel()
     expected = np.where(ids < 0, -1, ids + np.arange(2)[:, None] * 8).ravel()
-    place, lengths = 0, []
-    for one, other in zip(first, end, strict=True):
-        before = place
+    even = row_blocks.EvenRowBlocks(2, LENGTH, max(1, min(LENGTH, programs // 2)))
+    place = 0
+    for walk, (one, other) in enumerate(zip(first, end, strict=True)):
+        begin, after, _ = even.place(walk)
+        assert place == begin
         for number in range(one, other):
             assert start[number] == place
-            assert (expected[place : stop[number]] == table_row[number]).all()
+            served = (expected[place : stop[number]] == table_row[number]).all()
+            assert served or tables == 1
             place = stop[number]
-        lengths.append(place - before)
+        assert place == after
     assert place == ids.size
-    assert max(lengths) <= -(-LENGTH // max(1, min(LENGTH, programs // 2)))
 
 
-def walked(ids, programs):
-    return row_blocks.walks_of(jnp.asarray(ids), 8, programs).flattened(LENGTH, 8)
+def walked(ids, tables, programs):
+    return row_blocks.walks_of(jnp.asarray(ids), tables, programs).flattened(LENGTH, tables)
