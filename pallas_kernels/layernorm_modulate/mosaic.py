@@ -1,14 +1,14 @@
 """The Mosaic GPU kernels, and their calls.
 
-A program walks through consecutive rows. Each of its groups of 128 threads has columns of its own:
-it copies its part of the rows to come into shared memory with the tensor memory accelerator, and
-registers hold little more than its columns of scale, shift and gate, and in the backward the
-float32 sums of their gradients. (The Triton kernel has rows to come in registers as well, and wide
-rows do not fit.) Results are written where the row stood and copied from there. The groups exchange
-their sums over a row.
+A program has the walks of a multiprocessor, each through consecutive rows, so that their registers
+fit. Each of a walk's groups of 128 threads has columns of its own: it copies its part of the rows
+to come into shared memory with the tensor memory accelerator, and registers hold little more than
+one row, its columns of scale, shift and gate, and in the backward the float32 sums of their
+gradients. Results are written where the row stood and copied from there. The groups exchange their
+sums over a row.
 
-Where a segment ends within a program's rows it writes its sums and goes on, so that programs are as
-long as those of rows without segments. Nothing is atomic: equal inputs give equal bits.
+Where a segment ends within a walk's rows it writes its sums and goes on, so that walks are as long
+as those of rows without segments. Nothing is atomic: equal inputs give equal bits.
 """
 
 from collections.abc import Callable, Mapping
@@ -60,8 +60,7 @@ class MosaicNormLaunch:
     """What is static in a kernel.
 
     Attributes:
-      names: of its refs, in order; rows in shared memory, its barrier, and the groups' sums with
-        theirs come last.
+      names: of its refs, in order; shared memory and barriers come last.
       dim: width of a row.
       way: of the kernel.
       streams: of its refs, those that are loaded row by row.
@@ -77,6 +76,11 @@ class MosaicNormLaunch:
     eps: float
     even: EvenRowBlocks
     row_blocks: int
+
+    @property
+    def programs(self) -> int:
+        """Each has as many walks as a multiprocessor."""
+        return pl.cdiv(self.even.total, self.way.per_core)
 
 
 STREAMS = ("h", "dout", "dh", "y")
@@ -95,7 +99,8 @@ def kernel(*refs: Ref, launch: MosaicNormLaunch, work: Callable[..., None]) -> N
     ref: Refs = dict(zip(launch.names, refs, strict=True))
     number, groups = lax.axis_index("group"), launch.way.groups
     of_program, group = lax.div(number, groups), lax.rem(number, groups)
-    walk = lax.axis_index("program") * launch.way.per_core + of_program
+    # Those with a row more are of as many multiprocessors as there are.
+    walk = of_program * launch.programs + lax.axis_index("program")
     streams = [name for name in launch.streams if name in ref]
 
     @pl.when(walk < launch.even.total)
@@ -358,7 +363,6 @@ def _call(
         for shape in outputs.values()
         for len_, width in [shape.shape]
     ]
-    programs = pl.cdiv(even.total, way.per_core)
-    run = call_of(body, name, programs, together, shapes, list(scratch.values()))
+    run = call_of(body, name, launch.programs, together, shapes, list(scratch.values()))
     named = zip(outputs.items(), run(*given.values()), strict=True)
     return {each: result.reshape(shape.shape) for (each, shape), result in named}
