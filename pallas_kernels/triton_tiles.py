@@ -87,7 +87,7 @@ class Reduction(NamedTuple):
 
 FEW, MANY = Reduction(128, 32, 4, 8), Reduction(256, 32, 8, 8)
 """Of up to 256 partial rows, and of more."""
-OF_TABLE_ROW = Reduction(32, 128, 4, 4)
+OF_TABLE_ROW = Reduction(32, 128, 4, 2)
 """Of those that one table row has among others."""
 
 

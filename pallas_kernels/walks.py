@@ -74,7 +74,7 @@ def way_of(
     """
     groups = groups or -(-dim // (LANES * pace.chunks))
     chunks = chunks_of(dim, groups)
-    fit = _REGISTERS // (groups * (chunks * held + _OTHER_REGISTERS))
+    fit = _REGISTERS // (groups * (chunks * (held + twice) + _OTHER_REGISTERS))
     per_core = max(1, min(pace.groups // groups, fit))
     row_bytes = groups * chunks * LANES * bytes_per_column
     slots = 1 + round(pace.on_the_way / (per_core * row_bytes))

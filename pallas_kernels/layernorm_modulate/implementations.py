@@ -322,8 +322,12 @@ class MosaicNorm(TritonNorm):
     def forward(
         self, operands: NormOperands, options: NormOptions, *, statistics: bool
     ) -> tuple[jax.Array | None, jax.Array, jax.Array | None]:
-        """The Triton kernel, which was as fast or faster, or the one here where that is gone."""
-        way = None if devices.lowers_triton() else _forward_way(operands, options)
+        """The kernel here where it was faster than Triton's, or where that is gone."""
+        kernel: Pass = "forward" if operands.y is None else "residual_forward"
+        dim, itemsize = operands.x.shape[-1], operands.x.dtype.itemsize
+        faster = tuning.forward_faster_than_triton(kernel, dim, itemsize)
+        wanted = faster or not devices.lowers_triton()
+        way = _forward_way(operands, options) if wanted else None
         if way is None:
             return super().forward(operands, options, statistics=statistics)
         from pallas_kernels.layernorm_modulate import mosaic

@@ -284,14 +284,14 @@ def table_sums(
     parts = partial_sums.reshape(-1, batch, per_row, dim)
     if table_row is None:
         return parts.sum(axis=2).reshape(-1, dim)
-    # In which rows of the batch's table; what unused row blocks hold is anything.
-    rows = jnp.arange(batch * table[1]).reshape(batch, 1, -1)
-    own = table_row.reshape(batch, per_row, 1) == rows
-    parts = jnp.where(own.any(axis=2)[None, ..., None], parts, 0.0)
-    exact = jax.lax.Precision.HIGHEST
-    return jnp.einsum("bpm,kbpd->kbmd", own.astype(jnp.float32), parts, precision=exact).reshape(
-        -1, dim
-    )
+    named = table_row.reshape(batch, per_row) - table[1] * jnp.arange(batch)[:, None]
+
+    def of_table_row(wanted: jax.Array) -> jax.Array:
+        # What others hold is anything: a product with 0 would let NaN through.
+        return jnp.where((named == wanted)[None, ..., None], parts, 0.0).sum(axis=2)
+
+    sums = jax.lax.map(of_table_row, jnp.arange(table[1]))
+    return jnp.moveaxis(sums, 0, 2).reshape(-1, dim)
 
 
 def _tables(residuals: NormResiduals) -> dict[str, jax.Array]:

@@ -231,15 +231,13 @@ Norm = Literal["gated", "sum", "plain"]
 _WIDEST = 10_240
 """Columns of a row that was measured."""
 _FASTER_THAN_TRITON: dict[tuple[ModulationLayout, Norm], tuple[range, ...]] = {
-    ("row", "gated"): (range(2304, _WIDEST + 1),),
-    ("row", "sum"): (range(2304, _WIDEST + 1),),
-    ("row", "plain"): (range(2304, 2561), range(4096, 6273), range(8193, _WIDEST + 1)),
-    ("segment", "gated"): (range(1152, _WIDEST + 1),),
-    ("segment", "sum"): (range(1536, _WIDEST + 1),),
-    ("segment", "plain"): (range(2048, _WIDEST + 1),),
+    (layout, norm): (range(1024, _WIDEST + 1),)
+    for layout in ("row", "segment")
+    for norm in ("gated", "sum", "plain")
 }
-"""Widths at which the kernel was faster than Triton's on an H200 and on an H100, or at most 5 %
-slower on one of them (benchmarks/results/wide_rows_h200.json, wide_rows_h100.json)."""
+"""Widths at which the backward was faster than Triton's: benchmarks/results/wide_rows_h200.json."""
+_FORWARD_FROM: dict[Pass, int] = {"forward": 5120, "residual_forward": 3072}
+"""Widths from which the forward was (benchmarks/results/kernels_h200.json)."""
 
 
 def faster_than_triton(layout: ModulationLayout, norm: Norm, dim: int) -> bool:
@@ -253,6 +251,11 @@ def faster_than_triton(layout: ModulationLayout, norm: Norm, dim: int) -> bool:
     return any(dim in widths for widths in _FASTER_THAN_TRITON.get((layout, norm), ()))
 
 
+def forward_faster_than_triton(kernel: Pass, dim: int, itemsize: int) -> bool:
+    """Whether the forward was, of rows of `dim` columns of so many bytes each."""
+    return itemsize == 2 and dim >= _FORWARD_FROM[kernel]
+
+
 class Kind(NamedTuple):
     """Of a kernel: its pace, how many arrays it reads row by row; `held`, `twice`: see `way_of`."""
 
@@ -264,10 +267,10 @@ class Kind(NamedTuple):
 
 KINDS: dict[Pass, Kind] = {
     "forward": Kind(Pace(16, 6, 42_000), 1),
-    "residual_forward": Kind(Pace(16, 4, 42_000), 2),
-    "backward": Kind(Pace(20, 4, 64_000), 2, 3, 2),
-    "residual_backward": Kind(Pace(20, 4, 110_000), 4, 5, 2),
-    "sum_backward": Kind(Pace(20, 4, 80_000), 3, 3, 2),
+    "residual_forward": Kind(Pace(16, 6, 37_000), 2),
+    "backward": Kind(Pace(20, 4, 54_000), 2, 3, 2),
+    "residual_backward": Kind(Pace(20, 4, 62_000), 4, 5, 2),
+    "sum_backward": Kind(Pace(20, 4, 58_000), 3, 3, 2),
 }
 _MOST_GROUPS, _MOST_SLOTS = 8, 32
 """Of a program, whose walks are those of a multiprocessor; Mosaic has a barrier for each slot."""
