@@ -231,11 +231,11 @@ Norm = Literal["gated", "sum", "plain"]
 _WIDEST = 10_240
 """Columns of a row that was measured."""
 _FASTER_THAN_TRITON: dict[tuple[ModulationLayout, Norm], tuple[range, ...]] = {
-    (layout, norm): (range(1024, _WIDEST + 1),)
+    (layout, norm): (range(1536, _WIDEST + 1),)
     for layout in ("row", "segment")
     for norm in ("gated", "sum", "plain")
 }
-"""Widths at which the backward was faster than Triton's: benchmarks/results/wide_rows_h200.json."""
+"""Widths at which the backward was faster than Triton's: benchmarks/results/kernels_h200.json."""
 _FORWARD_FROM: dict[Pass, int] = {"forward": 5120, "residual_forward": 3072}
 """Widths from which the forward was (benchmarks/results/kernels_h200.json)."""
 
