@@ -267,6 +267,11 @@ def test_recalibration_changes_epochs_from_one_on_alone():
     both = later.recalibrated(2, costs[0])
     assert [later.cost_model(n) for n in range(2, 5)] == [None, costs[1], costs[1]]
     assert [both.cost_model(n) for n in range(1, 4)] == [None, costs[0], costs[0]]
+    # One after another: the last one counts, and one of the same epoch replaces it.
+    two = plan.recalibrated(1, costs[0]).recalibrated(3, costs[1]).recalibrated(3, costs[0])
+    two = two.recalibrated(4, costs[1])
+    assert [two.cost_model(n) for n in range(5)] == [None, costs[0], costs[0], costs[0], costs[1]]
+    assert [each.epoch for each in two.recalibrations] == [1, 3, 4]
     assert both.epoch(1).sample.tolist() == plan.epoch(1).sample.tolist()
     assert both.first_step(2) == plan.first_step(2)
     policy = plan.policy.recalibrated(costs[0])
