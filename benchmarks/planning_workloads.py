@@ -208,7 +208,7 @@ def _giants() -> Iterator[Json]:
 
 
 def _giant_lengths(count: int) -> dict[str, np.ndarray]:
-    """Tokens of samples, by name of the set; the longest has 31 to 40 times the mean."""
+    """Tokens of samples, by name of the set; the longest has 32 to 41 times the mean."""
     random = np.random.default_rng(0)
     trace = np.minimum(np.exp(random.normal(0, 1.2, count)) * 5_840, 480_000)
     trace[: count // 1000] = 480_000

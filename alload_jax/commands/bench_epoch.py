@@ -111,6 +111,11 @@ def _require_data(options: argparse.Namespace, model: "ModelConfig") -> None:
         samples = draw_samples(options.workload, None, options.samples, options.one_aspect)
     else:
         samples = read_samples(options.workload, Geometry())
+        if not samples.shape.all():
+            raise InputError(
+                f"{_COMMAND}: --workload {options.workload}: has no frames, height and width; give "
+                "a manifest with them"
+            )
     if options.longest:
         kept = samples.seq_len <= options.longest
         samples = Samples(samples.shape[kept], samples.seq_len[kept])

@@ -24,9 +24,9 @@ from typing_extensions import override
 
 from alload_jax.errors import InputError
 from alload_jax.files import read_json
+from alload_jax.models.common import float8
 from alload_jax.models.common.attention import packing_unsupported_reason
 from alload_jax.models.common.config import ModelConfig, TransformerConfig
-from alload_jax.models.common.float8 import use_float8
 from alload_jax.models.common.lora import DropoutKey, add_lora
 from alload_jax.models.common.parts import Auxiliary, Output
 from alload_jax.models.common.safetensor_files import Naming, Tensor
@@ -298,7 +298,7 @@ def build_model(config: ModelConfig, rngs: nnx.Rngs, *, training: bool = False) 
     if config.lora is not None:
         add_lora(model, config.lora, family.lora_targets, training=training, rngs=rngs)
     if config.matmul != "dtype":
-        use_float8(model, where_faster=config.matmul == "auto")
+        float8.use_float8(model, where_faster=config.matmul == "auto")
     return model
 
 
@@ -330,10 +330,21 @@ def training_graph(config: ModelConfig) -> tuple[nnx.GraphDef, PyTree]:
     Returns:
       `nnx.merge(graph, values)` returns the model, where `values` holds parameters, variables and
       keys; the shapes are a nested dict, empty where nothing is dropped.
+
+    Raises:
+      InputError: the model is to multiply in float8, which this GPU cannot.
     """
+    if config.matmul == "float8":
+        float8.require_device()
     model = nnx.eval_shape(lambda: build_model(config, nnx.Rngs(0), training=True))
     graph, *states = nnx.split(model, DropoutKey, ...)
     return graph, nnx.to_pure_dict(states[0])
+
+
+def float8_unused(config: ModelConfig, tokens: int) -> str:
+    """Why training over so many tokens multiplies nothing in float8; "" if it does."""
+    model = nnx.eval_shape(lambda: build_model(config, nnx.Rngs(0)))
+    return float8.unused(model, tokens)
 
 
 def compiler_options(config: ModelConfig, *, weights_on_host: bool) -> dict[str, Any] | None:

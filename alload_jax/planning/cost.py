@@ -282,9 +282,8 @@ class CostFile:
           model: fields of the architecture in use; those that the file knows are compared.
           device: as JAX names it; None where it is not known.
         """
-        theirs, ours = (
-            {"family": DEFAULT_FAMILY, **fields} for fields in (self.model or model, model)
-        )
+        implied = {"family": DEFAULT_FAMILY, "matmul": "dtype"}  # of files that lack them
+        theirs, ours = ({**implied, **fields} for fields in (self.model or model, model))
         differing = [k for k in theirs if k in ours and theirs[k] != ours[k]]
         found = [f"{k} {theirs[k]} (here {ours[k]})" for k in differing]
         if device and self.device and self.device != device:

@@ -33,6 +33,7 @@ from alload_jax.distributed.cluster import Cluster, Consensus, first_process
 from alload_jax.distributed.initialize import initialize
 from alload_jax.errors import InputError, print_stderr
 from alload_jax.files import Json
+from alload_jax.models.families import float8_unused
 from alload_jax.models.weights import require_same_architecture
 from alload_jax.planning.epoch import times_placed
 from alload_jax.processes import waits
@@ -216,6 +217,9 @@ def train(
             if joined:
                 joined = f"the data folder has changed since step {start}: {joined}"
             doubts = [unread(config.model, run.data.manifest), report.scale_warning(square)]
+            if config.model.matmul == "float8" and run.tokens:
+                tokens = run.plan.plan.topology.ranks * run.tokens
+                doubts.append(float8_unused(config.model, tokens))
             before, now = values_in(folder / "config.yaml") if start else {}, values_of(config)
             if checkpoints.base is None:
                 doubts.append(report.unused_settings(before, now))

@@ -82,8 +82,8 @@ def layernorm_modulate(
         not below M, the kernel may give NaN. Where many calls share them, prepare them once with
         `segmentation`, for tables of M rows of width D.
       eps: added to the variance.
-      implementation: "triton" (the kernels), "mosaic" (on Hopper GPUs: the same, but for another
-        kernel in the backward), "xla" (XLA's fusion), the name of one that was registered, or
+      implementation: "triton" (the kernels), "mosaic" (on Hopper GPUs: other kernels where they
+        are faster), "xla" (XLA's fusion), the name of one that was registered, or
         "auto": whichever was measured as faster for this device, width and size; XLA where
         nothing was measured.
       interpret: run the kernels ("auto" means "triton" then) in Pallas's interpreter, which is slow

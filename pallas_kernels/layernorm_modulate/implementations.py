@@ -276,7 +276,7 @@ def _walks(
 
 
 class MosaicNorm(TritonNorm):
-    """The backward through Mosaic GPU, and where JAX does not lower Triton the forward as well.
+    """The backward through Mosaic GPU, and the forward where it is faster or Triton is gone.
 
     Rows beyond those kernels are left to the Triton kernels.
     """

@@ -235,9 +235,11 @@ _FASTER_THAN_TRITON: dict[tuple[ModulationLayout, Norm], tuple[range, ...]] = {
     for layout in ("row", "segment")
     for norm in ("gated", "sum", "plain")
 }
-"""Widths at which the backward was faster than Triton's: benchmarks/results/kernels_h200.json."""
+"""Widths at which the backward is taken. It was faster than Triton's on an H200 at 1,536
+(benchmarks/results/kernels_h200.json), and in trials at 3,072 and 5,120; elsewhere that is assumed.
+"""
 _FORWARD_FROM: dict[Pass, int] = {"forward": 5120, "residual_forward": 3072}
-"""Widths from which the forward was (benchmarks/results/kernels_h200.json)."""
+"""Widths from which the forward is, by the same trials; at 1,536 it was slower."""
 
 
 def faster_than_triton(layout: ModulationLayout, norm: Norm, dim: int) -> bool:

@@ -138,6 +138,11 @@ def test_data_have_the_sizes_of_a_manifest(tmp_path):
     bench_epoch._require_data(given, model)
     sizes = read_manifest(given.data).samples((1, 2, 2)).shape.tolist()
     assert sizes == [[1, 64, 64], [5, 64, 96]]
+    (tmp_path / "tokens.csv").write_text("seq_len\n16\n")
+    given = SimpleNamespace(data=tmp_path / "more", workload=str(tmp_path / "tokens.csv"))
+    with pytest.raises(InputError, match=r"tokens\.csv: has no frames, height and width"):
+        bench_epoch._require_data(given, model)
+    assert not given.data.exists()
     given = SimpleNamespace(data=tmp_path / "more", workload="wan-480", longest=None)
     with pytest.raises(InputError, match=r"wan-480: no such manifest"):
         bench_epoch._require_data(given, model)

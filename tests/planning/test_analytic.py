@@ -280,6 +280,8 @@ def test_families_are_told_from_each_other(tmp_path):
     wan = write_json(tmp_path / "cost.json", {"format": FORMAT, "model": {"dim": 8}})
     assert read_cost_file(wan).unlike({"dim": 8}, "cpu") == ""
     assert read_cost_file(wan).unlike({"dim": 8, "family": "joint"}) == "family wan (here joint)"
+    assert read_cost_file(wan).unlike({"dim": 8, "matmul": "dtype"}) == ""
+    assert "matmul dtype" in read_cost_file(wan).unlike({"dim": 8, "matmul": "float8"})
 
 
 @pytest.mark.parametrize(

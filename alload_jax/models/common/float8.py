@@ -26,7 +26,7 @@ _MEASURED_TOKENS = 16384
 """Of products that are compared."""
 _ALIGNED = 16
 """What cuBLASLt's float8 kernels need of inputs and outputs."""
-_LARGEST_EXPONENT = 100
+_LARGEST_EXPONENT = 120
 """Of a scale, so that its inverse is a float32."""
 _ADA = 8.9
 """The first compute capability with products in float8."""
@@ -52,7 +52,7 @@ def scaled(x: jax.Array, dtype: Any) -> Scaled:
     """Rounds a tensor to float8.
 
     Args:
-      x: bfloat16 or float32 [...]; NaN and infinity give NaN.
+      x: bfloat16 or float32 [...]; NaN and infinity make all of it NaN.
       dtype: `VALUES` or `GRADIENTS`.
     """
     largest = jnp.max(jnp.abs(x)).astype(jnp.float32)
@@ -118,16 +118,38 @@ def use_float8(model: nnx.Module, *, where_faster: bool) -> None:
     Args:
       model: any model, built or abstract.
       where_faster: only where they are faster.
+    """
+    for _, layer, dtype in narrow_linears(model):
+        aligned = layer.in_features % _ALIGNED == layer.out_features % _ALIGNED == 0
+        if aligned and dtype == jnp.bfloat16:
+            layer.dot_general = fastest_dot_general if where_faster else dot_general
+
+
+def unused(model: nnx.Module, tokens: int) -> str:
+    """Why a model that should multiply in float8 does not, over so many tokens; "" if it does."""
+    told = "model.matmul is float8, but nothing is multiplied in it: "
+    if not any(layer.dot_general is dot_general for _, layer, _ in narrow_linears(model)):
+        return told + (
+            "blocks have no linear layer in bfloat16 whose inputs and outputs are multiples of "
+            f"{_ALIGNED}; set model.dtype to bfloat16, or model.matmul to dtype"
+        )
+    if tokens < LEAST_TOKENS:
+        return told + (
+            f"micro-batches have at most {tokens:,} tokens, and products over fewer than "
+            f"{LEAST_TOKENS:,} keep their dtype; raise planning.m_mem, or set model.matmul to dtype"
+        )
+    return ""
+
+
+def require_device() -> None:
+    """Checks that the GPU to run on has products in float8; elsewhere their values are the same.
 
     Raises:
-      InputError: this GPU has no products in float8, and they are wanted everywhere.
+      InputError: it has none.
     """
-    reason = None if where_faster else _unsupported_device()
+    reason = _unsupported_device()
     if reason and jax.default_backend() == "gpu":
         raise InputError(f"model.matmul is float8, but {reason}; set it to auto or dtype")
-    for _, layer, _ in narrow_linears(model):
-        if layer.in_features % _ALIGNED == layer.out_features % _ALIGNED == 0:
-            layer.dot_general = fastest_dot_general if where_faster else dot_general
 
 
 def _unsupported_device() -> str | None:

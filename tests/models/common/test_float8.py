@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from alload_jax.errors import InputError
 from alload_jax.models.common import float8
 from alload_jax.models.common.lora import LoraConfig
-from alload_jax.models.families import abstract_model, build_model
+from alload_jax.models.families import abstract_model, build_model, float8_unused, training_graph
 from alload_jax.models.hunyuan_video.transformer import HunyuanVideoConfig
 from alload_jax.models.wan.transformer import WanConfig
 from pallas_kernels import devices
@@ -64,6 +64,12 @@ def test_products_are_those_of_rounded_tensors(seed, size, empty):
 def test_what_is_not_finite_stays_so(wrong):
     x = drawn(0, 4, 16).at[1, 2].set(wrong)
     assert not np.isfinite(np.asarray(float8.product(x, drawn(1, 16, 16)), np.float32)).any()
+
+
+def test_large_numbers_stay_finite():
+    large = jnp.full((1, 16), 6e32, jnp.bfloat16)
+    found = float8.product(large, jnp.eye(16, dtype=jnp.bfloat16))
+    np.testing.assert_allclose(np.asarray(found, np.float32), 6e32, rtol=0.07)
 
 
 def test_devices_share_one_scale():
@@ -124,9 +130,25 @@ def test_gpus_without_float8_are_refused(monkeypatch):
     monkeypatch.setattr(devices, "current_device", lambda: old)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     config = dataclasses.replace(CONFIG, matmul="float8", norm="xla", dim=48, num_heads=3)
+    abstract_model(config)  # of a checkpoint that is drawn from there, or of a plan
     with pytest.raises(InputError, match=r"model.matmul is float8, but NVIDIA A100 .* 8\.9"):
-        abstract_model(config)
-    abstract_model(dataclasses.replace(config, matmul="auto"))
+        training_graph(config)
+    training_graph(dataclasses.replace(config, matmul="auto"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "tokens", "reason"),
+    [
+        ({}, TOKENS, ""),
+        ({}, TOKENS - 1, "at most 4,095 tokens"),
+        ({"dtype": "float32"}, TOKENS, "no linear layer in bfloat16"),
+        ({"dim": 40, "num_heads": 2, "ffn_dim": 40}, TOKENS, "multiples of 16"),
+    ],
+)
+def test_where_it_has_no_effect_that_is_said(changes, tokens, reason):
+    said = float8_unused(dataclasses.replace(CONFIG, matmul="float8", **changes), tokens)
+    assert reason in said
+    assert bool(said) == bool(reason)
 
 
 def test_joint_models_have_them_too():
