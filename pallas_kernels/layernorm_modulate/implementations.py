@@ -240,8 +240,7 @@ class TritonNorm(Measured[NormOperands, NormOptions], FusedImplementation):
         """One kernel; statistics are mean and 1/deviation of each row, [B, S, 2] float32."""
         from pallas_kernels.layernorm_modulate import triton
 
-        kernel: Pass = "forward" if operands.y is None else "residual_forward"
-        blocks = tuning.blocks_for(kernel, operands.x.shape[-1])
+        blocks = tuning.blocks_for(_forward_pass(operands), operands.x.shape[-1])
         return triton.forward(operands, options, blocks, statistics=statistics)
 
     @override
@@ -323,12 +322,10 @@ class MosaicNorm(TritonNorm):
         self, operands: NormOperands, options: NormOptions, *, statistics: bool
     ) -> tuple[jax.Array | None, jax.Array, jax.Array | None]:
         """The kernel here where it was faster than Triton's, or where that is gone."""
-        kernel: Pass = "forward" if operands.y is None else "residual_forward"
         dim, itemsize = operands.x.shape[-1], operands.x.dtype.itemsize
-        faster = tuning.forward_faster_than_triton(kernel, dim, itemsize)
-        wanted = faster or not devices.lowers_triton()
-        way = _forward_way(operands, options) if wanted else None
-        if way is None:
+        faster = tuning.forward_faster_than_triton(_forward_pass(operands), dim, itemsize)
+        way = _forward_way(operands, options)
+        if way is None or (devices.lowers_triton() and not faster):
             return super().forward(operands, options, statistics=statistics)
         from pallas_kernels.layernorm_modulate import mosaic
 
@@ -374,8 +371,11 @@ def _forward_way(operands: NormOperands, options: NormOptions) -> Way | None:
     if streams[-1].dtype != options.out_dtype:
         return None
     bytes_per_column = sum(each.dtype.itemsize for each in streams)
-    kernel: Pass = "forward" if y is None else "residual_forward"
-    return tuning.way_for(kernel, x.shape[-1], bytes_per_column)
+    return tuning.way_for(_forward_pass(operands), x.shape[-1], bytes_per_column)
+
+
+def _forward_pass(operands: NormOperands) -> Pass:
+    return "forward" if operands.y is None else "residual_forward"
 
 
 def _norm(operands: NormOperands, options: NormOptions) -> Norm:
