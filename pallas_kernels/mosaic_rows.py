@@ -5,6 +5,7 @@ memory with the tensor memory accelerator, and writes results where a row stood,
 copied out. Each thread writes only what it alone has read.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -76,11 +77,17 @@ class Columns:
         return ref.at[row, pl.ds(self.first, self.chunks)]
 
 
-def columns_of(dim: int, groups: int, group: jax.Array | int) -> Columns:
+def columns_of(dim: int, groups: int, group: jax.Array | int, alike: bool = False) -> Columns:
     """A group's columns: as many as any other's.
 
     Where groups do not divide the row's chunks, some groups begin with chunks of the one before.
     Both compute the same there, and only one counts it in sums over the row.
+
+    Args:
+      dim: columns of a row.
+      groups: that share it.
+      group: one of them.
+      alike: whether all pieces have one size, where groups share chunks evenly.
     """
     total = dim // LANES
     chunks = chunks_of(dim, groups)
@@ -90,8 +97,9 @@ def columns_of(dim: int, groups: int, group: jax.Array | int) -> Columns:
     counts = jnp.asarray(group * chunks == first).astype(jnp.float32)
     pieces = [Piece(at, 1, counts) for at in range(shared)]
     at = shared
+    most = math.gcd(_MOST_CHUNKS, chunks) if alike else _MOST_CHUNKS
     while at < chunks:
-        size = min(_MOST_CHUNKS, 1 << ((chunks - at).bit_length() - 1))
+        size = min(most, 1 << ((chunks - at).bit_length() - 1))
         pieces.append(Piece(at, size, None))
         at += size
     return Columns(first, chunks, tuple(pieces))

@@ -46,8 +46,8 @@ from pallas_kernels.rms_norm_rotary.api import (
 from pallas_kernels.walks import Pace, Way, chunks_of
 
 _THREADS_OF_WARP = 32
-Angles = dict[int, tuple[jax.Array, jax.Array]]
-"""cos and sin of a token as a thread needs them, by chunks of a piece."""
+Angles = tuple[jax.Array, jax.Array]
+"""cos and sin of a token as a thread needs them for each piece of its columns."""
 
 
 @dataclass(frozen=True)
@@ -84,23 +84,19 @@ class MosaicRmsNormLaunch:
         wide = lax.broadcast_in_dim(mean, value.shape, (0,))
         return plgpu.layout_cast(wide, layout_of(piece.chunks))
 
-    def angles(self, slot: Refs, pieces: tuple[Piece, ...], sign: float = 1.0) -> Angles:
-        """For each size of a piece; all begin with a head."""
+    def angles(self, slot: Refs, chunks: int, sign: float = 1.0) -> Angles | None:
+        """For pieces of some chunks; all begin with a head."""
         if "cos" not in slot:
-            return {}
+            return None
+        layout = _layout_of_pairs(chunks, self.options.head_dim)
+        cos, sin = (plgpu.load(slot[name], (), layout=layout) for name in ("cos", "sin"))
+        return cos, sign * sin
 
-        def load(name: str, chunks: int) -> jax.Array:
-            layout = _layout_of_pairs(chunks, self.options.head_dim)
-            return plgpu.load(slot[name], (), layout=layout)
-
-        sizes = {piece.chunks for piece in pieces}
-        return {size: (load("cos", size), sign * load("sin", size)) for size in sizes}
-
-    def turned(self, value: jax.Array, piece: Piece, angles: Angles) -> jax.Array:
+    def turned(self, value: jax.Array, piece: Piece, angles: Angles | None) -> jax.Array:
         """Channel pairs (2i, 2i + 1) turned by angle i."""
-        if not angles:
+        if angles is None:
             return value
-        return _rotate(piece.chunks, self.options.head_dim)(value, *angles[piece.chunks])
+        return _rotate(piece.chunks, self.options.head_dim)(value, *angles)
 
 
 def _layout_of_pairs(chunks: int, head_dim: int) -> PyTree:
@@ -154,7 +150,8 @@ def kernel(*refs: Ref, launch: MosaicRmsNormLaunch) -> None:
     program, group = lax.axis_index("program"), lax.axis_index("group")
     streams = [name for name in ("x", "dout") if name in ref]
     tables = [name for name in ("cos", "sin") if name in ref]
-    columns = columns_of(launch.dim, launch.way.groups, group)
+    # JAX makes one load of the angles for pieces of two sizes, and finds no layout for it.
+    columns = columns_of(launch.dim, launch.way.groups, group, alike=True)
     pieces = columns.pieces
     ring = RowRing(
         {name: ref[name] for name in streams},
@@ -191,7 +188,7 @@ def forward_rows(
         squares = [(piece, part * part) for piece, part in zip(pieces, x, strict=True)]
         means = launch.means(ref, row, group, squares)
         ring.fetch_last(row)
-        angles = launch.angles(slot, pieces)
+        angles = launch.angles(slot, pieces[0].chunks)
         for piece, part, of_piece, (mean,) in zip(pieces, x, weights, means, strict=True):
             normed = part * lax.rsqrt(mean + launch.options.eps) * of_piece
             piece.store(slot["x"], launch.turned(normed, piece, angles))
@@ -213,7 +210,7 @@ def backward_rows(
 
     def work(row: jax.Array, sums: list[list[jax.Array]]) -> list[list[jax.Array]]:
         slot = ring.wait(row)
-        angles = launch.angles(slot, pieces, -1.0)
+        angles = launch.angles(slot, pieces[0].chunks, -1.0)
         x = [piece.load(slot["x"]) for piece in pieces]
         grad = [launch.turned(piece.load(slot["dout"]), piece, angles) for piece in pieces]
         each = list(zip(pieces, x, grad, weights, strict=True))

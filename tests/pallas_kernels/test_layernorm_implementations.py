@@ -401,14 +401,16 @@ def test_tiles_cover_the_width(width, power, equal):
 
 
 @cases.examples(60)
-@given(chunks=st.integers(1, 100), groups=st.sampled_from([1, 2, 4]))
-def test_columns_are_counted_once_and_all_groups_have_equally_many(chunks, groups):
+@given(chunks=st.integers(1, 100), groups=st.sampled_from([1, 2, 4]), alike=st.booleans())
+def test_columns_are_counted_once_and_all_groups_have_equally_many(chunks, groups, alike):
     each = -(-chunks // groups)
     assume((groups - 1) * each <= chunks)  # else a group would have another's columns alone
+    assume(not alike or chunks % groups == 0)
     counted = np.zeros(chunks, int)
     for group in range(groups):
-        columns = columns_of(chunks * LANES, groups, group)
+        columns = columns_of(chunks * LANES, groups, group, alike)
         first, place = int(columns.first), 0
+        assert not alike or len({piece.chunks for piece in columns.pieces}) == 1
         for piece in columns.pieces:
             assert piece.at == place
             assert piece.chunks in (1, 2, 4)
