@@ -1,9 +1,12 @@
 """Pictures of what `alload bench` and `alload calibrate` measure.
 
-Imported late: matplotlib takes a second.
+    python -m alload_jax.bench.pictures JSON PNG
+
+draws a JSON of `alload bench epoch` again. Imported late: matplotlib takes a second.
 """
 
 import itertools
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -15,7 +18,7 @@ from alload_jax.bench.kernel import Entry, share_of_copy
 from alload_jax.bench.sparse_attention import Speed, preferred
 from alload_jax.bench.step_profile.attribution import ELSE, ORDER
 from alload_jax.bench.step_profile.summary import Row, totals
-from alload_jax.files import Json
+from alload_jax.files import Json, read_json
 from alload_jax.planning.cost import CostFile, CostModel, bucketed_cost
 
 Case = Json
@@ -26,7 +29,7 @@ _INK, _QUIET = "#1f2328", "#8b949e"
 
 # ---------------------------------------------------------------- alload bench balance
 
-_BUSY, _IDLE = "#3b7dd8", "#e8e8e8"
+_BUSY, _BUSY_LESS, _IDLE = "#3b7dd8", "#a9c8f0", "#e8e8e8"
 _MAX_STEPS = 6
 
 
@@ -72,6 +75,44 @@ def _draw_steps(axis: Axes, case: Case) -> None:
     title = f"{case['case']}: {speed:,.0f} tokens/s, idle {idle:.1%}"
     axis.set_title(title, fontsize=10, loc="left")
     axis.spines[["top", "right", "left"]].set_visible(False)
+
+
+# ---------------------------------------------------------------- alload bench epoch
+
+
+def draw_epoch(path: Path, content: Json) -> None:
+    """Draws each case's tokens/s: of its steps, and of the same from the start of the command on.
+
+    Args:
+      path: the PNG to write.
+      content: the JSON of `alload bench epoch`.
+
+    Raises:
+      ValueError: no case was measured.
+    """
+    cases = [case for case in content["cases"] if "tokens_per_second" in case]
+    if not cases:
+        raise ValueError(f"{path}: no case was measured")
+    cases.sort(key=lambda case: case["tokens_per_second"])
+    figure = Figure(figsize=(9, 1.2 + 0.62 * len(cases)), layout="tight")
+    axis = figure.subplots()
+    for place, case in enumerate(cases):
+        steps = case["tokens_per_second"]
+        whole = case["tokens"] / (case["first_step_seconds"] + case["seconds"])
+        for up, value, colour in ((0.2, steps, _BUSY), (-0.2, whole, _BUSY_LESS)):
+            axis.barh(place + up, value, height=0.38, color=colour)
+            axis.text(value, place + up, f" {value:,.0f}", va="center", fontsize=9, color=_INK)
+    names = [
+        case["case"] + (f"\n{case['idle']:.0%} idle" if "idle" in case else "") for case in cases
+    ]
+    axis.set_yticks(range(len(cases)), names)
+    axis.set_xlim(0, 1.12 * cases[-1]["tokens_per_second"])
+    axis.set_xticks([])
+    axis.spines[["top", "right", "bottom"]].set_visible(False)
+    where = f"{cases[0]['devices']} × {cases[0]['device']}"
+    title = f"{where}, tokens/s: steps (dark), and with start and compilation (light)"
+    axis.set_title(title, loc="left", fontsize=11, color=_INK)
+    figure.savefig(path, dpi=150)
 
 
 # ---------------------------------------------------------------- alload calibrate
@@ -398,3 +439,7 @@ def _write_numbers(axis: Axes, parts: Sequence[Row]) -> None:
         shown = (f"{row.seconds * 1e3:,.2f}", f"{row.share:.1%}", of_roof)
         for text, place in zip(shown, _COLUMNS.values(), strict=True):
             axis.text(place, line, text, **style)
+
+
+if __name__ == "__main__":
+    draw_epoch(Path(sys.argv[2]), read_json(Path(sys.argv[1])))

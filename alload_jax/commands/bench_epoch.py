@@ -42,11 +42,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "epoch takes longer (default 200)")  # fmt: skip
     add("--repeats", type=COUNT, default=1, help="how often all cases are run in turn (default 1)")
     add("--out", default="epoch.json", help="JSON of the results, written after each case")
+    add("--picture", type=Path, help="PNG of the tokens/s of the cases")
 
 
 def run(options: argparse.Namespace) -> int:
     """Measures each case in a process of its own, prints a table and writes JSON."""
     require_place(_COMMAND, "--out", Path(options.out))
+    if options.picture:
+        require_place(_COMMAND, "--picture", options.picture)
     cases = _cases(options.cases, options.only)
     from alload_jax.config import read_config  # imports JAX
 
@@ -73,7 +76,12 @@ def run(options: argparse.Namespace) -> int:
                     yield {"case": name} | found
                     shutil.rmtree(place, ignore_errors=True)
 
-        return record.measure(results(), "case", outcome, table)
+        status = record.measure(results(), "case", outcome, table)
+    if options.picture and status == 0:
+        from alload_jax.bench.pictures import draw_epoch
+
+        draw_epoch(options.picture, record.content)
+    return status
 
 
 def _cases(file: Path, only: list[str] | None) -> dict[str, Json]:

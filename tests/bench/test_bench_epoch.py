@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from alload_jax.bench.pictures import draw_epoch
 from alload_jax.cli import main
 from alload_jax.commands import bench_epoch
 from alload_jax.data.manifest import read_manifest
@@ -146,3 +147,25 @@ def test_data_have_the_sizes_of_a_manifest(tmp_path):
     given = SimpleNamespace(data=tmp_path / "more", workload="wan-480", longest=None)
     with pytest.raises(InputError, match=r"wan-480: no such manifest"):
         bench_epoch._require_data(given, model)
+
+
+def test_the_picture_shows_each_measured_case_the_fastest_on_top(tmp_path, monkeypatch):
+    drawn = {}
+
+    def save(figure, path, **_):
+        (axis,) = figure.axes
+        drawn["names"] = [label.get_text() for label in axis.get_yticklabels()]
+        drawn["values"] = [text.get_text().strip() for text in axis.texts]
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", save)
+    case = {"devices": 2, "device": "GPU", "tokens": 3000, "first_step_seconds": 5, "seconds": 10}
+    cases = [
+        case | {"case": "fast", "tokens_per_second": 300.0, "idle": 0.012},
+        {"case": "broken", "error": "no memory"},
+        case | {"case": "slow", "tokens_per_second": 250.0, "seconds": 12},
+    ]
+    draw_epoch(tmp_path / "a.png", {"cases": cases})
+    assert drawn["names"] == ["slow", "fast\n1% idle"]
+    assert drawn["values"] == ["250", "176", "300", "200"]  # 3,000 / 17 and 3,000 / 15
+    with pytest.raises(ValueError, match="no case was measured"):
+        draw_epoch(tmp_path / "a.png", {"cases": cases[1:2]})

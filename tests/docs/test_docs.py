@@ -20,9 +20,10 @@ import pytest
 import yaml
 
 import alload_jax
+from alload_jax.bench.pictures import draw_epoch
 from alload_jax.cli import main as alload
 from alload_jax.config import read_config, values_of
-from alload_jax.errors import InputError
+from alload_jax.files import read_json
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -78,7 +79,7 @@ ALL_COMMANDS = sorted({command for page in PAGES for command in commands(page)})
 
 
 def test_links_anchors_and_files_that_are_named_exist():
-    assert {"docs/planning.md", "docs/images/waiting.png"} <= set(links(ROOT / "README.md"))
+    assert {"docs/planning.md", "docs/images/epoch.png"} <= set(links(ROOT / "README.md"))
     assert "a-training-step-of-wan-21-13b" in anchors(DOCS / "results.md")
     written = ("build/", "checkpoints/", "samples/", "tensorboard/", "transformer/", "mine.yaml")
     for page in PAGES:
@@ -283,16 +284,24 @@ def test_the_public_names_exist_without_jax_and_are_on_their_page():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
-def test_the_first_picture_shows_the_figures_of_the_readme():
-    program = runpy.run_path(str(ROOT / "benchmarks" / "waiting_picture.py"))
-    content = program["json"].loads((ROOT / program["RESULTS"]).read_text())
-    before, after = (program["measured"](content, program[name]) for name in ("BEFORE", "AFTER"))
-    shown = {t.get_text() for a in program["draw"](content, before, after).axes for t in a.texts}
-    assert {"30% waiting", "3% waiting", "866,924 tokens/s\n1.40× the speed"} <= shown
+def test_the_first_picture_shows_the_figures_of_the_readme(tmp_path, monkeypatch):
+    shown = set()
+
+    def save(figure, path, **_):
+        (axis,) = figure.axes
+        shown.update(text.get_text().strip() for text in axis.texts)
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", save)
+    found = read_json(ROOT / "benchmarks/results/epoch_mixed_resolution_x2_h200.json")
+    draw_epoch(tmp_path / "x.png", found)
     readme = (ROOT / "README.md").read_text()
-    assert all(figure in readme for figure in ("29.9 %", "3.2 %", "866,924", "1.40×"))
-    with pytest.raises(InputError, match=r"^x: has no GPU times of balanced"):
-        program["measured"]({"workload": "x", "cases": [{"case": "balanced"}]}, "balanced")
+    named = set(re.findall(r"\d+,\d{3}(?= tokens/s)", readme.partition("## Results")[2]))
+    assert named <= shown
+    steps = {case["case"]: case["tokens_per_second"] for case in found["cases"]}
+    assert f"{steps['balanced'] / steps['equal-tokens']:.2f}×" in readme
+    assert f"{steps['balanced'] / steps['dual-constraint-shared']:.2f}×" in readme
+    idle = {case["case"]: case["idle"] for case in found["cases"]}
+    assert f"from {idle['equal-tokens']:.1%} to {idle['balanced']:.1%}".replace("%", " %") in readme
 
 
 @pytest.mark.slow
