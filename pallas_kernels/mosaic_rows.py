@@ -24,6 +24,13 @@ WARPS = 4
 """Of a group. Each has a row of a piece, so that sums over it need no other warp."""
 _MOST_CHUNKS = 4
 """Of a piece: what a thread loads at once."""
+_INDEX = [()] if jax.__version_info__ < (0, 11) else []
+"""What `plgpu.load` must be given beside a ref; JAX 0.12 does not take it any more."""
+
+
+def load(ref: Ref, layout: PyTree, optimized: bool = True) -> jax.Array:
+    """All of a ref, in a layout; not `optimized` from global memory."""
+    return plgpu.load(ref, *_INDEX, layout=layout, optimized=optimized)
 
 
 class Piece(NamedTuple):
@@ -41,8 +48,7 @@ class Piece(NamedTuple):
 
     def load(self, ref: Ref, optimized: bool = True) -> jax.Array:
         """This piece of a [chunks, LANES] ref, float32; not `optimized` from global memory."""
-        lanes = plgpu.load(self._view(ref), (), layout=layout_of(self.chunks), optimized=optimized)
-        return lanes.astype(jnp.float32)
+        return load(self._view(ref), layout_of(self.chunks), optimized).astype(jnp.float32)
 
     def store(self, ref: Ref, value: jax.Array) -> None:
         """Rounds a value to the ref's dtype and writes it."""

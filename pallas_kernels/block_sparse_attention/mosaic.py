@@ -45,6 +45,7 @@ from pallas_kernels.block_sparse_attention.operands import (
     AttentionOptions,
     Pass,
 )
+from pallas_kernels.mosaic_rows import load
 from pallas_kernels.op import Ref
 
 LOG2E = math.log2(math.e)
@@ -77,7 +78,7 @@ def forward_kernel(
         row_max, row_sum, acc = carry
         key_slot, value_slot = slots
         keys.wait(key_slot, valid)
-        scores = _product(q_tile, _transposed(keys.buffers[0].at[key_slot]))
+        scores = _product(q_tile, keys.buffers[0].at[key_slot].transpose((1, 0)))
         fetch(keys)
         scores = only_valid_scores(scores, valid)
         new_max = jnp.maximum(row_max, scores.max(axis=1) * factor)
@@ -124,7 +125,7 @@ def dq_kernel(
     plgpu.copy_gmem_to_smem(inputs.delta.at[own.scalars], delta_tile, arrived)
     keys, values = _rings((inputs.k,), (inputs.v,), buffers, launch)
     plgpu.barrier_wait(arrived)
-    lse, delta = (plgpu.load(each, (), layout=ROWS) for each in (lse_tile, delta_tile))
+    lse, delta = (load(each, ROWS) for each in (lse_tile, delta_tile))
 
     def step(valid: jax.Array, slots: Slots, fetch: Fetch, dq: jax.Array) -> jax.Array:
         for ring, slot in zip((keys, values), slots, strict=True):
@@ -132,8 +133,8 @@ def dq_kernel(
         k, v = keys.buffers[0].at[slots[0]], values.buffers[0].at[slots[1]]
 
         def products(scores_ref: Ref, dweights_ref: Ref) -> jax.Array:
-            plgpu.wgmma(scores_ref, q_tile, _transposed(k))
-            plgpu.wgmma(dweights_ref, dout_tile, _transposed(v))
+            plgpu.wgmma(scores_ref, q_tile, k.transpose((1, 0)))
+            plgpu.wgmma(dweights_ref, dout_tile, v.transpose((1, 0)))
             scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
             scores = only_valid_scores(scores, valid)
             weights = jnp.exp2(scores * (launch.scale * LOG2E) - across(lse, scores))
@@ -182,13 +183,13 @@ def dkv_kernel(
 
         def products(refs: Sequence[Ref]) -> None:
             scores_ref, dweights_ref, dk_ref, dv_ref = refs
-            plgpu.wgmma(scores_ref, k_tile, _transposed(q))
-            plgpu.wgmma(dweights_ref, v_tile, _transposed(dout))
-            lse = plgpu.load(lse_tile, (), layout=COLUMNS)
+            plgpu.wgmma(scores_ref, k_tile, q.transpose((1, 0)))
+            plgpu.wgmma(dweights_ref, v_tile, dout.transpose((1, 0)))
+            lse = load(lse_tile, COLUMNS)
             scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
             weights = jnp.exp2(scores * (launch.scale * LOG2E) - down(lse, scores))
             plgpu.wgmma(dv_ref, weights.astype(inputs.q.dtype), dout)
-            delta = plgpu.load(delta_tile, (), layout=COLUMNS)
+            delta = load(delta_tile, COLUMNS)
             dweights = plgpu.wgmma_accumulator_load(dweights_ref, wait_n=1)
             dscores = weights * (dweights - down(delta, scores))
             plgpu.wgmma(dk_ref, dscores.astype(inputs.q.dtype), q)
@@ -239,10 +240,6 @@ def _query_walk(lists: ProgramLists, own: Own, launch: MosaicLaunch) -> MosaicWa
         lists.extent[own.row, own.head, own.block],
         launch,
     )
-
-
-def _transposed(tile: Ref) -> Ref:
-    return plgpu.transpose_ref(tile, (1, 0))
 
 
 def _product(a: Ref, b: Ref) -> jax.Array:

@@ -12,6 +12,7 @@ from jaxtyping import PyTree
 
 from pallas_kernels.block_sparse_attention.block_lists import ProgramLists, divide, unpack_entry
 from pallas_kernels.block_sparse_attention.operands import Pass
+from pallas_kernels.mosaic_rows import load
 from pallas_kernels.op import Ref
 
 
@@ -235,7 +236,7 @@ class TileRing:
         @pl.when(valid < size)
         def _() -> None:
             for matrix in matrices:
-                value = plgpu.load(matrix, (), layout=MATRIX)
+                value = load(matrix, MATRIX)
                 row = plgpu.broadcasted_iota(jnp.int32, value.shape, 0, layout=MATRIX)
                 matrix[...] = jnp.where(row < valid, value, jnp.zeros_like(value))
             plgpu.commit_smem()

@@ -30,6 +30,7 @@ from pallas_kernels.mosaic_rows import (
     even_rows,
     in_chunks,
     layout_of,
+    load,
     ring_scratch,
     row_sums,
     sums_scratch,
@@ -89,7 +90,7 @@ class MosaicRmsNormLaunch:
         if "cos" not in slot:
             return None
         layout = _layout_of_pairs(chunks, self.options.head_dim)
-        cos, sin = (plgpu.load(slot[name], (), layout=layout) for name in ("cos", "sin"))
+        cos, sin = (load(slot[name], layout) for name in ("cos", "sin"))
         return cos, sign * sin
 
     def turned(self, value: jax.Array, piece: Piece, angles: Angles | None) -> jax.Array:

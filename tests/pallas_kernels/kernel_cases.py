@@ -11,6 +11,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType
+from lowering import lowered_for_cuda
 
 from pallas_kernels import layernorm_modulate, residual_layernorm_modulate
 from pallas_kernels.layernorm_modulate import tuning
@@ -336,20 +337,6 @@ def both_lowered_for_cuda(operands, kernels=TritonNorm, **static):
     if h is not None:
         h = jax.ShapeDtypeStruct(h.shape, static.get("residual_dtype") or h.dtype)
     return lowered_for_cuda(both, operands, (h, operands.x))
-
-
-def lowered_for_cuda(function, *arguments):
-    """The text of a function's module for CUDA, made on a host without one."""
-    traced_on = jax.jit(function).trace
-    if jax.default_backend() == "gpu":
-        return traced_on(*arguments).lower().as_text()
-    if jax.__version_info__ < (0, 11):
-        return traced_on(*arguments).lower(lowering_platforms=("cuda",)).as_text()
-    from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
-
-    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-        return traced_on(*arguments).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def kernels_launched(module, function="layernorm_modulate"):

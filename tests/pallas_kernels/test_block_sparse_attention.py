@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from kernel_cases import BF16, F16, ROUNDING, assert_same_bits, lowered_for_cuda
+from kernel_cases import BF16, F16, ROUNDING, assert_same_bits
+from lowering import lowered_for_cuda
 
 from pallas_kernels import devices
 from pallas_kernels.block_sparse_attention import (

@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from kernel_cases import BF16, F32, LAYOUTS
+from lowering import lowered_for_cuda
 
 from pallas_kernels import devices, layernorm_modulate
 from pallas_kernels.layernorm_modulate.operands import NormOperands, unsupported_sharding
@@ -117,7 +118,7 @@ def test_only_an_output_that_is_not_saved_is_computed_again(saved, residual, for
     policy = jax.checkpoint_policies.save_only_these_names(*saved)
     remat = jax.checkpoint(block, policy=policy)
     step = jax.value_and_grad(lambda each: remat(each).astype(F32).sum())
-    found = Counter(cases.kernels_launched(cases.lowered_for_cuda(step, operands)))
+    found = Counter(cases.kernels_launched(lowered_for_cuda(step, operands)))
     assert (found["forward"], found["backward"]) == (forwards, 1)
     assert set(found) <= {"forward", "backward", "reduce", "statistics"}
 
@@ -131,7 +132,7 @@ def test_a_norm_that_is_not_used_is_not_run_backwards():
         return jnp.sin(block(floats._replace(segment_ids=operands.segment_ids))).sum()
 
     floats = operands._replace(segment_ids=None)
-    found = Counter(cases.kernels_launched(cases.lowered_for_cuda(jax.grad(loss), floats)))
+    found = Counter(cases.kernels_launched(lowered_for_cuda(jax.grad(loss), floats)))
     assert found == {"forward": 1, "h_backward": 1, "reduce": 1}
 
 

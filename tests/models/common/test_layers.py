@@ -265,7 +265,9 @@ def test_what_steps_keep_moves_and_the_last_output_a_turn_later(wraps, to_host, 
     [scan] = [each for each in jaxpr.eqns if each.primitive.name == "scan"]
     moves = [each for each in scan.params["jaxpr"].eqns if each.primitive.name == "device_put"]
     shapes = [variable.aval.shape for each in moves for variable in each.outvars]
-    assert (shapes, scan.params["num_carry"]) == ([(ROWS, WIDTH)] * moved, carry)
+    of_step = [each.shape for each in scan.params["jaxpr"].out_avals]
+    carried = sum(v.aval.shape == of for v, of in zip(scan.outvars, of_step, strict=True))
+    assert (shapes, carried) == ([(ROWS, WIDTH)] * moved, carry)
     # Parameters are not kept a second time.
     _, backward, _ = jax.vjp(loss, *arguments, has_aux=True)
     kernels = [leaf for leaf in jax.tree.leaves(backward) if leaf.shape[-3:] == (1, WIDTH, WIDTH)]

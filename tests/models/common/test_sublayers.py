@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from lowering import lowered_for_cuda
 
 from alload_jax.models.common import sublayers
 from alload_jax.models.common.config import TransformerConfig
@@ -246,11 +247,11 @@ def test_gelu_runs_once_more_only_where_the_layer_is_applied_again(policy, runs)
     config = TransformerConfig(dim=64, ffn_dim=1024, dtype="bfloat16")
     graph, state = nnx.split(FeedForward(config, rngs=nnx.Rngs(0)))
     shapes = (state, jnp.zeros((2, 2048, 64), jnp.bfloat16), jnp.zeros((), jnp.bfloat16))
-    grad = jax.jit(jax.grad(gated(graph, policy), argnums=(0, 1, 2)))
+    grad = jax.grad(gated(graph, policy), argnums=(0, 1, 2))
     with (
         mock.patch.object(devices, "unsupported_triton_device", return_value=None),
         mock.patch.object(devices, "device_kind", return_value="NVIDIA H200"),
     ):
-        text = grad.trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+        text = lowered_for_cuda(grad, *shapes)
     found = {name: text.count(f'name = "bias_gelu_{name}"') for name in ("forward", "backward")}
     assert found == {"forward": runs, "backward": 1}
