@@ -35,6 +35,8 @@ from alload_jax.data.record import LATENTS, TEXT
 from alload_jax.data.store import StoreReader
 from alload_jax.errors import InputError, run_command
 from alload_jax.files import Json, read_json
+from alload_jax.planning.cost import CostModel
+from alload_jax.planning.metrics import step_metrics
 from alload_jax.planning.plan import Plan
 from alload_jax.planning.policies.bucketed import EqualTokens
 from alload_jax.planning.policies.policy import RankTopology
@@ -53,8 +55,8 @@ class OneShape(EqualTokens):
 class Batches(Dataset):
     """A rank's batch of each step of a plan; texts are padded to a shape [L, width]."""
 
-    def __init__(self, rank: int, plan: Plan, folder: str, text: tuple[int, int]):
-        self.plan, self.text, self.rank = plan, text, rank
+    def __init__(self, rank: int, plan: Plan, folder: str, text: tuple[int, int], costs: CostModel):
+        self.plan, self.text, self.rank, self.costs = plan, text, rank, costs
         self.reader = StoreReader(read_manifest(folder))
 
     def __len__(self) -> int:
@@ -64,17 +66,15 @@ class Batches(Dataset):
         """Clips [B, C, F, H, W], texts [B, L, width], samples among them; figures of all ranks."""
         if index >= len(self):
             raise IndexError(index)
-        step = self.plan.step(index).micro_batches
-        ours = step[self.rank]
+        step = self.plan.step(index)
+        ours = step.micro_batches[self.rank]
         clips, texts = self.empty(ours.rows, ours.shape)
         for row, number in enumerate(ours.samples):
             sample = self.reader.read(number)
             clips[row] = torch.from_numpy(sample[LATENTS].astype(np.float32)).movedim(-1, 0)
             text = torch.from_numpy(sample[TEXT][: self.text[0]].astype(np.float32))
             texts[row, : len(text)] = text
-        samples = sum(len(each.samples) for each in step)
-        figures: Json = {"samples": samples, "tokens": samples * ours.seq_len}
-        figures["padding"] = 1 - samples / (len(step) * ours.rows)
+        figures = step_metrics(step, self.plan, self.costs)._asdict()
         return clips, texts, len(ours.samples), figures
 
     def empty(self, rows: int, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -202,10 +202,16 @@ def measure(options: argparse.Namespace) -> Json:
         learning_rate=config.optimizer.learning_rate,
     )
     samples, topology = manifest.samples(model.patch_size), RankTopology(options.processes)
-    policy = OneShape.from_config(config.planning, config.planning.costs())
+    costs = config.planning.costs()
+    policy = OneShape.from_config(config.planning, costs)
     plan = Plan(samples, policy.fitted(samples, topology), topology, config.run.seed)
     assert model.text is not None  # it can be exported
-    data = (plan, options.data, (model.text.length, model.text.dim))
+    data = (
+        plan,
+        options.data,
+        (model.text.length, model.text.dim),
+        config.planning.predictor(costs),
+    )
     recorded = provenance(PACKAGES) | {"devices": options.processes, "settings": vars(settings)}
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     with TemporaryDirectory() as folder:

@@ -152,8 +152,10 @@ def figures_of(folder: Path, ready: float) -> Json:
       `first_step_seconds` from the start of the process to the end of its first step; `seconds`,
       `steps`, `tokens` and `samples` after the warm-up; `tokens_per_second`,
       `samples_per_second`; `spread`, the range of the tokens per second of fifths of the steps, as
-      a share of them; `loss`, mean over the samples of the last fifth; `busy`, `exposed` and `idle`
-      as `device_shares` has them, if the profiler shows GPUs.
+      a share of them; `loss`, mean over the samples of the last fifth; `padding` and `imbalance`,
+      means; `variation` of the steps' seconds, standard deviation over mean; their Pearson
+      correlation `with_tokens` and `with_cost` (predicted), None where these are constant; `busy`,
+      `exposed` and `idle` as `device_shares` has them, if the profiler shows GPUs.
 
     Raises:
       InputError: the run ended within the warm-up.
@@ -165,9 +167,9 @@ def figures_of(folder: Path, ready: float) -> Json:
             f"{folder}: only {len(rows)} steps were run, and {WARM_UP + 5} are needed; give more "
             "samples or more seconds"
         )
-    names = ("step_seconds", "tokens", "samples", "loss", "padding")
+    names = ("step_seconds", "tokens", "samples", "loss", "padding", "imbalance", "predicted_cost")
     counted = np.asarray([[row[name] for name in names] for row in rows[WARM_UP:]])
-    seconds, tokens, samples, loss, padding = counted.T
+    seconds, tokens, samples, loss, padding, imbalance, cost = counted.T
     fifths = np.array_split(np.arange(len(seconds)), 5)
     speeds = np.asarray([tokens[part].sum() / seconds[part].sum() for part in fifths])
     speed, last = tokens.sum() / seconds.sum(), fifths[-1]
@@ -182,7 +184,16 @@ def figures_of(folder: Path, ready: float) -> Json:
         "spread": float(np.ptp(speeds) / speed),
         "loss": float(np.average(loss[last], weights=samples[last])),
         "padding": float(padding.mean()),
+        "imbalance": float(imbalance.mean()),
+        "variation": float(seconds.std() / seconds.mean()),
+        "with_tokens": _correlation(seconds, tokens),
+        "with_cost": _correlation(seconds, cost),
     }
     for trace in (folder / "profile").rglob("*.xplane.pb"):
         found |= device_shares(ProfileData.from_file(str(trace)))
     return found
+
+
+def _correlation(a: np.ndarray, b: np.ndarray) -> float | None:
+    """Pearson's."""
+    return float(np.corrcoef(a, b)[0, 1]) if np.ptp(a) and np.ptp(b) else None

@@ -2,6 +2,7 @@
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 from contextlib import suppress
@@ -48,7 +49,8 @@ def flags(tmp_path):
 def run_files(folder, seconds, tokens, samples, losses):
     columns = zip(seconds, tokens, samples, losses, strict=True)
     names = ("step_seconds", "tokens", "samples", "loss")
-    rows = [dict(zip(names, row, strict=True)) | {"padding": 0.25} for row in columns]
+    same = {"padding": 0.25, "imbalance": 0.1, "predicted_cost": 7.0}
+    rows = [dict(zip(names, row, strict=True)) | same for row in columns]
     rows.insert(2, {"step": 2, "validation/loss": 9.0})
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
@@ -77,6 +79,10 @@ def test_figures_count_all_steps_but_the_first_of_which_there_must_be_enough(tmp
         "seconds": time,
         "steps": 20,
         "padding": 0.25,
+        "imbalance": 0.1,
+        "variation": statistics.pstdev(seconds[late]) / statistics.mean(seconds[late]),
+        "with_tokens": statistics.correlation(seconds[late], tokens[late]),
+        "with_cost": None,
     }
     for name, counts in (("tokens", tokens), ("samples", samples)):
         expected |= {name: sum(counts[late]), f"{name}_per_second": sum(counts[late]) / time}

@@ -73,9 +73,12 @@ def batches_of(program, folder, rank=0):
     config = read_config(["--config", str(folder / "config.yaml")], "test")
     samples = program.read_manifest(folder / "data").samples((1, 2, 2))
     topology = program.RankTopology(2)
-    policy = program.OneShape.from_config(config.planning, config.planning.costs())
+    costs = config.planning.costs()
+    policy = program.OneShape.from_config(config.planning, costs)
     plan = program.Plan(samples, policy.fitted(samples, topology), topology, 0)
-    return program.Batches(rank, plan, str(folder / "data"), (12, 16))
+    return program.Batches(
+        rank, plan, str(folder / "data"), (12, 16), config.planning.predictor(costs)
+    )
 
 
 def test_ranks_share_shapes_and_no_sample(folder, program):
