@@ -152,7 +152,7 @@ def kernel(*refs: Ref, launch: MosaicRmsNormLaunch) -> None:
     streams = [name for name in ("x", "dout") if name in ref]
     tables = [name for name in ("cos", "sin") if name in ref]
     # JAX makes one load of the angles for pieces of two sizes, and finds no layout for it.
-    columns = columns_of(launch.dim, launch.way.groups, group, alike=True)
+    columns = columns_of(launch.dim, launch.way.groups, group, alike=bool(tables))
     pieces = columns.pieces
     ring = RowRing(
         {name: ref[name] for name in streams},

@@ -428,6 +428,17 @@ def test_forward_and_backward_are_a_kernel_each_and_a_sum(name, shapes):
     assert sorted(cases.kernels_launched(text, name)) == ["backward", "forward", "reduce"]
 
 
+@pytest.mark.usefixtures("for_cuda")
+@pytest.mark.parametrize(
+    ("dim", "per_head", "table"), [(1280, False, "own"), (2560, True, "own"), (3584, True, None)]
+)
+def test_mosaic_lowers_where_pieces_could_differ_and_where_groups_are_many(dim, per_head, table):
+    """Mosaic has 32 barriers for the slots of a program's groups."""
+    run = partial(run_norm, head_dim=128, implementation="mosaic")
+    text = lowered_for_cuda(run, *norm_shapes((1, 2048, dim), per_head, table))
+    assert text.count("@mosaic_gpu_v2") == 2
+
+
 GELU = {"x": jnp.zeros((1, 4, 8)), "bias": jnp.zeros(8)}
 NORM = {"x": GELU["x"], "weight": jnp.zeros(8), "head_dim": 4}
 
