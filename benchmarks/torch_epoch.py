@@ -158,7 +158,7 @@ def train(
         for row, loss, (last, mark) in zip(
             rows, losses.tolist(), itertools.pairwise(marks), strict=True
         ):
-            row["loss"] = loss / row["samples"]
+            row["loss"], row["epoch"] = loss / row["samples"], 0
             row["step_seconds"] = last.elapsed_time(mark) / 1000 if cuda else mark - last
         Path(folder, "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
         found = {"ready": ready, "programs": len(shapes), "peak_bytes": peaks if cuda else None}

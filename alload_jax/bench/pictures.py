@@ -5,6 +5,7 @@
 draws a JSON of `alload bench epoch` again. Imported late: matplotlib takes a second.
 """
 
+import argparse
 import itertools
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from alload_jax.bench.kernel import Entry, share_of_copy
 from alload_jax.bench.sparse_attention import Speed, preferred
 from alload_jax.bench.step_profile.attribution import ELSE, ORDER
 from alload_jax.bench.step_profile.summary import Row, totals
+from alload_jax.errors import InputError, run_command
 from alload_jax.files import Json, read_json
 from alload_jax.planning.cost import CostFile, CostModel, bucketed_cost
 
@@ -94,25 +96,24 @@ def draw_epoch(path: Path, content: Json) -> None:
     if not cases:
         raise ValueError(f"{path}: no case was measured")
     cases.sort(key=lambda case: case["tokens_per_second"])
+    steps = [case["tokens_per_second"] for case in cases]
+    whole = [case["tokens"] / (case["first_step_seconds"] + case["seconds"]) for case in cases]
     figure = Figure(figsize=(9, 1.2 + 0.62 * len(cases)), layout="tight")
-    axis = figure.subplots()
-    for place, case in enumerate(cases):
-        steps = case["tokens_per_second"]
-        whole = case["tokens"] / (case["first_step_seconds"] + case["seconds"])
-        for up, value, colour in ((0.2, steps, _BUSY), (-0.2, whole, _BUSY_LESS)):
-            axis.barh(place + up, value, height=0.38, color=colour)
-            axis.text(value, place + up, f" {value:,.0f}", va="center", fontsize=9, color=_INK)
-    names = [
-        case["case"] + (f"\n{case['idle']:.0%} idle" if "idle" in case else "") for case in cases
-    ]
-    axis.set_yticks(range(len(cases)), names)
-    axis.set_xlim(0, 1.12 * cases[-1]["tokens_per_second"])
+    axis, places = figure.subplots(), np.arange(len(cases))
+    for up, values, colour, label in (
+        (0.2, steps, _BUSY, "the steps alone"),
+        (-0.2, whole, _BUSY_LESS, "with start and compilation"),
+    ):
+        bars = axis.barh(places + up, values, height=0.38, color=colour, label=label)
+        axis.bar_label(bars, fmt="{:,.0f}", padding=3, color=_INK)
+    axis.legend(loc="upper center", bbox_to_anchor=(0.5, 0), ncols=2, frameon=False)
+    axis.set_yticks(places, [case["case"].replace("-", " ") for case in cases])
+    axis.set_xlim(0, 1.12 * steps[-1])
     axis.set_xticks([])
     axis.spines[["top", "right", "bottom"]].set_visible(False)
-    where = f"{cases[0]['devices']} × {cases[0]['device']}"
-    title = f"{where}, tokens/s: steps (dark), and with start and compilation (light)"
-    axis.set_title(title, loc="left", fontsize=11, color=_INK)
-    figure.savefig(path, dpi=150)
+    where = f"{cases[0]['devices']} × {cases[0]['device'] or 'CPU device'}"
+    axis.set_title(f"Tokens per second, {where}", loc="left", fontsize=13, color=_INK)
+    figure.savefig(path, dpi=150, format="png")
 
 
 # ---------------------------------------------------------------- alload calibrate
@@ -441,5 +442,18 @@ def _write_numbers(axis: Axes, parts: Sequence[Row]) -> None:
             axis.text(place, line, text, **style)
 
 
+def main(argv: list[str]) -> int:
+    """Draws a JSON of `alload bench epoch` again."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("json", type=Path)
+    parser.add_argument("png", type=Path)
+    options = parser.parse_args(argv)
+    content = read_json(options.json)
+    if not isinstance(content, dict) or "cases" not in content:
+        raise InputError(f"{options.json}: is not a file of `alload bench epoch`; name one")
+    draw_epoch(options.png, content)
+    return 0
+
+
 if __name__ == "__main__":
-    draw_epoch(Path(sys.argv[2]), read_json(Path(sys.argv[1])))
+    sys.exit(run_command(main, sys.argv[1:]))

@@ -9,7 +9,7 @@ import numpy as np
 from rich.table import Table
 
 from alload_jax.bench import harness
-from alload_jax.commands.flags import COUNT, require_place
+from alload_jax.commands.flags import COUNT, require_picture, require_place
 from alload_jax.errors import InputError
 from alload_jax.files import Json, read_json
 from alload_jax.planning.cost import CostFile, read_cost_file
@@ -156,7 +156,7 @@ def _checked(options: argparse.Namespace, model: Json) -> tuple[CostFile, dict[s
     """
     require_place(_COMMAND, "--out", Path(options.out))
     if options.picture is not None:
-        require_place(_COMMAND, "--picture", Path(options.picture))
+        require_picture(_COMMAND, "--picture", Path(options.picture))
     passed = ("samples", "one_aspect", "steps", "repeats", "longest", "context", "fsdp")
     shared = {name: getattr(options, name) for name in passed} | {"model": model}
     shared |= {"workload": None if options.same else options.workload, "shape": options.same}

@@ -11,7 +11,14 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from alload_jax.bench.harness import console
-from alload_jax.commands.flags import require_place, source_config, triple, up_to, usual_model
+from alload_jax.commands.flags import (
+    require_picture,
+    require_place,
+    source_config,
+    triple,
+    up_to,
+    usual_model,
+)
 from alload_jax.data import manifest as manifests
 from alload_jax.data.prepare.inputs import write_captions
 from alload_jax.data.sources.opening import open_source
@@ -207,9 +214,7 @@ def _show(options: argparse.Namespace) -> int:
     if options.samples is not None and not options.sheet:
         raise InputError("alload data: --samples needs --sheet FILE; add it")
     if options.sheet:
-        if Path(options.sheet).suffix.lower() != ".png":
-            raise InputError(f"alload data: --sheet {options.sheet}: is not named .png; rename it")
-        require_place("alload data", "--sheet", Path(options.sheet))
+        require_picture("alload data", "--sheet", Path(options.sheet))
         if Path(options.sheet).exists() and not options.force:
             raise InputError(
                 f"alload data: --sheet {options.sheet}: exists already; give --force to replace "

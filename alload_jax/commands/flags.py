@@ -280,6 +280,13 @@ def require_place(command: str, flag: str, path: Path) -> None:
         path.unlink()
 
 
+def require_picture(command: str, flag: str, path: Path) -> None:
+    """Raises InputError unless the path can be written as a PNG."""
+    if path.suffix.lower() != ".png":
+        raise InputError(f"{command}: {flag} {path}: is not named .png; rename it")
+    require_place(command, flag, path)
+
+
 def require_outputs(command: str, out: str) -> tuple[Path, Path]:
     """The JSON and the PNG of `--out`; raises InputError unless both can be written."""
     paths = Path(f"{out}.json"), Path(f"{out}.png")

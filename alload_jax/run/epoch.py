@@ -72,7 +72,7 @@ class _EnoughError(Exception):
 
 
 class _Watch(Callback):
-    """Ends the run after the first half of its steps, or after some seconds."""
+    """Ends the run with the first step of its second epoch, or after some seconds."""
 
     def __init__(self, seconds: float, found: Json):
         self._seconds, self._found = seconds, found
@@ -84,12 +84,13 @@ class _Watch(Callback):
 
     @override
     def on_step_end(self, run: Loop, step: PlacedStep, metrics: dict[str, jax.Array]) -> None:
-        self._programs.update(map(signature, step.batches))
         if run.done == WARM_UP:
             self._ends = time.monotonic() + self._seconds
-        whole = 2 * run.done >= run.total
-        if not whole and (run.done < WARM_UP or time.monotonic() < self._ends):
-            return
+        whole = step.epoch > 0  # by now the metrics of the first are written
+        if not whole:
+            self._programs.update(map(signature, step.batches))
+            if run.done < WARM_UP or time.monotonic() < self._ends:
+                return
         jax.block_until_ready(metrics)
         memory = [device.memory_stats() for device in jax.local_devices()]
         self._found["peak_bytes"] = [each["peak_bytes_in_use"] for each in memory if each] or None
@@ -99,6 +100,8 @@ class _Watch(Callback):
 
 def measure(*, argv: list[str], folder: str, seconds: float) -> Json:
     """Trains by a command line until an epoch ends, or for some seconds after the first steps.
+
+    Of a run that ends by time, the last step is not counted.
 
     Args:
       argv: of `train.py`, without the folder of the run and without callbacks.
@@ -161,7 +164,7 @@ def figures_of(folder: Path, ready: float) -> Json:
       InputError: the run ended within the warm-up.
     """
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    rows = [line for line in lines if not is_validation(line)]
+    rows = [line for line in lines if not is_validation(line) and not line["epoch"]]
     if len(rows) < WARM_UP + 5:
         raise InputError(
             f"{folder}: only {len(rows)} steps were run, and {WARM_UP + 5} are needed; give more "

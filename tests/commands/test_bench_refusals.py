@@ -52,6 +52,8 @@ SAME = ["--same", "1", "32", "32"]
         ("epoch", ["--seconds", 0], "--seconds: '0' is not a number above 0"),
         ("epoch", ["--repeats", 0], "--repeats: '0' is not a whole number from 1"),
         ("epoch", ["--out", "no/x.json"], NO_FOLDER),
+        ("epoch", ["--picture", "x.foo"], "--picture x.foo: is not named .png; rename it"),
+        ("epoch", ["--picture", "no/x.png"], "no/x.png: not a file in"),
         ("epoch", [], "--data data: no such folder; give --workload"),
         ("epoch", ["--cases", "none.yaml"], "none.yaml: no such file"),
         ("kernel", [], NO_GPU),
