@@ -20,7 +20,6 @@ import pytest
 import yaml
 
 import alload_jax
-from alload_jax.bench.pictures import draw_epoch
 from alload_jax.cli import main as alload
 from alload_jax.config import read_config, values_of
 from alload_jax.files import read_json
@@ -292,24 +291,40 @@ def test_the_public_names_exist_without_jax_and_are_on_their_page():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
-def test_the_first_picture_shows_the_figures_of_the_readme(tmp_path, monkeypatch):
-    shown = set()
+def test_the_figures_of_the_epoch_are_those_of_its_file():
+    cases = read_json(ROOT / "benchmarks/results/epoch_mixed_resolution_x2_h200.json")["cases"]
+    steps = {case["case"]: case["tokens_per_second"] for case in cases}
+    start = {
+        case["case"]: case["tokens"] / (case["first_step_seconds"] + case["seconds"])
+        for case in cases
+    }
 
-    def save(figure, path, **_):
-        (axis,) = figure.axes
-        shown.update(text.get_text().strip() for text in axis.texts)
+    def cell(of, case):
+        return f"{of[case]:,.0f} ({of[case] / of['balanced']:.2f}×)"
 
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", save)
-    found = read_json(ROOT / "benchmarks/results/epoch_mixed_resolution_x2_h200.json")
-    draw_epoch(tmp_path / "x.png", found)
-    readme = (ROOT / "README.md").read_text()
-    named = set(re.findall(r"\d+,\d{3}(?= tokens/s)", readme.partition("## Results")[2]))
-    assert named <= shown
-    steps = {case["case"]: case["tokens_per_second"] for case in found["cases"]}
-    assert f"{steps['balanced'] / steps['equal-tokens']:.2f}×" in readme
-    assert f"{steps['balanced'] / steps['dual-constraint-shared']:.2f}×" in readme
-    idle = {case["case"]: case["idle"] for case in found["cases"]}
-    assert f"from {idle['equal-tokens']:.1%} to {idle['balanced']:.1%}".replace("%", " %") in readme
+    expected = {
+        f"{cell(steps, case['case'])} | {case['steps']} | {100 * case['idle']:.1f} % | "
+        f"{case['programs']} | {case['first_step_seconds']:.0f} s | {cell(start, case['case'])} |"
+        for case in cases
+    }
+    page = (DOCS / "results.md").read_text().partition("### An epoch")[2].partition("###")[0]
+    rows = [line for line in page.splitlines() if line.startswith("|")][2:]
+    assert {row.split(" | ", 1)[1] for row in rows} == expected
+
+    def change(of, case):
+        return f"| {of[case]:,.0f} tokens/s |", f"{of['balanced'] / of[case]:.2f}×"
+
+    readme = (ROOT / "README.md").read_text().splitlines()
+    rows = [line for line in readme if "`balanced`" in line and "tokens/s |" in line]
+    equal, shared = "equal-tokens", "dual-constraint-shared"
+    for row, (of, case) in zip(
+        rows, [(steps, equal), (steps, shared), (start, shared)], strict=True
+    ):
+        assert all(words in row for words in change(of, case))
+    assert any(f"at {change(steps, equal)[1]} the tokens per second" in line for line in readme)
+    rule = "knapformer-bags-of-two"
+    words = f"rule reaches {steps[rule]:,.0f} tokens/s, and {start[rule]:,.0f} with both"
+    assert any(words in line for line in readme)
 
 
 @pytest.mark.slow
