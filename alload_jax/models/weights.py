@@ -32,7 +32,7 @@ from alload_jax.models.common.safetensor_files import (
     WeightsDtype,
     write_safetensors,
 )
-from alload_jax.models.common.stored import DtypeOf, StoredDtype, stored_as
+from alload_jax.models.common.stored import DtypeOf, StoredDtype, converted, own_dtype
 from alload_jax.models.families import abstract_model, family_of, read_model_config
 from alload_jax.sharding.mesh import HOST_MEMORY, path_name, replicated, tree_shardings
 
@@ -85,14 +85,14 @@ def load_weights(
             if tensor.key != key:  # of several parts it is read once
                 key, stored = tensor.key, checkpoint.read(tensor.key)
             value = tensor.to_ours(stored[tensor.rows] if tensor.outputs else stored)
-            sharding, dtype = shardings[name], dtype_of(name)
+            sharding, dtype = shardings[name], own_dtype(name, shapes[name], dtype_of(name))
             if tensor.layer is None:
-                params[name] = _stored(name, _float32(value, sharding), dtype)
+                params[name] = _stored(_float32(value, sharding), dtype)
                 continue
             if name not in params:
-                params[name] = _zeros(name, shapes[name].shape, dtype, sharding)
+                params[name] = _zeros(shapes[name].shape, dtype, sharding)
             layer = _float32(value, NamedSharding(mesh, PartitionSpec(*sharding.spec[1:])))
-            params[name] = _with_layer(params[name], layer, tensor.layer, name, dtype)
+            params[name] = _with_layer(params[name], layer, tensor.layer, dtype)
             if number == ends[name]:
                 params[name] = _moved(params[name], name, to_host)
         return unflatten_dict(params, sep="/")
@@ -115,33 +115,30 @@ def _float32(value: np.ndarray, sharding: NamedSharding) -> jax.Array:
     )
 
 
-def _zeros(
-    name: str, shape: tuple[int, ...], dtype: StoredDtype, sharding: NamedSharding
-) -> PyTree:
+def _zeros(shape: tuple[int, ...], dtype: StoredDtype, sharding: NamedSharding) -> PyTree:
     """All layers of a parameter as they are stored, to be filled."""
-
-    def make() -> PyTree:
-        stored = stored_as(name, jnp.zeros(shape, jnp.float32), dtype)
-        return jax.tree.map(jnp.zeros_like, stored)
-
-    shardings = jax.tree.map(
-        lambda part: sharding if part.shape == shape else replicated(sharding.mesh),
-        jax.eval_shape(make),
+    stored = jax.eval_shape(
+        partial(converted, dtype=dtype), jax.ShapeDtypeStruct(shape, jnp.float32)
     )
-    return jax.jit(make, out_shardings=shardings)()
-
-
-_stored = jax.jit(stored_as, static_argnums=(0, 2), donate_argnums=1)
-
-
-@partial(jax.jit, static_argnums=(3, 4), donate_argnums=0)
-def _with_layer(
-    stack: PyTree, value: jax.Array, index: int, name: str, dtype: StoredDtype
-) -> PyTree:
-    """Writes a layer into what `_zeros` returned, which is donated."""
-    layer = stored_as(name, value[None], dtype)
+    whole = replicated(sharding.mesh)
     return jax.tree.map(
-        lambda whole, part: jax.lax.dynamic_update_index_in_dim(whole, part, index, 0), stack, layer
+        lambda part: jnp.zeros(
+            part.shape, part.dtype, device=sharding if part.shape == shape else whole
+        ),
+        stored,
+    )
+
+
+_stored = jax.jit(converted, static_argnums=1, donate_argnums=0)
+
+
+@partial(jax.jit, static_argnums=3, donate_argnums=0)
+def _with_layer(stack: PyTree, value: jax.Array, index: int, dtype: StoredDtype) -> PyTree:
+    """Writes a layer into what `_zeros` returned, which is donated."""
+    return jax.tree.map(
+        lambda whole, part: jax.lax.dynamic_update_index_in_dim(whole, part, index, 0),
+        stack,
+        converted(value[None], dtype),
     )
 
 

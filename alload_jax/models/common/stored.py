@@ -50,7 +50,7 @@ class Float8Kernel:
         return (self.values.astype(jnp.float32) * self.scale)[index]
 
 
-def is_stacked(name: str, value: jax.Array) -> bool:
+def is_stacked(name: str, value: jax.Array | jax.ShapeDtypeStruct) -> bool:
     """Whether a parameter is the kernels of stacked layers, or one of the two arrays of float8."""
     return value.ndim == _STACKED and name.endswith(
         ("kernel", f"kernel/{VALUES}", f"kernel/{SCALE}")
@@ -65,19 +65,27 @@ def quantise(kernel: jax.Array) -> dict[str, jax.Array]:
     return {VALUES: (kernel / scale).astype(_FLOAT8), SCALE: scale}
 
 
-def stored_as(name: str, value: jax.Array, dtype: StoredDtype) -> PyTree:
-    """Converts a parameter; a float8 kernel becomes a dict of two arrays.
+def own_dtype(
+    name: str, value: jax.Array | jax.ShapeDtypeStruct, dtype: StoredDtype
+) -> StoredDtype:
+    """How a parameter is stored where those of its kind are stored in a dtype.
 
     Args:
       name: its name, such as `blocks/self_attention/query/kernel`.
       value: the parameter, of all layers if layers are stacked.
-      dtype: how it is stored.
+      dtype: of its kind.
     """
-    if dtype != "float8":
-        return value.astype(jnp.dtype(dtype))
-    if is_stacked(name, value):
-        return quantise(value)
-    return value.astype(jnp.bfloat16)
+    return "bfloat16" if dtype == "float8" and not is_stacked(name, value) else dtype
+
+
+def converted(value: jax.Array, dtype: StoredDtype) -> PyTree:
+    """A parameter in its own dtype; a float8 kernel becomes a dict of two arrays."""
+    return quantise(value) if dtype == "float8" else value.astype(jnp.dtype(dtype))
+
+
+def stored_as(name: str, value: jax.Array, dtype: StoredDtype) -> PyTree:
+    """`converted` by its name; arguments as those of `own_dtype`."""
+    return converted(value, own_dtype(name, value, dtype))
 
 
 def stored_tree(params: PyTree, dtype_of: DtypeOf) -> PyTree:
