@@ -233,6 +233,8 @@ class PlanRequest:
             model += f", model.remat auto: {in_words(analytic.policies_of(remat))},"
         if trained := self.trained.parameters:
             model += f", {trained:,} of {architecture.parameters():,} parameters trained,"
+        if self.model is not None and self.model.step_fields().get("matmul", "dtype") != "dtype":
+            model += ", as if products were not in float8,"
         source = f"analytic, not measured: {model} on {self.device.name}; see `alload calibrate`"
         return costs, source
 

@@ -258,6 +258,13 @@ def test_what_auto_keeps_follows_from_the_memory(figures, folder):
     assert planned("auto", 140) == found[1]
 
 
+@pytest.mark.parametrize(("matmul", "told"), [("float8", True), ("dtype", False)])
+def test_a_prediction_says_that_it_knows_no_float8(figures, folder, matmul, told):
+    config = write_config(folder, "m_mem: 66816", f"{WAN_1_3B}, matmul: {matmul}")
+    source = figures(*WAN, *config)["plan"]["cost_model_source"]
+    assert ("as if products were not in float8" in source) == told
+
+
 def test_auto_keeps_less_where_many_short_samples_keep_their_texts(figures, folder):
     model = f"{WAN_1_3B}, dtype: bfloat16, text: {{dim: 4096, length: 512}}, remat: auto"
     config = write_config(folder, "policy: sorted, m_mem: 81920", model)
