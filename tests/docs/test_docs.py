@@ -16,8 +16,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import yaml
+from flax import nnx
 
 import alload_jax
 from alload_jax.cli import main as alload
@@ -262,6 +265,19 @@ def test_the_example_of_planning_from_python_runs(capsys):
     (block,) = (b for b in blocks(DOCS / "planning.md") if b.language == "python")
     exec(compile(block.text.replace("12_345", "0"), "planning.md", "exec"), {})
     assert "Step(" in capsys.readouterr().out
+
+
+def test_the_example_of_a_model_with_a_kernel_is_adaptive_layer_norm():
+    text = next(b.text for b in blocks(DOCS / "kernels.md") if "class Block" in b.text)
+    exec(compile(text, "kernels.md", "exec"), names := {})
+    block = names["Block"](8, nnx.Rngs(0))
+    x, condition = (
+        jax.random.normal(jax.random.key(n), s) for n, s in ((0, (2, 3, 8)), (1, (2, 8)))
+    )
+    scale, shift = jnp.split(block.modulation(condition)[:, None], 2, axis=-1)
+    norm = nnx.LayerNorm(8, use_bias=False, use_scale=False, epsilon=1e-6, rngs=nnx.Rngs(0))
+    expected = x + block.layer(norm(x) * (1 + scale) + shift)
+    np.testing.assert_allclose(block(x, condition), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow
