@@ -5,13 +5,16 @@
 Forward and backward are timed apart, on arrays of 50 million elements, bfloat16. A pass must read
 and write its arrays once: the time that a copy takes for as many bytes, divided by the kernel's,
 is its share. With `--paces` the Mosaic kernels are timed at other paces (`pallas_kernels.walks`).
+With `--draw FOLDER` the JSON is not measured but drawn, a picture for each kernel.
 """
 
 import itertools
+import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +22,10 @@ import jax.numpy as jnp
 
 from alload_jax.bench.device import copy_bandwidth, device_time, require_gpu, rotating
 from alload_jax.bench.harness import Record, benchmark_parser
+from alload_jax.bench.kernel import Entry
+from alload_jax.bench.pictures import draw_kernels
 from alload_jax.errors import run_command
+from alload_jax.files import Json
 from pallas_kernels.bias_gelu import api as gelu
 from pallas_kernels.bias_gelu import mosaic as gelu_mosaic
 from pallas_kernels.bias_gelu import triton as gelu_triton
@@ -209,6 +215,22 @@ def timed(cases: Sequence[Case], copy: float) -> Iterator[dict[str, Any]]:
             )
 
 
+def draw(content: Json, folder: Path) -> None:
+    """Draws each kernel's shares of a copy as FOLDER/KERNEL.png."""
+    kernels: dict[str, list[Entry]] = {}
+    for case in content["cases"]:
+        name, _, kind = case["kernel"].partition(", ")
+        shape = (1, ELEMENTS // case["width"], case["width"])
+        moved, *us = (case[field] for field in ("bytes_moved", "us", "us_low", "us_high"))
+        place = f"{kind or 'width'} {case['width']:,}"
+        words = (case["direction"], case["implementation"], moved, *us, ())
+        if "pace" not in case:
+            kernels.setdefault(name, []).append(Entry(place, shape, name, *words))
+    for name, entries in kernels.items():
+        given = content["copy_bytes_per_second"], content["device"]
+        draw_kernels(folder / f"{name}.png", entries, *given)
+
+
 def pace_of(text: str) -> Pace:
     """CHUNKS,GROUPS,BYTES."""
     return Pace(*map(int, text.split(",")))
@@ -220,7 +242,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
     parser.add_argument("--gelu-widths", type=int, nargs="+", default=GELU_WIDTHS)
     parser.add_argument("--paces", type=pace_of, nargs="*", default=[])
+    parser.add_argument("--draw", type=Path, metavar="FOLDER")
     options = parser.parse_args(argv)
+    if options.draw:
+        draw(json.loads(options.out.read_text()), options.draw)
+        return 0
     require_gpu()
     copy = copy_bandwidth()
     record = Record(options.out, ["jax", "jaxlib"], copy_bytes_per_second=copy)

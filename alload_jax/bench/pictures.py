@@ -221,8 +221,8 @@ _KERNELS = {"triton": "#1f6feb", "mosaic": "#39c5cf", "xla": "#f0883e"}
 _RIVALS = ("#c9d1d9", "#8b949e", "#3fb950", "#a371f7", "#d29922")
 """Colours of other implementations, in the order in which they were measured."""
 _LABELS = {
-    "triton": "this kernel (Pallas)",
-    "mosaic": "its backward through Mosaic GPU",
+    "triton": "kernel, Pallas by Triton",
+    "mosaic": "kernel, Pallas by Mosaic GPU",
     "xla": "XLA's fusion",
 }
 
@@ -234,7 +234,8 @@ def draw_kernels(
     panels = list(dict.fromkeys((e.function, e.direction) for e in entries))
     columns = 2 if len(panels) > 1 else 1
     rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(6.2 * columns, 3.4 * rows), layout="constrained")
+    height = 1.2 + 0.6 * len({e.workload for e in entries})
+    figure = Figure(figsize=(6.2 * columns, height * rows), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False, sharex=True)
     rivals = [n for n in dict.fromkeys(e.implementation for e in entries) if n not in _KERNELS]
     colours = _KERNELS | dict(zip(rivals, itertools.cycle(_RIVALS), strict=False))

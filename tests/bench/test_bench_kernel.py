@@ -2,6 +2,7 @@
 
 import json
 import math
+import runpy
 from pathlib import Path
 
 import jax
@@ -241,3 +242,28 @@ def test_selection_runs(monkeypatch):
     lists, inverted = ran[0]
     assert lists.indices.shape == (1, 2, 16, 8)
     assert inverted.queries.shape == (1, 2, 128)
+
+
+def test_measured_kernels_are_drawn_from_their_file(tmp_path, monkeypatch):
+    drawn = {}
+
+    def draw(path, entries, copy, device):
+        drawn[path.name] = (
+            [(e.workload, e.direction, e.implementation, e.us) for e in entries],
+            copy,
+        )
+
+    monkeypatch.setattr("alload_jax.bench.pictures.draw_kernels", draw)
+    case = {"direction": "forward", "bytes_moved": 100, "us": 2.0, "us_low": 1.0, "us_high": 3.0}
+    cases = [
+        case | {"kernel": kernel, "width": 1536, "implementation": "xla"}
+        for kernel in ("norm, plain", "norm, packed", "gelu")
+    ]
+    cases.append(cases[0] | {"pace": [1, 2, 3]})
+    (tmp_path / "x.json").write_text(
+        json.dumps({"cases": cases, "copy_bytes_per_second": COPY, "device": "GPU"})
+    )
+    program = runpy.run_path(str(RESULTS.parent / "kernels.py"))
+    assert program["main"](["--out", str(tmp_path / "x.json"), "--draw", str(tmp_path)]) == 0
+    rows = [(f"{kind} 1,536", "forward", "xla", 2.0) for kind in ("plain", "packed", "width")]
+    assert drawn == {"norm.png": (rows[:2], COPY), "gelu.png": (rows[2:], COPY)}
