@@ -205,6 +205,8 @@ def on_a_pretended_gpu(monkeypatch):
     """The command's every part but the device's times and what needs a GPU."""
     time = DeviceTime(100.0, 90.0, 110.0, (("kernel", 100.0),))
     monkeypatch.setattr(device, "device_time", lambda program, sets: time)
+    shapes_of = lambda function, sets: [jax.eval_shape(function, *each) for each in sets]  # noqa: E731
+    monkeypatch.setattr(device, "rotating", shapes_of)
     monkeypatch.setattr(device, "require_gpu", lambda: None)
     attend = bench.block_sparse_attention
 

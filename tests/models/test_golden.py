@@ -49,7 +49,7 @@ def graded(case, calls, in_one_row=False, **changes):
 GUIDED = "hunyuan_video_13b/guided"
 ROWS = [(case, False) for case in WAN + HUNYUAN + HUNYUAN_13B]
 ROWS += [(case, True) for case in ("wan/t2v", GUIDED, "wan/flf2v", "hunyuan_video/both")]
-QUICK = [*ROWS[-3:], *((case, False) for case in ("wan/t2v", "hunyuan_video/both", GUIDED))]
+QUICK = [*ROWS[-3:], ("wan/t2v", False), ("hunyuan_video/both", False)]
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,10 @@ def test_kernels_in_bfloat16_stay_near_diffusers(case, residual_dtype):
         assert kernel < 2 * plain < 0.1
 
 
-@pytest.mark.parametrize("case", ["wan/flf2v", "wan/t2v_plain_cross", "hunyuan_video/both", GUIDED])
+SLOW = [pytest.param(case, marks=pytest.mark.slow) for case in ("wan/t2v_plain_cross", GUIDED)]
+
+
+@pytest.mark.parametrize("case", ["wan/flf2v", "hunyuan_video/both", *SLOW])
 def test_weights_go_out_and_come_back_bit_for_bit(case, tmp_path, monkeypatch):
     config, params = golden_config(case), golden_params(case)
     golden = safetensors.numpy.load_file(transformer(case) / WEIGHTS)

@@ -265,7 +265,8 @@ def test_a_run_without_a_moving_average_samples_from_its_weights(lora, finished)
     lora.train(folder="next", run={"initial_weights": str(folder), "steps": 1}, **average)
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.slow), "float8"])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8"])
 def test_frozen_weights_in_the_hosts_memory_train_the_same_adapters(lora, dtype):
     """A continued run, too; XLA rounds elsewhere where weights arrive by copies."""
     fields = {

@@ -460,9 +460,9 @@ def test_fewer_ranks_exchange_heads_where_waiting_costs_more_than_sending():
     [
         (3, 4, 1, "pooled", True),
         (8, 12, 4, "predictor", False),
-        (8, 4, 2, "pooled", True),
-        (2, 4, 2, "pooled", False),
-        (4, 4, 1, "random", False),
+        pytest.param(8, 4, 2, "pooled", True, marks=pytest.mark.slow),
+        pytest.param(2, 4, 2, "pooled", False, marks=pytest.mark.slow),
+        pytest.param(4, 4, 1, "random", False, marks=pytest.mark.slow),
     ],
 )
 def test_split_samples_attend_to_the_same_blocks(ranks, num_heads, exchanged, selector, joint):
