@@ -470,8 +470,9 @@ def _batch(
     return results, [0] * len(results)
 
 
-def _keep_used(used: list[bool], eqn: JaxprEqn) -> tuple[list[bool], JaxprEqn | None]:
+def _keep_used(used: list[bool], *given: PyTree) -> tuple[list[bool], JaxprEqn | None]:
     """The equation with the outputs that something needs; none at all if nothing does."""
+    eqn = given[-1]  # JAX 0.12 also says which inputs are read later
     if not any(used):
         return [False] * len(eqn.invars), None
     outputs = [name for name, wanted in zip(eqn.params["outputs"], used, strict=True) if wanted]

@@ -1,10 +1,10 @@
 """cuDNN's fused attention: of dense rows, and within the segments of packed rows.
 
-JAX's public function wraps the primitives so that XLA may split them over a mesh. For it JAX binds
-every program that holds them to its devices while it is lowered. Here `shard_map` splits primitives
-of this file, which JAX's functions lower: a program that is lowered once serves every group of
-devices. JAX has packed attention in a private module only. Only this file uses that module, and it
-reports when a version of JAX lacks it.
+XLA has it as custom calls, which this file makes itself. JAX's public function has no packed rows,
+and wraps its calls so that XLA may split them over a mesh, for which JAX binds every program that
+holds them to its devices while it is lowered. Here `shard_map` splits the calls: a program that is
+lowered once serves every group of devices. (Read for facts: `CudnnfMHABackendConfig` of XLA's
+backend_configs.proto, and jax/_src/cudnn/fused_attention_stablehlo.py.)
 
 For every slot of packed rows, cuDNN launches blocks and allocates memory for the full length of its
 rows: a slot for a segment of 256 tokens costs as much as one for 300,000. One call for each class
@@ -12,19 +12,14 @@ of lengths, with rows as short as the class allows, keeps the cost proportional 
 the softmax statistics of each token's own segment are kept.
 """
 
-import importlib
-import inspect
+import json
 import math
 from collections.abc import Sequence
-from functools import cache, partial
-from types import ModuleType
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
 from jaxtyping import PyTree
 
 from alload_jax.models.common.parts import ATTENTION_OUTPUT, SHORT_ATTENTION_OUTPUT
@@ -33,21 +28,6 @@ from alload_jax.planning.remat import HOST_KEYS
 from pallas_kernels import choose_rows
 from pallas_kernels.devices import current_device, device_kind
 
-_MODULE = "jax._src.cudnn.fused_attention_stablehlo"
-_ARRAYS = (
-    *("query", "key", "value", "bias", "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets"),
-    *("page_table_k", "page_table_v"),
-)
-_OPTIONS = (
-    *("scale", "seed", "dropout_rate", "variadic_args", "mask_type", "layout"),
-    "sliding_window_length",
-)
-_FORWARD, _BACKWARD = "_dot_product_attention_fwd", "_dot_product_attention_bwd"
-_PRIMITIVES = {
-    _FORWARD: (*_ARRAYS, *_OPTIONS, "is_training"),
-    _BACKWARD: (*_ARRAYS, "activation", "fwd_output", "grad_output", *_OPTIONS),
-}
-"""JAX's primitives by name prefix, and the parameters of their lowerings."""
 HOPPER = 9.0
 """Compute capability of NVIDIA Hopper."""
 
@@ -57,8 +37,6 @@ def unsupported_reason(query: jax.Array | jax.ShapeDtypeStruct) -> str:
     head_dim = query.shape[-1]
     if jax.default_backend() != "gpu":
         return f"the backend is {jax.default_backend()!r}, not 'gpu'"
-    if _private_module() is None:
-        return f"JAX {jax.__version__} lacks the expected attention in {_MODULE}"
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"its dtype is {query.dtype}, not bfloat16 or float16"
     most = 128 if (capability() or HOPPER) < HOPPER else 256
@@ -90,94 +68,165 @@ def cudnn_rows(
       key, value: [B, T, num_heads, head_dim] with even T.
       lengths: the first tokens of each row that are not masked.
     """
-    return forward(_row_arrays(query, key, value, lengths), is_training=False)[0]
+    return forward(CudnnInputs(query, key, value, lengths), is_training=False)[0]
 
 
 def _rows_forward(
     query: jax.Array, key: jax.Array, value: jax.Array, lengths: RowLengths
 ) -> tuple[jax.Array, PyTree]:
     name = ATTENTION_OUTPUT if key.shape[1] >= HOST_KEYS else SHORT_ATTENTION_OUTPUT
-    found = forward(_row_arrays(query, key, value, lengths), is_training=True)
+    found = forward(CudnnInputs(query, key, value, lengths), is_training=True)
     output, statistics = (checkpoint_name(each, name) for each in found)
     return output, (query, key, value, lengths, output, statistics)
 
 
 def _rows_backward(saved: PyTree, grad: jax.Array) -> tuple[PyTree, ...]:
     *arrays, output, statistics = saved
-    return *backward(_row_arrays(*arrays), statistics, output, grad), None
+    return *backward(CudnnInputs(*arrays), statistics, output, grad), None
 
 
 cudnn_rows.defvjp(_rows_forward, _rows_backward)
 
 
-def _row_arrays(
-    query: jax.Array, key: jax.Array, value: jax.Array, lengths: RowLengths
-) -> list[jax.Array]:
-    empty = jnp.zeros(0, query.dtype)
-    return [query, key, value, empty, *(lengths or (empty, empty)), *[empty] * 4]
+# ---------------------------------------------------------------- XLA's calls
+
+_FORWARD, _BACKWARD = "__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"
+_Contraction = tuple[int, int, tuple[int, int], tuple[int, int]]
+_PRODUCTS: dict[str, dict[str, _Contraction]] = {
+    _FORWARD: {
+        "bmm1": (3, 3, (0, 2), (0, 2)),  # queries · keys
+        "bmm2": (3, 1, (0, 1), (0, 2)),  # weights · values
+    },
+    _BACKWARD: {
+        "bmm1_grad_gemm1": (2, 1, (0, 1), (0, 2)),  # gradients of scores · queries
+        "bmm1_grad_gemm2": (3, 1, (0, 1), (0, 2)),  # of scores · keys
+        "bmm2_grad_gemm1": (2, 1, (0, 1), (0, 2)),  # weights · gradients of outputs
+        "bmm2_grad_gemm2": (3, 3, (0, 2), (0, 2)),  # of outputs · values
+    },
+}
+"""What each call multiplies: contracted and batch dimensions of both sides."""
+_HEADS_OUTSIDE = (0, 2, 1, 3)
+"""Order of results [rows, num_heads, S, head_dim] in memory, and what makes them like the query."""
 
 
-def forward(arrays: Sequence[jax.Array], *, is_training: bool) -> list[jax.Array]:
+class CudnnInputs(NamedTuple):
+    """What is attended with.
+
+    Attributes:
+      query: [rows, S, num_heads, head_dim], bfloat16 or float16.
+      key, value: [rows, T, num_heads, head_dim].
+      lengths: tokens of queries and of keys: int32 [rows], or [rows, slots]; None for all tokens.
+      offsets: of slots, those of queries and of keys: elements in all rows before a slot's tokens,
+        int32 [rows, slots + 1]; None where a row is one slot.
+    """
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    lengths: tuple[jax.Array, jax.Array] | None = None
+    offsets: tuple[jax.Array, jax.Array] | None = None
+
+    @property
+    def slots(self) -> int:
+        """Segments of each row."""
+        return self.offsets[0].shape[1] - 1 if self.offsets else 1
+
+
+def forward(inputs: CudnnInputs, *, is_training: bool) -> list[jax.Array]:
     """Returns the output, shaped like the query, and in training the softmax statistics.
 
     Args:
-      arrays: of the primitives, in the order of `_ARRAYS`; of size 0 where there is none.
-      is_training: whether the statistics are wanted.
+      inputs: queries, keys and values.
+      is_training: whether the statistics are wanted: float32 [rows · slots, num_heads, S].
     """
-    return _primitive(_FORWARD).bind(*arrays, **_options(arrays), is_training=is_training)
+    rows, tokens, num_heads, _ = inputs.query.shape
+    statistics = jax.ShapeDtypeStruct((rows * inputs.slots, num_heads, tokens), jnp.float32)
+    results = [_result_like(inputs.query), *([statistics] if is_training else [])]
+    return _call(_FORWARD, inputs, inputs[:3], results)
 
 
 def backward(
-    arrays: Sequence[jax.Array], statistics: jax.Array, output: jax.Array, grad: jax.Array
+    inputs: CudnnInputs, statistics: jax.Array, output: jax.Array, grad: jax.Array
 ) -> list[jax.Array]:
     """Returns the gradients of query, key and value; arguments as `forward` takes and returns."""
-    return _primitive(_BACKWARD).bind(*arrays, statistics, output, grad, **_options(arrays))
+    operands = (*inputs[:3], statistics, grad, output)
+    return _call(_BACKWARD, inputs, operands, [_result_like(each) for each in inputs[:3]])
 
 
-def _options(arrays: Sequence[jax.Array]) -> dict[str, object]:
-    module = _private_module()
-    assert module is not None
-    masks = module.MaskType
-    return {
-        "scale": 1 / math.sqrt(arrays[0].shape[-1]),
-        "seed": 42,
-        "dropout_rate": 0.0,
-        "variadic_args": (False, False),
-        "mask_type": masks.PADDING if arrays[4].size else masks.NO_MASK,
-        "layout": module.AttentionLayout.BTNH.value,
-        "sliding_window_length": None,
+def _result_like(x: jax.Array) -> jax.ShapeDtypeStruct:
+    rows, tokens, num_heads, head_dim = x.shape
+    return jax.ShapeDtypeStruct((rows, num_heads, tokens, head_dim), x.dtype)
+
+
+def _call(
+    target: str,
+    inputs: CudnnInputs,
+    operands: Sequence[jax.Array],
+    results: Sequence[jax.ShapeDtypeStruct],
+) -> list[jax.Array]:
+    workspace = jax.ShapeDtypeStruct((0,), jnp.uint8)
+    call = jax.ffi.ffi_call(
+        target,
+        (*results, workspace),
+        output_layouts=[_HEADS_OUTSIDE if len(each.shape) == 4 else None for each in results]
+        + [None],
+        custom_call_api_version=2,
+        legacy_backend_config=json.dumps(_config(target, inputs)),
+    )
+    *found, _ = call(*operands, *(inputs.lengths or ()), *(inputs.offsets or ()))
+    return [x.transpose(_HEADS_OUTSIDE) if x.ndim == 4 else x for x in found]
+
+
+def _config(target: str, inputs: CudnnInputs) -> dict[str, PyTree]:
+    """XLA's `GpuBackendConfig` of a call; 64-bit numbers are text in JSON."""
+    rows, tokens, num_heads, head_dim = inputs.query.shape
+    products = {
+        f"{name}_dot_dimension_numbers": {
+            "lhs_contracting_dimensions": [str(left)],
+            "rhs_contracting_dimensions": [str(right)],
+            "lhs_batch_dimensions": list(map(str, of_left)),
+            "rhs_batch_dimensions": list(map(str, of_right)),
+        }
+        for name, (left, right, of_left, of_right) in _PRODUCTS[target].items()
     }
-
-
-@cache
-def _primitive(name: str) -> Primitive:
-    """Returns a primitive with the shapes and the lowering of JAX's, which depend on no device."""
-    module = _private_module()
-    primitive = Primitive(name.removeprefix("_"))
-    primitive.multiple_results = True
-    primitive.def_abstract_eval(getattr(module, f"{name}_abstract"))
-    primitive.def_impl(lambda *arrays, **options: _run(primitive, *arrays, **options))
-    mlir.register_lowering(primitive, getattr(module, f"{name}_cuda_lowering"), platform="cuda")
-    return primitive
-
-
-def _run(primitive: Primitive, *arrays: jax.Array, **options: object) -> list[jax.Array]:
-    found: list[jax.Array] = jax.jit(partial(primitive.bind, **options))(*arrays)
-    return found
-
-
-def _private_module() -> ModuleType | None:
-    """Returns JAX's module of cuDNN attention if its primitives have the expected parameters."""
-    try:
-        module = importlib.import_module(_MODULE)
-        for name, known in _PRIMITIVES.items():
-            lowering = inspect.signature(getattr(module, f"{name}_cuda_lowering"))
-            if tuple(lowering.parameters)[1:] != known or not hasattr(module, f"{name}_abstract"):
-                return None
-        kinds = module.MaskType.PADDING, module.MaskType.NO_MASK, module.AttentionLayout.BTNH
-    except (ImportError, AttributeError):
-        return None
-    return module if all(kind is not None for kind in kinds) else None
+    scores = {
+        "element_type": {"bfloat16": "BF16", "float16": "F16"}[inputs.query.dtype.name],
+        "dimensions": list(map(str, (rows, num_heads, tokens, inputs.key.shape[1]))),
+        "tuple_shapes": [],
+        "layout": {
+            "dim_level_types": [],
+            "dim_unique": [],
+            "dim_ordered": [],
+            "minor_to_major": ["3", "2", "1", "0"],
+            "tiles": [],
+            "element_size_in_bits": "0",
+            "memory_space": "0",
+            "index_primitive_type": "PRIMITIVE_TYPE_INVALID",
+            "pointer_primitive_type": "PRIMITIVE_TYPE_INVALID",
+            "dynamic_shape_metadata_prefix_bytes": "0",
+        },
+        "is_dynamic_dimension": [False] * 4,
+    }
+    attention = {
+        "algorithm": {
+            "algo_id": "0",
+            "math_type": "TENSOR_OP_MATH",
+            "tuning_knobs": {"17": "1", "24": "0"},
+            "is_cudnn_frontend": True,
+            "workspace_size": "0",
+        },
+        "fmha_scale": 1 / math.sqrt(head_dim),
+        "intermediate_tensor_shape": scores,
+        "is_flash_attention": True,
+        "mask_type": "PADDING" if inputs.lengths else "NO_MASK",
+        **products,
+        "dropout_rate": 0.0,
+        "seed": 42,
+        "sliding_window_length": 0,
+        "max_seg_per_batch": inputs.slots,
+        "is_paged_attention": False,
+    }
+    return {"operation_queue_id": "0", "cudnn_fmha_backend_config": attention}
 
 
 # ---------------------------------------------------------------- packed rows
@@ -306,8 +355,8 @@ def _forward(heads: _Heads, packed: AttentionSegments, is_training: bool) -> lis
     """Returns the output, shaped like the query, and in training statistics [R·S, num_heads]."""
     classes, outputs, statistics = _classes(heads, packed), [], []
     for length_class in classes:
-        arrays, _, slot = _arguments(heads, packed, length_class)
-        output, *by_slot = forward(arrays, is_training=is_training)
+        inputs, _, slot = _inputs(heads, packed, length_class)
+        output, *by_slot = forward(inputs, is_training=is_training)
         outputs.append(_flat(output))
         statistics += [_to_tokens(part, packed.query, slot) for part in by_slot]
     output = _select_by_class(classes, packed, packed.query, outputs).reshape(heads[0].shape)
@@ -329,14 +378,14 @@ def _packed_backward(saved: PyTree, grad: jax.Array) -> tuple[PyTree, ...]:
     heads, packed, output, statistics = saved
     classes, grads = _classes(heads, packed), []
     for length_class in classes:
-        arrays, first, _ = _arguments(heads, packed, length_class)
+        inputs, first, _ = _inputs(heads, packed, length_class)
         # [R·S, num_heads] → [slots, num_heads, window], which inverts `_to_tokens`.
         token = first[:, None] + jnp.arange(length_class.queries)
         token = jnp.minimum(token, len(statistics) - 1)
         found = backward(
-            arrays,
+            inputs,
             statistics[token].transpose(0, 2, 1),
-            *(part.reshape(arrays[0].shape) for part in (output, grad)),
+            *(part.reshape(inputs.query.shape) for part in (output, grad)),
         )
         grads.append([_flat(part) for part in found])
     sides = (packed.query, packed.key, packed.key)
@@ -356,13 +405,13 @@ def _classes(heads: _Heads, packed: AttentionSegments) -> tuple[LengthClass, ...
     return length_classes(queries, keys, packed.lengths, packed.longest_key)
 
 
-def _arguments(
+def _inputs(
     heads: _Heads, packed: AttentionSegments, length_class: LengthClass
-) -> tuple[list[jax.Array], jax.Array, jax.Array]:
-    """Arguments of cuDNN's primitives for one class of segments.
+) -> tuple[CudnnInputs, jax.Array, jax.Array]:
+    """What cuDNN attends with for one class of segments.
 
     Returns:
-      Arrays in `forward`'s order; [n] int32, the first query token of each slot's segment, counted
+      The inputs; [n] int32, the first query token of each slot's segment, counted
       over all rows; [R·M] int32, the slot of each segment, meaningless for those of other classes.
     """
     query, key, value = heads
@@ -375,10 +424,10 @@ def _arguments(
         jnp.arange(belongs.size, dtype=jnp.int32), mode="drop"
     )
     used, windows = jnp.arange(count) <= slot[-1], length_class.windows
-    # With fewer than two slots per row, JAX treats the rows as unpacked.
+    # With fewer than two slots per row, XLA treats the rows as unpacked.
     slots = max(2, -(-count // windows))
     padding = slots * windows - count
-    empty, token_shape = jnp.zeros(0, query.dtype), query.shape[-2:]
+    token_shape = query.shape[-2:]
     firsts, lengths, offsets = [], [], []
     for segments, size in ((packed.query, length_class.queries), (packed.key, length_class.keys)):
         total = size * windows
@@ -388,16 +437,15 @@ def _arguments(
         firsts.append(first)
         lengths.append(jnp.pad(used_length, (0, padding)).reshape(-1, slots))
         offsets.append((first * math.prod(token_shape)).reshape(-1, slots + 1))
-    arrays = [
+    keys, values = (part.reshape(-1, length_class.keys, *token_shape) for part in (key, value))
+    inputs = CudnnInputs(
         query.reshape(-1, length_class.queries, *token_shape),
-        *(part.reshape(-1, length_class.keys, *token_shape) for part in (key, value)),
-        empty,
-        *lengths,
-        *offsets,
-        empty,
-        empty,
-    ]
-    return arrays, firsts[0][: slots * windows], slot
+        keys,
+        values,
+        (lengths[0], lengths[1]),
+        (offsets[0], offsets[1]),
+    )
+    return inputs, firsts[0][: slots * windows], slot
 
 
 def _select_by_class(

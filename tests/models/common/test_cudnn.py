@@ -116,10 +116,7 @@ def test_many_short_segments_beside_a_long_one_cost_as_few_tokens_as_the_row_has
 
 
 class FakeCudnn:
-    """What cuDNN's primitives compute of each slot; what they leave unwritten is not a number."""
-
-    def __init__(self, name):
-        self.bind = self.forward if "fwd" in name else self.backward
+    """What cuDNN computes of each slot; what it leaves unwritten is not a number."""
 
     @staticmethod
     def flat(x):
@@ -134,11 +131,12 @@ class FakeCudnn:
         return jnp.where(inside, first + jnp.arange(window), number * window), inside
 
     @classmethod
-    def parts(cls, arrays):
-        query, key, _, _, q_length, k_length, q_offset, k_offset, *_ = arrays
-        tokens, real = cls.of_slots(query, q_length, q_offset)
-        keys, inside = cls.of_slots(key, k_length, k_offset)
-        q, k, v = (cls.taken(x, at) for x, at in zip(arrays, (tokens, keys, keys), strict=False))
+    def parts(cls, inputs):
+        (tokens, real), (keys, inside) = (
+            cls.of_slots(*each)
+            for each in zip(inputs[:2], inputs.lengths, inputs.offsets, strict=True)
+        )
+        q, k, v = (cls.taken(x, at) for x, at in zip(inputs[:3], (tokens, keys, keys), strict=True))
         logits = jnp.einsum("nshd,nthd->nhst", q, k) / np.sqrt(HEAD_DIM)
         logits = jnp.where(inside[:, None, None], logits, -jnp.inf)
         return tokens, keys, real, (q, k, v), logits
@@ -153,32 +151,31 @@ class FakeCudnn:
         return unwritten.at[tokens].set(found, mode="drop").reshape(like.shape)
 
     @classmethod
-    def forward(cls, *arrays, is_training, **_):
-        tokens, _, _, (_, _, v), logits = cls.parts(arrays)
+    def forward(cls, inputs, *, is_training):
+        tokens, _, _, (_, _, v), logits = cls.parts(inputs)
         weights = jax.nn.softmax(logits, axis=-1)
-        output = cls.written(arrays[0], tokens, jnp.einsum("nhst,nthd->nshd", weights, v))
+        output = cls.written(inputs.query, tokens, jnp.einsum("nhst,nthd->nshd", weights, v))
         return [output, jax.nn.logsumexp(logits, axis=-1)] if is_training else [output]
 
     @classmethod
-    def backward(cls, *arrays, **_):
-        statistics, output, grad = arrays[10:]
-        tokens, keys, real, (q, k, v), logits = cls.parts(arrays)
+    def backward(cls, inputs, statistics, output, grad):
+        tokens, keys, real, (q, k, v), logits = cls.parts(inputs)
         real = real[:, None, :, None]
         weights = jnp.exp(logits - jnp.where(real, statistics[..., None], jnp.inf))
         out, dout = cls.taken(output, tokens), cls.taken(grad, tokens)
         delta = jnp.einsum("nshd,nshd->nhs", out, dout)[..., None]
         dlogits = weights * (jnp.einsum("nshd,nthd->nhst", dout, v) - delta) / np.sqrt(HEAD_DIM)
         return [
-            cls.written(arrays[0], tokens, jnp.einsum("nhst,nthd->nshd", dlogits, k)),
-            cls.written(arrays[1], keys, jnp.einsum("nhst,nshd->nthd", dlogits, q)),
-            cls.written(arrays[2], keys, jnp.einsum("nhst,nshd->nthd", weights, dout)),
+            cls.written(inputs.query, tokens, jnp.einsum("nhst,nthd->nshd", dlogits, k)),
+            cls.written(inputs.key, keys, jnp.einsum("nhst,nshd->nthd", dlogits, q)),
+            cls.written(inputs.value, keys, jnp.einsum("nhst,nshd->nthd", weights, dout)),
         ]
 
 
 @pytest.fixture
 def fake_cudnn(monkeypatch):
-    monkeypatch.setattr(cudnn, "_primitive", FakeCudnn)
-    monkeypatch.setattr(cudnn, "_options", lambda _: {})
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(cudnn, name, getattr(FakeCudnn, name))
 
 
 def one_behind_another(lengths):
