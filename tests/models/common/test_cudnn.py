@@ -40,15 +40,22 @@ def cudnn_calls(function, *parts):
     return [re.sub(r"%[\w#:]+", "%", call).strip() for call in calls]
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_cudnn_is_called_as_jax_calls_it(masked, monkeypatch):
-    parts = [jax.ShapeDtypeStruct((2, n, 4, 32), jnp.bfloat16) for n in (64, 32, 32)]
-    lengths = (jnp.array([3, 64]), jnp.array([5, 32])) if masked else None
-    found = cudnn_calls(lambda *p: cudnn_rows(*p, lengths), *parts)
+@pytest.fixture
+def of_jax(monkeypatch):
+    """JAX's module of cuDNN's attention, which takes this machine for one with a Hopper GPU."""
     module = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
     checks = {"check_cudnn_version": 91300, "check_compute_capability": True}
     for name, value in (checks | {"is_cuda_compute_capability_equal": False}).items():
         monkeypatch.setattr(module, name, lambda *_, value=value: value)
+    return module
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.usefixtures("of_jax")
+def test_cudnn_is_called_as_jax_calls_it(masked):
+    parts = [jax.ShapeDtypeStruct((2, n, 4, 32), jnp.bfloat16) for n in (64, 32, 32)]
+    lengths = (jnp.array([3, 64]), jnp.array([5, 32])) if masked else None
+    found = cudnn_calls(lambda *p: cudnn_rows(*p, lengths), *parts)
     names = ("query_seq_lengths", "key_value_seq_lengths")
     given = dict(zip(names, lengths, strict=True)) if masked else {}
     theirs = cudnn_calls(
@@ -56,6 +63,34 @@ def test_cudnn_is_called_as_jax_calls_it(masked, monkeypatch):
     )
     assert len(found) == 2
     assert found == theirs
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_cudnn_is_called_for_packed_rows_as_jax_calls_it(of_jax, dtype):
+    """JAX shifts lengths and offsets of unused slots, which changes no call."""
+    lengths, offsets = ([jnp.zeros((2, n), jnp.int32)] * 2 for n in (3, 4))
+    parts = [jax.ShapeDtypeStruct((2, n, 4, 32), dtype) for n in (64, 32, 32)]
+
+    def theirs(query, key, value):
+        given = (None, None, *lengths, *offsets)
+        options = {"scale": 1 / 32**0.5, "mask_type": of_jax.MaskType.PADDING}
+        return of_jax.dot_product_attention(query, key, value, *given, **options)
+
+    @jax.custom_vjp
+    def ours(*heads):
+        return cudnn.forward(cudnn.CudnnInputs(*heads, lengths, offsets), is_training=False)[0]
+
+    def kept(*heads):
+        inputs = cudnn.CudnnInputs(*heads, lengths, offsets)
+        output, statistics = cudnn.forward(inputs, is_training=True)
+        return output, (heads, statistics, output)
+
+    def back(saved, grad):
+        heads, *results = saved
+        return tuple(cudnn.backward(cudnn.CudnnInputs(*heads, lengths, offsets), *results, grad))
+
+    ours.defvjp(kept, back)
+    assert cudnn_calls(ours, *parts) == cudnn_calls(theirs, *parts)
 
 
 def test_a_program_with_cudnn_is_lowered_once_for_all_devices():
