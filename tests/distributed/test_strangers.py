@@ -192,7 +192,8 @@ def test_without_a_certificate_nobody_reads_joins_or_ends_a_run(
                 assert act(coordinator, tls) == b""
         assert b'"state": "running"' in read(coordinator, tls_with(certificates))
         assert_goes_on(both)
-    assert not list(tmp_path.iterdir())  # nor is there a secret of ours
+    (secret,) = tmp_path.iterdir()  # messages are signed as well
+    assert (secret.name, secret.stat().st_mode & 0o077) == ("cluster.secret", 0)
 
 
 @pytest.mark.skipif(HAS_TLS, reason="JAX has mutual TLS")
