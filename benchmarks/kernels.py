@@ -9,7 +9,6 @@ With `--draw FOLDER` the JSON is not measured but drawn, a picture for each kern
 """
 
 import itertools
-import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,8 +23,8 @@ from alload_jax.bench.device import copy_bandwidth, device_time, require_gpu, ro
 from alload_jax.bench.harness import Record, benchmark_parser
 from alload_jax.bench.kernel import Entry
 from alload_jax.bench.pictures import draw_kernels
-from alload_jax.errors import run_command
-from alload_jax.files import Json
+from alload_jax.errors import InputError, run_command
+from alload_jax.files import Json, read_json
 from pallas_kernels.bias_gelu import api as gelu
 from pallas_kernels.bias_gelu import mosaic as gelu_mosaic
 from pallas_kernels.bias_gelu import triton as gelu_triton
@@ -245,7 +244,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--draw", type=Path, metavar="FOLDER")
     options = parser.parse_args(argv)
     if options.draw:
-        draw(json.loads(options.out.read_text()), options.draw)
+        if not (content := read_json(options.out)):
+            raise InputError(f"{options.out}: no such file; measure first, or name another")
+        draw(content, options.draw)
         return 0
     require_gpu()
     copy = copy_bandwidth()

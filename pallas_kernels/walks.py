@@ -9,6 +9,8 @@ LANES = 128
 _SHARED_BYTES = 220 * 1024
 """Of a multiprocessor's shared memory, for rows."""
 _FEWEST_SLOTS, _MOST_SLOTS = 2, 8
+MOST_BARRIERS = 32
+"""Of a program, in Mosaic: each slot of a group has one."""
 _REGISTERS, _OTHER_REGISTERS = 512, 44
 """Of each of `LANES` threads that share all of a multiprocessor's; of a thread, beside a row's."""
 
@@ -78,7 +80,7 @@ def way_of(
     per_core = max(1, min(pace.groups // groups, fit))
     row_bytes = groups * chunks * LANES * bytes_per_column
     slots = 1 + round(pace.on_the_way / (per_core * row_bytes))
-    slots = min(max(slots, _FEWEST_SLOTS), _MOST_SLOTS)
+    slots = min(max(slots, _FEWEST_SLOTS), _MOST_SLOTS, MOST_BARRIERS // groups)
     while per_core > 1 and per_core * slots * row_bytes > _SHARED_BYTES:
         per_core -= 1
     needed = groups * per_core * (chunks * (held + twice) + _OTHER_REGISTERS)

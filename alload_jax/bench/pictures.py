@@ -450,8 +450,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("png", type=Path)
     options = parser.parse_args(argv)
     content = read_json(options.json)
-    if not isinstance(content, dict) or "cases" not in content:
-        raise InputError(f"{options.json}: is not a file of `alload bench epoch`; name one")
+    if not isinstance(content, dict) or not any("spread" in x for x in content.get("cases", ())):
+        raise InputError(f"{options.json}: has no case of `alload bench epoch`; name another file")
     draw_epoch(options.png, content)
     return 0
 

@@ -216,10 +216,7 @@ def train(
             square = cluster.broadcast(lambda: mean_square(collator.reader))
             if joined:
                 joined = f"the data folder has changed since step {start}: {joined}"
-            doubts = [unread(config.model, run.data.manifest), report.scale_warning(square)]
-            if config.model.matmul == "float8" and run.tokens:
-                tokens = run.plan.plan.topology.ranks * run.tokens
-                doubts.append(float8_unused(config.model, tokens))
+            doubts = _doubts(run, square)
             before, now = values_in(folder / "config.yaml") if start else {}, values_of(config)
             if checkpoints.base is None:
                 doubts.append(report.unused_settings(before, now))
@@ -263,6 +260,15 @@ def train(
         compiled = len(trainer.programs), compile_seconds, ready
         _finish(loop, log, figures, compiled, start, began)
         return 0
+
+
+def _doubts(run: _Run, square: float | None) -> list[str]:
+    """What in the config or the data may not do what the user expects; "" where it does."""
+    model = run.config.model
+    doubts = [unread(model, run.data.manifest), report.scale_warning(square)]
+    if model.matmul == "float8" and run.tokens:
+        doubts.append(float8_unused(model, run.plan.plan.topology.ranks * run.tokens))
+    return doubts
 
 
 def _planned(config: Config, cluster: Cluster, stop: StopRequest, watchdog: Watchdog) -> _Run:

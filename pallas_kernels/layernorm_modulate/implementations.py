@@ -36,7 +36,7 @@ from pallas_kernels.layernorm_modulate.operands import (
     unsupported_sharding,
 )
 from pallas_kernels.layernorm_modulate.row_blocks import Walks, walks_of
-from pallas_kernels.layernorm_modulate.tuning import Norm, Pass
+from pallas_kernels.layernorm_modulate.tuning import Pass
 from pallas_kernels.op import Call, Measured, Registry, differentiated_once, on_shards, placed
 from pallas_kernels.walks import Way
 
@@ -298,8 +298,7 @@ class MosaicNorm(TritonNorm):
         """As the Triton kernels are, where the backward was faster or where they are gone."""
         x, options, streams = operands.x, call.options, _streams(operands)
         if devices.lowers_triton():
-            norm = _norm(operands, options)
-            if not tuning.faster_than_triton(options.layout, norm, x.shape[-1]):
+            if not tuning.backward_faster_than_triton(options.layout, x.shape[-1]):
                 return False
             # Wider dtypes were not compared.
             if any(each.dtype.itemsize > 2 for each in streams) or _way(streams, options) is None:
@@ -376,10 +375,6 @@ def _forward_way(operands: NormOperands, options: NormOptions) -> Way | None:
 
 def _forward_pass(operands: NormOperands) -> Pass:
     return "forward" if operands.y is None else "residual_forward"
-
-
-def _norm(operands: NormOperands, options: NormOptions) -> Norm:
-    return "plain" if options.h is None else "sum" if operands.gate is None else "gated"
 
 
 def _streams(operands: NormOperands) -> tuple[jax.Array, ...]:

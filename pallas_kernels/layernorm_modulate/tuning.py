@@ -24,7 +24,7 @@ from jaxtyping import PyTree
 
 from pallas_kernels import devices, first_use
 from pallas_kernels.layernorm_modulate.operands import ModulationLayout
-from pallas_kernels.walks import LANES, Pace, Way, way_of
+from pallas_kernels.walks import LANES, MOST_BARRIERS, Pace, Way, way_of
 
 Pass = Literal["forward", "backward", "residual_forward", "residual_backward", "sum_backward"]
 """Kernels by what they hold: `residual_backward` after x + gate·y, `sum_backward` after x + y."""
@@ -226,31 +226,19 @@ def _measured_ratios(device_kind: str, dim: int) -> tuple[float, float] | None:
 
 # ---------------------------------------------------------------- Mosaic GPU
 
-Norm = Literal["gated", "sum", "plain"]
-"""Of x + gate·y; of a sum without a gate, or of an x that has a gradient besides; of x alone."""
 _WIDEST = 10_240
 """Columns of a row that was measured."""
-_FASTER_THAN_TRITON: dict[tuple[ModulationLayout, Norm], tuple[range, ...]] = {
-    (layout, norm): (range(1536, _WIDEST + 1),)
-    for layout in ("row", "segment")
-    for norm in ("gated", "sum", "plain")
-}
-"""Widths at which the backward is taken. It was faster than Triton's on an H200 at 1,536
+_BACKWARD_FROM = 1536
+"""Width from which the backward is taken. It was faster than Triton's on an H200 at 1,536
 (benchmarks/results/kernels_h200.json), and in trials at 3,072 and 5,120; elsewhere that is assumed.
 """
 _FORWARD_FROM: dict[Pass, int] = {"forward": 5120, "residual_forward": 3072}
 """Widths from which the forward is, by the same trials; at 1,536 it was slower."""
 
 
-def faster_than_triton(layout: ModulationLayout, norm: Norm, dim: int) -> bool:
-    """Whether the kernel was.
-
-    Args:
-      layout: which rows share scale, shift and gate.
-      norm: what it is of.
-      dim: columns.
-    """
-    return any(dim in widths for widths in _FASTER_THAN_TRITON.get((layout, norm), ()))
+def backward_faster_than_triton(layout: ModulationLayout, dim: int) -> bool:
+    """Whether the backward was, of rows of `dim` columns that share scale, shift and gate so."""
+    return layout != "token" and _BACKWARD_FROM <= dim <= _WIDEST
 
 
 def forward_faster_than_triton(kernel: Pass, dim: int, itemsize: int) -> bool:
@@ -274,8 +262,8 @@ KINDS: dict[Pass, Kind] = {
     "residual_backward": Kind(Pace(20, 4, 62_000), 4, 5, 2),
     "sum_backward": Kind(Pace(20, 4, 58_000), 3, 3, 2),
 }
-_MOST_GROUPS, _MOST_SLOTS = 8, 32
-"""Of a program, whose walks are those of a multiprocessor; Mosaic has a barrier for each slot."""
+_MOST_GROUPS = 8
+"""Of a program, whose walks are those of a multiprocessor."""
 
 
 def way_for(kernel: Pass, dim: int, bytes_per_column: int) -> Way | None:
@@ -290,7 +278,7 @@ def way_for(kernel: Pass, dim: int, bytes_per_column: int) -> Way | None:
     if dim % LANES or dim > min(_WIDEST, _MOST_GROUPS * pace.chunks * LANES):
         return None
     way = way_of(dim, bytes_per_column, pace, None, *registers)
-    return way and way._replace(slots=min(way.slots, _MOST_SLOTS // (way.groups * way.per_core)))
+    return way and way._replace(slots=min(way.slots, MOST_BARRIERS // (way.groups * way.per_core)))
 
 
 # ---------------------------------------------------------------- shapes

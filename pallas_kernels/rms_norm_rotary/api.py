@@ -201,8 +201,6 @@ class RmsNormKernels(Kernels[RmsNormOperands, RmsNormOptions]):
 FORWARD_PACE, BACKWARD_PACE = Pace(16, 4, 42_000), Pace(16, 4, 42_000)
 _MOST_GROUPS = 8
 """Of a program."""
-_MOST_BARRIERS = 32
-"""Of a program: Mosaic's most. Each slot of a group has one."""
 _MOSAIC_WIDTHS = (1536,)
 """Where the Mosaic kernels were faster than Triton's, forward and backward, with statistics of the
 whole width and heads of 128: benchmarks/results/kernels_h200.json."""
@@ -226,8 +224,7 @@ def way_for(dim: int, options: RmsNormOptions, streams: int, pace: Pace) -> Way 
     together, total = 4 if options.per_head else 2, dim // LANES
     for groups in range(-(-total // pace.chunks), _MOST_GROUPS + 1):
         if total % (together * groups) == 0:
-            way = way_of(dim, streams, pace, groups)
-            return way and way._replace(slots=min(way.slots, _MOST_BARRIERS // groups))
+            return way_of(dim, streams, pace, groups)
     return None
 
 

@@ -179,6 +179,7 @@ def test_the_picture_shows_each_measured_case_the_fastest_on_top(tmp_path, monke
     with pytest.raises(ValueError, match="no case was measured"):
         draw_epoch(tmp_path / "a.png", {"cases": cases[1:2]})
     (tmp_path / "other.json").write_text("[]")
-    for file in ("other.json", "none.json"):
-        with pytest.raises(InputError, match=r"is not a file of `alload bench epoch`; name one"):
+    (tmp_path / "failed.json").write_text(json.dumps({"cases": cases[1:2]}))
+    for file in ("other.json", "failed.json", "none.json"):
+        with pytest.raises(InputError, match=r"has no case of `alload bench epoch`; name another"):
             pictures.main([str(tmp_path / file), str(tmp_path / "a.png")])

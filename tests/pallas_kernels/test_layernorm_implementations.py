@@ -286,8 +286,7 @@ def test_auto_loses_at_most_a_twentieth_where_both_were_measured():
         kind = kernel.removeprefix(NAME)
         if direction == "backward":
             layout = "segment" if kind == "packed" else "row"
-            norm = "gated" if kind == "residual" else "plain"
-            takes = tuning.faster_than_triton(layout, norm, width)
+            takes = tuning.backward_faster_than_triton(layout, width)
         else:
             way = "residual_forward" if kind == "residual" else "forward"
             takes = tuning.forward_faster_than_triton(way, width, 2)

@@ -115,7 +115,7 @@ class CudnnInputs(NamedTuple):
     Attributes:
       query: [rows, S, num_heads, head_dim], bfloat16 or float16.
       key, value: [rows, T, num_heads, head_dim].
-      lengths: tokens of queries and of keys: int32 [rows], or [rows, slots]; None for all tokens.
+      lengths: tokens of queries and of keys of each row, or of its slots, [rows, slots].
       offsets: of slots, those of queries and of keys: elements in all rows before a slot's tokens,
         int32 [rows, slots + 1]; None where a row is one slot.
     """
@@ -123,7 +123,7 @@ class CudnnInputs(NamedTuple):
     query: jax.Array
     key: jax.Array
     value: jax.Array
-    lengths: tuple[jax.Array, jax.Array] | None = None
+    lengths: RowLengths = None
     offsets: tuple[jax.Array, jax.Array] | None = None
 
     @property
