@@ -321,9 +321,8 @@ class MosaicNorm(TritonNorm):
         self, operands: NormOperands, options: NormOptions, *, statistics: bool
     ) -> tuple[jax.Array | None, jax.Array, jax.Array | None]:
         """The kernel here where it was faster than Triton's, or where that is gone."""
-        dim, itemsize = operands.x.shape[-1], operands.x.dtype.itemsize
-        faster = tuning.forward_faster_than_triton(_forward_pass(operands), dim, itemsize)
-        way = _forward_way(operands, options)
+        x, way = operands.x, _forward_way(operands, options)
+        faster = tuning.forward_faster_than_triton(x.shape[-1], x.dtype.itemsize)
         if way is None or (devices.lowers_triton() and not faster):
             return super().forward(operands, options, statistics=statistics)
         from pallas_kernels.layernorm_modulate import mosaic

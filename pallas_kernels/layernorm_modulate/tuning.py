@@ -228,12 +228,11 @@ def _measured_ratios(device_kind: str, dim: int) -> tuple[float, float] | None:
 
 _WIDEST = 10_240
 """Columns of a row that was measured."""
-_BACKWARD_FROM = 1536
-"""Width from which the backward is taken. It was faster than Triton's on an H200 at 1,536
-(benchmarks/results/kernels_h200.json), and in trials at 3,072 and 5,120; elsewhere that is assumed.
-"""
-_FORWARD_FROM: dict[Pass, int] = {"forward": 5120, "residual_forward": 3072}
-"""Widths from which the forward is, by the same trials; at 1,536 it was slower."""
+_BACKWARD_FROM = 1024
+"""Width from which the backward was faster than Triton's on an H200, at each of seven widths up to
+8,192 (benchmarks/results/kernels_h200.json); between and beyond them that is assumed."""
+_FORWARD_FROM = 3072
+"""Width from which the forward was, or lost 2 % at most."""
 
 
 def backward_faster_than_triton(layout: ModulationLayout, dim: int) -> bool:
@@ -241,9 +240,9 @@ def backward_faster_than_triton(layout: ModulationLayout, dim: int) -> bool:
     return layout != "token" and _BACKWARD_FROM <= dim <= _WIDEST
 
 
-def forward_faster_than_triton(kernel: Pass, dim: int, itemsize: int) -> bool:
+def forward_faster_than_triton(dim: int, itemsize: int) -> bool:
     """Whether the forward was, of rows of `dim` columns of so many bytes each."""
-    return itemsize == 2 and dim >= _FORWARD_FROM[kernel]
+    return itemsize == 2 and dim >= _FORWARD_FROM
 
 
 class Kind(NamedTuple):

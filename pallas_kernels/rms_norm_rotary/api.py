@@ -201,9 +201,10 @@ class RmsNormKernels(Kernels[RmsNormOperands, RmsNormOptions]):
 FORWARD_PACE, BACKWARD_PACE = Pace(16, 4, 42_000), Pace(16, 4, 42_000)
 _MOST_GROUPS = 8
 """Of a program."""
-_MOSAIC_WIDTHS = (1536,)
-"""Where the Mosaic kernels were faster than Triton's, forward and backward, with statistics of the
-whole width and heads of 128: benchmarks/results/kernels_h200.json."""
+_MOSAIC_FROM, _MOSAIC_TO = 1024, 8192
+"""Widths between which the Mosaic kernels' two passes together were faster than Triton's on an
+H200, with statistics of the whole width and heads of 128: benchmarks/results/kernels_h200.json. At
+2,048 the forward alone was not."""
 
 
 def way_for(dim: int, options: RmsNormOptions, streams: int, pace: Pace) -> Way | None:
@@ -249,7 +250,8 @@ class MosaicRmsNorm(MosaicKernels[RmsNormOperands, RmsNormOptions], RmsNormKerne
         """As measured."""
         options, x = call.options, operands.x
         heads = options.head_dim == 128 and not options.per_head and operands.cos is not None
-        return heads and x.dtype.itemsize == _ITEMSIZE and x.shape[-1] in _MOSAIC_WIDTHS
+        between = _MOSAIC_FROM <= x.shape[-1] <= _MOSAIC_TO
+        return heads and x.dtype.itemsize == _ITEMSIZE and between
 
 
 REGISTRY: Registry[Implementation[RmsNormOperands, RmsNormOptions]] = Registry(
