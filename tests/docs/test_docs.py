@@ -307,36 +307,41 @@ def test_the_public_names_exist_without_jax_and_are_on_their_page():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
-def test_the_figures_of_the_epoch_are_those_of_its_file():
-    cases = read_json(ROOT / "benchmarks/results/epoch_mixed_resolution_x2_h200.json")["cases"]
-    steps = {case["case"]: case["tokens_per_second"] for case in cases}
-    start = {
-        case["case"]: case["tokens"] / (case["first_step_seconds"] + case["seconds"])
-        for case in cases
-    }
+def epoch(name):
+    """The cases of a measured epoch by name, their tokens/s, and the same with the start."""
+    content = read_json(ROOT / f"benchmarks/results/epoch_{name}_x2_h200.json")
+    cases = {case["case"]: case for case in content["cases"]}
+    steps = {name: case["tokens_per_second"] for name, case in cases.items()}
+    spent = {name: case["first_step_seconds"] + case["seconds"] for name, case in cases.items()}
+    return cases, steps, {name: case["tokens"] / spent[name] for name, case in cases.items()}
 
-    def cell(of, case):
-        return f"{of[case]:,.0f} ({of[case] / of['balanced']:.2f}×)"
 
-    expected = {
-        f"{cell(steps, case['case'])} | {case['steps']} | {100 * case['idle']:.1f} % | "
-        f"{case['programs']} | {case['first_step_seconds']:.0f} s | {cell(start, case['case'])} |"
-        for case in cases
-    }
+def test_the_figures_of_the_epochs_are_those_of_their_files():
+    def cell(of, name):
+        return f"{of[name]:,.0f} ({of[name] / of['balanced']:.2f}×)"
+
+    expected = set()
+    for cases, steps, start in map(epoch, ("mixed_resolution", "pytorch", "lora200")):
+        for name, case in cases.items():
+            idle = f"{100 * case['idle']:.1f} %" if "idle" in case else "–"
+            words = (idle, str(case["programs"]), f"{case['first_step_seconds']:.0f} s")
+            expected.add(" | ".join((cell(steps, name), *words, cell(start, name))) + " |")
     page = (DOCS / "results.md").read_text().partition("### An epoch")[2].partition("###")[0]
-    rows = [line for line in page.splitlines() if line.startswith("|")][2:]
-    assert {row.split(" | ", 1)[1] for row in rows} == expected
+    rows = [line.split(" | ", 1)[1] for line in page.splitlines() if line.startswith("| ")]
+    assert {row for row in rows if not row.startswith("tokens/s")} == expected
 
-    def change(of, case):
-        return f"| {of[case]:,.0f} tokens/s |", f"{of['balanced'] / of[case]:.2f}×"
+    def change(of, name):
+        return f"| {of[name]:,.0f} tokens/s |", f"{of['balanced'] / of[name]:.2f}×"
 
+    _, steps, start = epoch("mixed_resolution")
     readme = (ROOT / "README.md").read_text().splitlines()
     rows = [line for line in readme if "`balanced`" in line and "tokens/s |" in line]
     equal, shared = "equal-tokens", "dual-constraint-shared"
-    for row, (of, case) in zip(
-        rows, [(steps, equal), (steps, shared), (start, shared)], strict=True
+    torch = (epoch("pytorch")[1], "PyTorch ddp bf16_copy")
+    for row, (of, name) in zip(
+        rows, [(steps, equal), (steps, shared), (start, shared), torch], strict=True
     ):
-        assert all(words in row for words in change(of, case))
+        assert all(words in row for words in change(of, name))
     assert any(f"at {change(steps, equal)[1]} the tokens per second" in line for line in readme)
     rule = "knapformer-bags-of-two"
     words = f"rule reaches {steps[rule]:,.0f} tokens/s, and {start[rule]:,.0f} with both"
