@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.stages import Compiled
 
-from alload_jax.bench.balance import random_collator
 from alload_jax.bench.harness import measured
+from alload_jax.bench.random_data import random_collator
 from alload_jax.errors import InputError, out_of_memory
 from alload_jax.files import Json
 from alload_jax.models.common.cudnn import packed_unsupported_reason

@@ -27,56 +27,7 @@ Case = Json
 """A case of a measurement's JSON."""
 _COLOURS = ("#1f6feb", "#f0883e", "#3fb950", "#a371f7")
 _INK, _QUIET = "#1f2328", "#8b949e"
-
-
-# ---------------------------------------------------------------- alload bench balance
-
-_BUSY, _BUSY_LESS, _IDLE = "#3b7dd8", "#a9c8f0", "#e8e8e8"
-_MAX_STEPS = 6
-
-
-def draw_balance(path: Path, content: Json) -> None:
-    """Draws the first case and the fastest `balanced` case (or the fastest case of all).
-
-    Args:
-      path: the PNG to write.
-      content: the JSON of `alload bench balance`.
-
-    Raises:
-      ValueError: no case was measured on GPUs.
-    """
-    cases = [case for case in content["cases"] if case.get("busy")]
-    if not cases:
-        raise ValueError(f"{path}: no case was measured on GPUs; measure on GPUs")
-    ours = [case for case in cases if case["case"].startswith("balanced")]
-    best = max(ours or cases, key=lambda case: case["figures"]["tokens_per_second"])
-    shown = [cases[0], best] if best is not cases[0] else [best]
-    figure = Figure(figsize=(9, 1.6 + 1.5 * len(shown)), layout="tight")
-    axes = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
-    for axis, case in zip(axes, shown, strict=True):
-        _draw_steps(axis, case)
-    axes[-1].set_xlabel("seconds")
-    where = f"{content['devices']} × {content['device']}"
-    title = f"{content['workload']}, {where}: computing (blue) and idle (grey) in some steps"
-    figure.suptitle(title, fontsize=11)
-    figure.savefig(path, dpi=150)
-
-
-def _draw_steps(axis: Axes, case: Case) -> None:
-    begin = 0.0
-    for whole, busy in list(zip(case["seconds"], case["busy"], strict=True))[:_MAX_STEPS]:
-        for rank, seconds in enumerate(busy):
-            axis.barh(rank, seconds, left=begin, height=0.7, color=_BUSY)
-            axis.barh(rank, whole - seconds, left=begin + seconds, height=0.7, color=_IDLE)
-        begin += whole
-        axis.axvline(begin, color="black", lw=0.6)
-    ranks = range(len(case["busy"][0]))
-    axis.set_yticks(ranks, [f"GPU {n}" for n in ranks])
-    axis.invert_yaxis()
-    speed, idle = (case["figures"][name] for name in ("tokens_per_second", "idle"))
-    title = f"{case['case']}: {speed:,.0f} tokens/s, idle {idle:.1%}"
-    axis.set_title(title, fontsize=10, loc="left")
-    axis.spines[["top", "right", "left"]].set_visible(False)
+_BUSY, _BUSY_LESS = "#3b7dd8", "#a9c8f0"
 
 
 # ---------------------------------------------------------------- alload bench epoch

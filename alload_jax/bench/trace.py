@@ -178,27 +178,6 @@ def divided_steps(
     return found
 
 
-def device_seconds(profile: ProfileData) -> tuple[list[list[float]], list[list[float]]] | None:
-    """Seconds of each device in each step, [steps][devices]; None if the profile has no GPU.
-
-    Returns:
-      The time in which a kernel other than a collective runs; and that in which only collectives
-      run: communication that does not overlap computation, or waiting for other devices.
-    """
-    if not any(plane.name.startswith(_DEVICE) for plane in profile.planes):
-        return None
-    steps = divided_steps(profile)
-
-    def seconds(collective: bool) -> list[list[float]]:
-        return [
-            [sum(s for each, s in device if is_collective(each.operation) == collective)
-             for device, _ in step]
-            for step in steps
-        ]  # fmt: skip
-
-    return seconds(False), seconds(True)
-
-
 def device_shares(profile: ProfileData) -> dict[str, list[float] | float]:
     """How GPUs spend the time from the first kernel of a trace to the last; {} without GPUs.
 

@@ -16,7 +16,7 @@ from alload_jax.config_parser import read_yaml
 from alload_jax.errors import InputError
 from alload_jax.files import Json
 from alload_jax.planning.samples import Geometry, Samples, read_samples
-from alload_jax.planning.workloads import names
+from alload_jax.planning.workloads import ASPECT_RATIOS, make_workload, names
 
 if TYPE_CHECKING:
     from alload_jax.models.common.config import ModelConfig
@@ -113,11 +113,11 @@ def _require_data(options: argparse.Namespace, model: "ModelConfig") -> None:
         return
     if options.workload is None:
         raise InputError(f"{_COMMAND}: --data {options.data}: no such folder; give --workload")
-    from alload_jax.bench.balance import draw_samples  # imports JAX
-    from alload_jax.run.epoch import write_random_store
+    from alload_jax.run.epoch import write_random_store  # imports JAX
 
     if options.workload in names():
-        samples = draw_samples(options.workload, None, options.samples, options.one_aspect)
+        ratios = {(16, 9): 1.0} if options.one_aspect else ASPECT_RATIOS
+        samples = make_workload(options.workload, options.samples, aspect_ratios=ratios)
     else:
         samples = read_samples(options.workload, Geometry())
         if not samples.shape.all():

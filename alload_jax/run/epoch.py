@@ -14,8 +14,8 @@ import numpy as np
 from jax.profiler import ProfileData
 from typing_extensions import override
 
-from alload_jax.bench.balance import RandomReader, manifest_of
 from alload_jax.bench.harness import provenance
+from alload_jax.bench.random_data import RandomReader, manifest_of
 from alload_jax.bench.trace import device_shares
 from alload_jax.config import read_config
 from alload_jax.data.batch import Signature, signature

@@ -18,9 +18,9 @@ from patience import PATIENCE, alive, wait_until
 from alload_jax.bench import device as device_load
 from alload_jax.bench.device import load_of, sampling
 from alload_jax.bench.trace import (
-    device_seconds,
     device_shares,
     divided_steps,
+    is_collective,
     recorded,
     step_windows,
     time_of_operations,
@@ -167,15 +167,22 @@ def test_overlapping_kernels_count_once_and_collectives_separately():
         },
     )
     second = plane("/device:GPU:1", {"Stream #1(Compute)": [("gemm", 15, 25)]})
-    busy, exposed = device_seconds(profile(second, HOST, first))
+    seconds = {False: [], True: []}
+    for step in divided_steps(profile(second, HOST, first)):
+        for collective, found in seconds.items():
+            spans = (spans for spans, _ in step)
+            found += [
+                sum(s for each, s in mine if is_collective(each.operation) == collective)
+                for mine in spans
+            ]
     # The kernel from 15 to 25 began before its step; the record's clock is the host's.
-    assert busy == [pytest.approx([5e-3, 0]), pytest.approx([10e-3, 5e-3])]
-    assert exposed == [pytest.approx([3e-3, 0]), pytest.approx([2e-3, 0])]
+    assert seconds[False] == pytest.approx([5e-3, 0, 10e-3, 5e-3])
+    assert seconds[True] == pytest.approx([3e-3, 0, 2e-3, 0])
     of_trace = device_shares(profile(second, HOST, first))  # from 1 to 36
     assert of_trace["busy"] == pytest.approx([15 / 35, 10 / 35])
     assert of_trace["exposed"] == pytest.approx([5 / 35, 0], abs=1e-12)
     assert of_trace["idle"] == pytest.approx(1 - 25 / 70)
-    assert (device_seconds(profile(HOST)), device_shares(profile(HOST))) == (None, {})
+    assert device_shares(profile(HOST)) == {}
     calls = {"Stream #1(Compute)": [("gemm", 1, 5), ("sort", 6, 7), ("gemm", 8, 9)]}
     found = time_of_operations(divided_steps(profile(HOST, plane("/device:GPU:0", calls))))
     seconds = {operation.kernel: 2 * spent["seconds"] for operation, spent in found.items()}

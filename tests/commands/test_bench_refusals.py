@@ -1,44 +1,22 @@
 """Wrong flags of `alload bench` and `alload calibrate` are one line, before anything is written."""
 
-from pathlib import Path
-
 import pytest
 import yaml
 
-COSTS = Path(__file__).parents[2] / "benchmarks" / "results" / "calibration_wan_1_3b_h200.json"
 CONFIG = {"run": {"folder": "run"}, "data": {"folder": "data"}, "planning": {"m_mem": 64}}
 CASES = {"sorted": {"planning": {"policy": "sorted"}}, "equal-tokens": {"planning": {"m_mem": 9}}}
 BASE = {
-    "balance": ["--cost-model", COSTS, "--out", "x.json"],
     "calibrate": ["--config", "tiny.yaml", "--out", "x.json"],
     "epoch": ["--config", "tiny.yaml", "--cases", "cases.yaml", "--data", "data"],
 }
 NO_FOLDER = "no/x.json: not a file in an existing folder"
 NO_GPU = "the backend is 'cpu'; kernels are measured on a GPU: install the extra cuda12 or cuda13"
-SAME = ["--same", "1", "32", "32"]
 
 
 @pytest.mark.parametrize(
     ("command", "flags", "words"),
     [
-        ("balance", ["--cost-model", "none.json"], "--cost-model none.json: no such cost model"),
-        ("balance", ["--cost-model", "tiny.yaml"], "--cost-model tiny.yaml: is not valid JSON"),
-        ("balance", ["--steps", 0], "--steps: '0' is not a whole number from 1"),
-        ("balance", ["--picture", "no/x.png"], "no/x.png: not a file in"),
-        ("balance", ["--out", "no/x.json"], NO_FOLDER),
-        ("balance", ["--out", "/proc/x.json"], "/proc/x.json: cannot be written"),
-        (
-            "balance",
-            [*SAME, "--workload", "wan-480p"],
-            "--workload: not allowed with argument --same",
-        ),
-        ("balance", [*SAME, "--m-mem", 0], "--m-mem: '0' is not a whole number from 1"),
-        ("balance", ["--same", 1, 0, 32], "--same: '0' is not a whole number from 1"),
-        ("balance", ["--cases", "balance"], "--cases balance: unknown; use one of"),
-        *(
-            ("balance", ["--cases", f"balanced:{x}"], f"balanced:{x}: M_mem {x} is no number of")
-            for x in ("x", 0)
-        ),
+        ("balance", ["--steps", 4, "--one-aspect"], "is gone; alload bench epoch compares"),
         ("calibrate", ["--config", "none.yaml"], "none.yaml: no such config"),
         ("calibrate", ["--out", "no/x.json"], NO_FOLDER),
         ("calibrate", ["--seconds", 0], "--seconds: '0' is not a number above 0"),
