@@ -184,7 +184,7 @@ def test_alload_commands_and_the_text_name_flags_that_exist():
         known |= flags_of(name)
     for action in ("export", "convert", "merge"):
         known |= flags_of("lora", action)
-    for kind in ("kernel", "tune", "step", "balance"):
+    for kind in ("kernel", "tune", "step", "epoch"):
         known |= flags_of("bench", kind)
     for page in PAGES:
         assert set(re.findall(r"`(--[\w-]+)[^`.]*`", prose(page))) <= known, page
@@ -327,11 +327,25 @@ def test_the_figures_of_the_epochs_are_those_of_their_files():
             words = (idle, str(case["programs"]), f"{case['first_step_seconds']:.0f} s")
             expected.add(" | ".join((cell(steps, name), *words, cell(start, name))) + " |")
     page = (DOCS / "results.md").read_text().partition("### An epoch")[2].partition("###")[0]
-    rows = [line.split(" | ", 1)[1] for line in page.splitlines() if line.startswith("| ")]
+    page, _, end = page.partition("| claim |")
+    claims, _, end = end.partition("\n\n")
+    rows = [line.split(" | ", 1)[1] for line in (page + end).splitlines() if line[:2] == "| "]
     assert {row for row in rows if not row.startswith("tokens/s")} == expected
 
     def change(of, name):
         return f"| {of[name]:,.0f} tokens/s |", f"{of['balanced'] / of[name]:.2f}×"
+
+    cases, steps, _ = epoch("pytorch")
+    method, ours = cases["dual-constraint"], cases["balanced"]
+    for figure in (
+        f"{100 * method['imbalance']:.1f} → {100 * ours['imbalance']:.1f} %",
+        f"+{100 * (steps['balanced'] / steps['dual-constraint'] - 1):.1f} %",
+        f"{np.mean(method['peak_bytes']) / 1e9:.1f} → {np.mean(ours['peak_bytes']) / 1e9:.1f} GB",
+        f"{method['with_tokens']:.2f}, {method['with_cost']:.2f} → "
+        f"{ours['with_tokens']:.2f}, {ours['with_cost']:.2f}".replace("-", "−"),
+        f"{100 * method['variation']:.0f} → {100 * ours['variation']:.0f} %",
+    ):
+        assert f"| {figure} |" in claims
 
     _, steps, start = epoch("mixed_resolution")
     readme = (ROOT / "README.md").read_text().splitlines()
