@@ -10,11 +10,15 @@ since a loop's passes are not counted.
 
 `--sharded` compiles for two GPUs: a few layers of a model, with a row for each GPU or one for both,
 on meshes of which each has another axis of two. `temporary` is what the gradient's program takes on
-each beside its arguments. See `benchmarks/gpu_target.py` for what the programs lack.
+each beside its arguments, and `gathered` the bytes of what it gathers from both, by dtype, those of
+a loop over layers once. See `benchmarks/gpu_target.py` for what the programs lack.
 """
 
+import itertools
+import math
+import re
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -47,6 +51,9 @@ LATENTS = {"1.3b": (21, 60, 104), "hunyuan-video-1.5": (9, 30, 52)}
 """Of a row, by model, of `--sharded`."""
 AXES = ("data", "fsdp", "tensor")
 REMAT = ("attention", "offload_feed_forward_and_attention")
+_GATHERED = re.compile(r"= (.*) all-gather(?:-done)?\(")
+_ARRAY = re.compile(r"(f8e4m3fn|bf16|f32)\[([\d,]+)\]")
+_BYTES = {"f8e4m3fn": 1, "bf16": 2, "f32": 4}
 
 
 def moved(text: str) -> dict[str, float]:
@@ -74,19 +81,28 @@ def measured(case: Case, device: Any) -> Json:
     return row | ({"moved": moved(gradient.program.as_text())} if case.unrolled else {})
 
 
+def gathered(text: str) -> dict[str, int]:
+    """Bytes that a program's instructions gather from all devices, by dtype."""
+    found = Counter[str]()
+    for result in _GATHERED.findall(text):
+        for dtype, shape in _ARRAY.findall(result):
+            found[dtype] += _BYTES[dtype] * math.prod(map(int, shape.split(",")))
+    return dict(found)
+
+
 def sharded(devices: list[Any]) -> Iterator[Json]:
-    """What steps hold on each of two GPUs."""
-    for model, latents in LATENTS.items():
-        for axis in AXES:
-            for remat in REMAT:
-                fields = training_fields(model_fields(model, LAYERS), remat)
-                with gpu_target.traced_for(devices[0]):
-                    spec = training_spec(config_from_fields(fields))
-                    mesh = make_mesh(MeshConfig(**({"data": 1} | {axis: 2})), devices)
-                    ranks = mesh.size // mesh.shape["tensor"]
-                    found = gpu_target.compiled_gradient(spec, mesh, ranks, latents)
-                held = found.program.memory_analysis().temp_size_in_bytes
-                yield {"model": model, "axis": axis, "remat": remat, "temporary": held}
+    """What steps hold on each of two GPUs, and gather."""
+    cases = [(*case, "dtype") for case in itertools.product(LATENTS, AXES, REMAT)]
+    for model, axis, remat, matmul in [*cases, ("1.3b", "fsdp", "attention", "float8")]:
+        fields = training_fields(model_fields(model, LAYERS), remat) | {"matmul": matmul}
+        with gpu_target.traced_for(devices[0]):
+            spec = training_spec(config_from_fields(fields))
+            mesh = make_mesh(MeshConfig(**({"data": 1} | {axis: 2})), devices)
+            ranks = mesh.size // mesh.shape["tensor"]
+            found = gpu_target.compiled_gradient(spec, mesh, ranks, LATENTS[model]).program
+        case = {"model": model, "axis": axis, "remat": remat, "matmul": matmul}
+        held = found.memory_analysis().temp_size_in_bytes
+        yield case | {"temporary": held, "gathered": gathered(found.as_text())}
 
 
 def main(argv: list[str]) -> int:
