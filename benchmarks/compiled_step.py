@@ -52,8 +52,7 @@ LATENTS = {"1.3b": (21, 60, 104), "hunyuan-video-1.5": (9, 30, 52)}
 AXES = ("data", "fsdp", "tensor")
 REMAT = ("attention", "offload_feed_forward_and_attention")
 _GATHERED = re.compile(r"= (.*) all-gather(?:-done)?\(")
-_ARRAY = re.compile(r"(f8e4m3fn|bf16|f32)\[([\d,]+)\]")
-_BYTES = {"f8e4m3fn": 1, "bf16": 2, "f32": 4}
+_ARRAY = re.compile(r"\b([a-z]+(\d+)\w*)\[([\d,]*)\]")
 
 
 def moved(text: str) -> dict[str, float]:
@@ -85,8 +84,8 @@ def gathered(text: str) -> dict[str, int]:
     """Bytes that a program's instructions gather from all devices, by dtype."""
     found = Counter[str]()
     for result in _GATHERED.findall(text):
-        for dtype, shape in _ARRAY.findall(result):
-            found[dtype] += _BYTES[dtype] * math.prod(map(int, shape.split(",")))
+        for dtype, bits, shape in _ARRAY.findall(result):
+            found[dtype] += int(bits) // 8 * math.prod(map(int, filter(None, shape.split(","))))
     return dict(found)
 
 

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 from torch_step import BACKENDS, PACKAGES, Settings, Trainer, Weights, build, compiled
 
-from alload_jax.bench.harness import Record, benchmark_parser, provenance
+from alload_jax.bench.harness import Record, benchmark_parser, provenance, typed
 from alload_jax.commands.bench_epoch import outcome, table
 from alload_jax.commands.flags import COUNT
 from alload_jax.data.manifest import read_manifest
@@ -243,7 +243,7 @@ def main(argv: list[str]) -> int:
     record = Record(options.out)
     record.content = read_json(options.out) or record.content
     name = ("PyTorch", options.parallel, options.precision * (options.parallel == "ddp"))
-    case = {"case": " ".join(name).strip()} | measure(options)
+    case = {"case": " ".join(name).strip(), "command": typed()} | measure(options)
     return record.measure([case], "case", outcome, table) or int("error" in case)
 
 

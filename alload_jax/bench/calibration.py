@@ -309,7 +309,7 @@ class Calibration:
         samples = Samples(pixels, np.full(len(pixels), case.seq_len))
         planning = PlanningConfig(policy="first_fit", ranks_mode="synchronous", m_mem=case.tokens)
         plan = make_plan(planning, samples, 1, 0)
-        collate, _ = random_collator(plan, model)
+        collate = random_collator(plan, model)
         (packed,) = collate(plan.step(0)).batches
         found = []
         try:

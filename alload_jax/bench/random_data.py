@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from alload_jax.data.collate import Collation, Collator, collation_for
+from alload_jax.data.collate import Collator, collation_for
 from alload_jax.data.condition import Conditions, conditions_for, form_for
 from alload_jax.data.manifest import Manifest
 from alload_jax.data.record import GIVEN, IMAGE, LABELS, LATENTS, TEXT
@@ -68,11 +68,11 @@ def manifest_of(samples: Samples, model: ModelConfig) -> Manifest:
     )
 
 
-def random_collator(plan: Plan, model: ModelConfig) -> tuple[Collator, Collation]:
+def random_collator(plan: Plan, model: ModelConfig) -> Collator:
     """Makes the arrays of a plan's steps from random latents and conditions; and their shapes."""
     manifest = manifest_of(plan.samples, model)
     conditions = conditions_for(model, manifest)
     reader: Any = RandomReader(manifest, conditions)
     collation = collation_for(plan, manifest, model, conditions)
     ranks = frozenset(range(plan.topology.ranks))
-    return Collator(reader, ranks, collation, plan.group_ranks), collation
+    return Collator(reader, ranks, collation, plan.group_ranks)

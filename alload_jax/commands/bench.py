@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("tune", _TUNE, bench_kernels.add_tune_arguments, bench_kernels.run_tune),
     ):
         add(add_command(choices, name, words, partial(_run, run)))
-    gone = choices.add_parser("balance", add_help=False, prefix_chars="+")  # takes any flags
+    gone = choices.add_parser("balance", add_help=False, prefix_chars="\0")  # takes any flags
     gone.add_argument("flags", nargs="*")
     gone.set_defaults(run=_balance)
 

@@ -152,13 +152,15 @@ def figures_of(folder: Path, ready: float) -> Json:
       ready: seconds from the start of the process to its first step.
 
     Returns:
-      `first_step_seconds` from the start of the process to the end of its first step; `seconds`,
-      `steps`, `tokens` and `samples` after the warm-up; `tokens_per_second`,
-      `samples_per_second`; `spread`, the range of the tokens per second of fifths of the steps, as
-      a share of them; `loss`, mean over the samples of the last fifth; `padding` and `imbalance`,
-      means; `variation` of the steps' seconds, standard deviation over mean; their Pearson
-      correlation `with_tokens` and `with_cost` (predicted), None where these are constant; `busy`,
-      `exposed` and `idle` as `device_shares` has them, if the profiler shows GPUs.
+      `first_step_seconds` from the start of the process to the end of its first step; `tokens` and
+      `samples` of all steps of the epoch; their `seconds`, which are `counted_seconds` of the
+      `steps` after the warm-up, scaled by predicted cost, since what the warm-up holds differs
+      between policies; `tokens_per_second`, `samples_per_second`. Of the counted steps alone:
+      `spread`, the range of the tokens per second of fifths of them, as a share of their rate;
+      `loss`, mean over the samples of the last fifth; `padding` and predicted `imbalance`, means;
+      `variation` of their seconds, standard deviation over mean; the seconds' Pearson correlation
+      `with_tokens` and `with_cost` (predicted), None where these are constant. `busy`, `exposed`
+      and `idle` are as `device_shares` has them, if the profiler shows GPUs.
 
     Raises:
       InputError: the run ended within the warm-up.
@@ -171,20 +173,23 @@ def figures_of(folder: Path, ready: float) -> Json:
             "samples or more seconds"
         )
     names = ("step_seconds", "tokens", "samples", "loss", "padding", "imbalance", "predicted_cost")
-    counted = np.asarray([[row[name] for name in names] for row in rows[WARM_UP:]])
-    seconds, tokens, samples, loss, padding, imbalance, cost = counted.T
+    every = np.asarray([[row[name] for name in names] for row in rows])
+    seconds, tokens, samples, loss, padding, imbalance, cost = every[WARM_UP:].T
+    _, all_tokens, all_samples, *_, all_cost = every.sum(axis=0)
+    whole = seconds.sum() * all_cost / cost.sum()
     fifths = np.array_split(np.arange(len(seconds)), 5)
     speeds = np.asarray([tokens[part].sum() / seconds[part].sum() for part in fifths])
-    speed, last = tokens.sum() / seconds.sum(), fifths[-1]
+    last = fifths[-1]
     found = {
         "first_step_seconds": ready + rows[0]["step_seconds"],
-        "seconds": float(seconds.sum()),
+        "seconds": float(whole),
+        "counted_seconds": float(seconds.sum()),
         "steps": len(seconds),
-        "tokens": int(tokens.sum()),
-        "samples": int(samples.sum()),
-        "tokens_per_second": float(speed),
-        "samples_per_second": float(samples.sum() / seconds.sum()),
-        "spread": float(np.ptp(speeds) / speed),
+        "tokens": int(all_tokens),
+        "samples": int(all_samples),
+        "tokens_per_second": float(all_tokens / whole),
+        "samples_per_second": float(all_samples / whole),
+        "spread": float(np.ptp(speeds) * seconds.sum() / tokens.sum()),
         "loss": float(np.average(loss[last], weights=samples[last])),
         "padding": float(padding.mean()),
         "imbalance": float(imbalance.mean()),

@@ -202,9 +202,10 @@ FORWARD_PACE, BACKWARD_PACE = Pace(16, 4, 42_000), Pace(16, 4, 42_000)
 _MOST_GROUPS = 8
 """Of a program."""
 _MOSAIC_FROM, _MOSAIC_TO = 1024, 8192
+_MOSAIC_PER_HEAD = 2048
 """Widths between which the Mosaic kernels' two passes together were faster than Triton's on an
-H200, with statistics of the whole width and heads of 128: benchmarks/results/kernels_h200.json. At
-2,048 the forward alone was not."""
+H200, with statistics of the whole width and heads of 128, and the one that was measured with those
+of heads, where the forward alone was slower: benchmarks/results/kernels_h200.json."""
 
 
 def way_for(dim: int, options: RmsNormOptions, streams: int, pace: Pace) -> Way | None:
@@ -249,9 +250,11 @@ class MosaicRmsNorm(MosaicKernels[RmsNormOperands, RmsNormOptions], RmsNormKerne
     def faster_than_triton(self, operands: RmsNormOperands, call: Call[RmsNormOptions]) -> bool:
         """As measured."""
         options, x = call.options, operands.x
-        heads = options.head_dim == 128 and not options.per_head and operands.cos is not None
-        between = _MOSAIC_FROM <= x.shape[-1] <= _MOSAIC_TO
-        return heads and x.dtype.itemsize == _ITEMSIZE and between
+        heads, dim = options.head_dim == 128 and operands.cos is not None, x.shape[-1]
+        measured = _MOSAIC_FROM <= dim <= _MOSAIC_TO
+        if options.per_head:
+            measured = dim == _MOSAIC_PER_HEAD
+        return heads and x.dtype.itemsize == _ITEMSIZE and measured
 
 
 REGISTRY: Registry[Implementation[RmsNormOperands, RmsNormOptions]] = Registry(

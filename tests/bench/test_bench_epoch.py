@@ -47,10 +47,10 @@ def flags(tmp_path):
     return ["bench", "epoch", *words, "--out", str(tmp_path / "out.json")]
 
 
-def run_files(folder, seconds, tokens, samples, losses):
-    columns = zip(seconds, tokens, samples, losses, strict=True)
-    names = ("step_seconds", "tokens", "samples", "loss")
-    same = {"epoch": 0, "padding": 0.25, "imbalance": 0.1, "predicted_cost": 7.0}
+def run_files(folder, seconds, tokens, samples, losses, costs):
+    columns = zip(seconds, tokens, samples, losses, costs, strict=True)
+    names = ("step_seconds", "tokens", "samples", "loss", "predicted_cost")
+    same = {"epoch": 0, "padding": 0.25, "imbalance": 0.1}
     rows = [dict(zip(names, row, strict=True)) | same for row in columns]
     rows.insert(2, {"step": 2, "validation/loss": 9.0})
     rows.append(rows[-1] | {"epoch": 1, "tokens": 9999})
@@ -69,30 +69,34 @@ def test_a_run_ends_after_its_first_epoch_or_so_many_seconds(monkeypatch, steps,
     assert (run.done, found["whole_epoch"]) == (last, seconds == 99)
 
 
-def test_figures_count_all_steps_but_the_first_of_which_there_must_be_enough(tmp_path):
+def test_figures_scale_the_seconds_of_all_steps_but_the_first_to_the_epoch(tmp_path):
     rng, late = np.random.default_rng(0), slice(WARM_UP, None)
-    seconds, losses = rng.uniform(1, 2, 23).tolist(), rng.uniform(1, 2, 23).tolist()
+    seconds, losses, costs = rng.uniform(1, 2, (3, 23)).tolist()
     tokens, samples = rng.integers(50, 99, 23).tolist(), rng.integers(1, 9, 23).tolist()
-    run_files(tmp_path, seconds, tokens, samples, losses)
+    run_files(tmp_path, seconds, tokens, samples, losses, costs)
     found = figures_of(tmp_path, ready=10.0)
-    time = sum(seconds[late])
+    counted = sum(seconds[late])
+    time = counted * sum(costs) / sum(costs[late])
     speeds = [sum(tokens[n : n + 4]) / sum(seconds[n : n + 4]) for n in range(WARM_UP, 23, 4)]
     expected = {
         "first_step_seconds": 10 + seconds[0],
         "seconds": time,
+        "counted_seconds": counted,
         "steps": 20,
         "padding": 0.25,
         "imbalance": 0.1,
         "variation": statistics.pstdev(seconds[late]) / statistics.mean(seconds[late]),
         "with_tokens": statistics.correlation(seconds[late], tokens[late]),
-        "with_cost": None,
+        "with_cost": statistics.correlation(seconds[late], costs[late]),
     }
     for name, counts in (("tokens", tokens), ("samples", samples)):
-        expected |= {name: sum(counts[late]), f"{name}_per_second": sum(counts[late]) / time}
-    expected["spread"] = (max(speeds) - min(speeds)) / expected["tokens_per_second"]
+        expected |= {name: sum(counts), f"{name}_per_second": sum(counts) / time}
+    expected["spread"] = (max(speeds) - min(speeds)) * counted / sum(tokens[late])
     expected["loss"] = np.dot(losses[-4:], samples[-4:]) / sum(samples[-4:])
     assert found == pytest.approx(expected)
-    run_files(tmp_path, *([1.0] * 7 for _ in range(4)))
+    run_files(tmp_path, *([1.0] * 8 for _ in range(5)))
+    assert figures_of(tmp_path, 0.0)["with_cost"] is None
+    run_files(tmp_path, *([1.0] * 7 for _ in range(5)))
     with pytest.raises(InputError, match=r"only 7 steps were run, and 8 are needed"):
         figures_of(tmp_path, 0.0)
 

@@ -273,7 +273,7 @@ def test_auto_takes_it_where_it_was_faster(kind, layout, norm, mosaic, triton, m
 NAME = "layernorm_modulate, "
 
 
-def test_auto_loses_at_most_a_twentieth_where_both_were_measured():
+def test_auto_loses_at_most_a_fiftieth_where_both_were_measured():
     found = cases.measured()
     ours = [case for case in found if case[0].startswith(NAME) and case[3] == "mosaic"]
     assert len(ours) >= 6
@@ -286,7 +286,7 @@ def test_auto_loses_at_most_a_twentieth_where_both_were_measured():
             takes = tuning.forward_faster_than_triton(width, 2)
         taken, other = ("mosaic", "triton") if takes else ("triton", "mosaic")
         times = (found[kernel, direction, width, name] for name in (taken, other))
-        assert next(times) <= 1.05 * next(times), (kernel, direction, width)
+        assert next(times) <= 1.02 * next(times), (kernel, direction, width)
 
 
 # ---------------------------------------------------------------- row blocks and tiles

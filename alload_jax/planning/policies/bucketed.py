@@ -67,6 +67,8 @@ class Bucketed(Policy):
 
     merges: ClassVar[bool] = True
     """Whether shapes of similar length may share a bucket."""
+    evens: ClassVar[bool] = True
+    """Whether micro-batches may have fewer rows than fit, where that leaves fewer empty."""
 
     max_programs: int = 64
     sequence_tokens: float = 0.0
@@ -90,6 +92,7 @@ class Bucketed(Policy):
             topology.ranks_per_bucket,
             self.max_programs if self.merges else None,
             program_share,
+            evenly=self.evens,
         )
         return replace(self, ladder=ladder)
 
@@ -222,6 +225,7 @@ class Fixed(Bucketed):
 
     name: ClassVar[str] = "fixed"
     merges: ClassVar[bool] = False
+    evens: ClassVar[bool] = False
     required: ClassVar[tuple[str, ...]] = ("rows",)
 
     rows: int | Mapping[str, int]

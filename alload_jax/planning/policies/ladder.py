@@ -47,6 +47,8 @@ def choose_ladder(
     ranks: int,
     most: int | None,
     program_share: float,
+    *,
+    evenly: bool = True,
 ) -> Ladder:
     """The ladder with the least padding and compilation.
 
@@ -58,11 +60,12 @@ def choose_ladder(
       ranks: that share a bucket.
       most: buckets; None for one for each shape.
       program_share: share of the run's time that compiling a program takes.
+      evenly: whether micro-batches may have fewer rows, where that leaves fewer empty.
     """
     found: list[tuple[bool, float, Ladder]] = []
     for number in _partitions(shapes, most):
         buckets = shapes.merged(number)
-        rows, padding = _filled(buckets, most_rows(buckets), ranks, shapes, most is not None)
+        rows, padding = _filled(buckets, most_rows(buckets), ranks, shapes, evenly)
         ladder = Ladder(tuple(buckets.seq_len.tolist()), tuple(rows.tolist()))
         found.append((padding > _MOST_PADDING, padding + program_share * len(rows), ladder))
     return min(found, key=lambda each: each[:2])[2]
