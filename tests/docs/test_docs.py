@@ -25,7 +25,6 @@ from flax import nnx
 import alload_jax
 from alload_jax.cli import main as alload
 from alload_jax.config import read_config, values_of
-from alload_jax.files import read_json
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -305,61 +304,6 @@ def test_the_public_names_exist_without_jax_and_are_on_their_page():
         alload_jax.make_plans  # noqa: B018
     code = "import sys, alload_jax; sys.exit(bool({'jax', 'numpy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
-
-
-def epoch(name):
-    """The cases of a measured epoch by name, their tokens/s, and the same with the start."""
-    content = read_json(ROOT / f"benchmarks/results/epoch_{name}_x2_h200.json")
-    cases = {case["case"]: case for case in content["cases"]}
-    steps = {name: case["tokens_per_second"] for name, case in cases.items()}
-    spent = {name: case["first_step_seconds"] + case["seconds"] for name, case in cases.items()}
-    return cases, steps, {name: case["tokens"] / spent[name] for name, case in cases.items()}
-
-
-def test_the_figures_of_the_epochs_are_those_of_their_files():
-    def cell(of, name):
-        return f"{of[name]:,.0f} ({of[name] / of['balanced']:.2f}×)"
-
-    expected = set()
-    for cases, steps, start in map(epoch, ("mixed_resolution", "pytorch", "lora200")):
-        for name, case in cases.items():
-            idle = f"{100 * case['idle']:.1f} %" if "idle" in case else "–"
-            words = (idle, str(case["programs"]), f"{case['first_step_seconds']:.0f} s")
-            expected.add(" | ".join((cell(steps, name), *words, cell(start, name))) + " |")
-    page = (DOCS / "results.md").read_text().partition("### An epoch")[2].partition("###")[0]
-    page, _, end = page.partition("| claim |")
-    claims, _, end = end.partition("\n\n")
-    rows = [line.split(" | ", 1)[1] for line in (page + end).splitlines() if line[:2] == "| "]
-    assert {row for row in rows if not row.startswith("tokens/s")} == expected
-
-    def change(of, name):
-        return f"| {of[name]:,.0f} tokens/s |", f"{of['balanced'] / of[name]:.2f}×"
-
-    cases, steps, _ = epoch("pytorch")
-    method, ours = cases["dual-constraint"], cases["balanced"]
-    for figure in (
-        f"{100 * method['imbalance']:.1f} → {100 * ours['imbalance']:.1f} %",
-        f"+{100 * (steps['balanced'] / steps['dual-constraint'] - 1):.1f} %",
-        f"{np.mean(method['peak_bytes']) / 1e9:.1f} → {np.mean(ours['peak_bytes']) / 1e9:.1f} GB",
-        f"{method['with_tokens']:.2f}, {method['with_cost']:.2f} → "
-        f"{ours['with_tokens']:.2f}, {ours['with_cost']:.2f}".replace("-", "−"),
-        f"{100 * method['variation']:.0f} → {100 * ours['variation']:.0f} %",
-    ):
-        assert f"| {figure} |" in claims
-
-    _, steps, start = epoch("mixed_resolution")
-    readme = (ROOT / "README.md").read_text().splitlines()
-    rows = [line for line in readme if "`balanced`" in line and "tokens/s |" in line]
-    equal, shared = "equal-tokens", "dual-constraint-shared"
-    torch = (epoch("pytorch")[1], "PyTorch ddp bf16_copy")
-    for row, (of, name) in zip(
-        rows, [(steps, equal), (steps, shared), (start, shared), torch], strict=True
-    ):
-        assert all(words in row for words in change(of, name))
-    assert any(f"at {change(steps, equal)[1]} the tokens per second" in line for line in readme)
-    rule = "knapformer-bags-of-two"
-    words = f"rule reaches {steps[rule]:,.0f} tokens/s, and {start[rule]:,.0f} with both"
-    assert any(words in line for line in readme)
 
 
 @pytest.mark.slow

@@ -1,0 +1,121 @@
+"""Figures of README.md and docs/results.md are those of the files that they link."""
+
+import re
+from operator import itemgetter
+from pathlib import Path
+
+from alload_jax.files import read_json
+from pallas_kernels.layernorm_modulate import tuning as norm_tuning
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+
+EPOCHS = {
+    "equal-tokens": "equal tokens, independent: AdaptiveLoad's baseline",
+    "dual-constraint": "`dual_constraint`, independent: AdaptiveLoad's method",
+    "dual-constraint-shared": "`dual_constraint`, synchronous",
+    "sorted": "`sorted`, independent",
+    "knapformer-bags-of-two": "KnapFormer's rule, bags of two GPUs",
+    "PyTorch ddp bf16_copy": "diffusers' model in PyTorch 2.11",
+    "balanced": "`balanced`",
+}
+"""Names of measured cases in the results."""
+
+
+def epoch(name):
+    """The cases of a measured epoch by name, their tokens/s, and the same with the start."""
+    content = read_json(ROOT / f"benchmarks/results/epoch_{name}_x2_h200.json")
+    cases = {case["case"]: case for case in content["cases"]}
+    steps = {name: case["tokens_per_second"] for name, case in cases.items()}
+    spent = {name: case["first_step_seconds"] + case["seconds"] for name, case in cases.items()}
+    return cases, steps, {name: case["tokens"] / spent[name] for name, case in cases.items()}
+
+
+def section(title):
+    return (DOCS / "results.md").read_text().partition(f"### {title}\n")[2].partition("###")[0]
+
+
+def test_the_figures_of_the_epochs_are_those_of_their_files():
+    def cell(of, name):
+        return f"{of[name]:,.0f} ({of[name] / of['balanced']:.2f}×)"
+
+    page, count = section("An epoch"), 0
+    for cases, steps, start in map(epoch, ("mixed_resolution", "pytorch", "lora200")):
+        for name, case in cases.items():
+            idle = f"{100 * case['idle']:.1f} %" if "idle" in case else "–"
+            words = (idle, str(case["programs"]), f"{case['first_step_seconds']:.0f} s")
+            row = (EPOCHS[name], cell(steps, name), *words, cell(start, name))
+            assert f"| {' | '.join(row)} |" in page
+            count += 1
+    assert len(re.findall(r"×\) \|$", page, re.M)) == count
+    cases, steps, _ = epoch("pytorch")
+    method, ours = cases["dual-constraint"], cases["balanced"]
+    more = 100 * (steps["balanced"] / steps["dual-constraint"] - 1)
+    idle, imbalance = (
+        f"{100 * method[name]:.1f} → {100 * ours[name]:.1f} %" for name in ("idle", "imbalance")
+    )
+    before, after = (
+        f"{each['with_tokens']:.2f}, {each['with_cost']:.2f}" for each in (method, ours)
+    )
+    for claim in (
+        f"+27.2 % | `balanced` over the method, here its baseline too: +{more:.1f} % |",
+        f"39 → 18.9 % | predicted: {imbalance}; idle, measured: {idle} |",
+        f"baseline: 0.35, – | {before} → {after} |".replace("-", "−"),
+    ):
+        assert claim in page
+    _, steps, _ = epoch("lora200")
+    shared = steps["dual-constraint-shared"]
+    assert f"loses {100 - 100 * steps['balanced'] / shared:.1f} %" in page
+
+    def change(of, name):
+        ours = of["balanced"]
+        return f"| {of[name]:,.0f} tokens/s | {ours:,.0f} tokens/s ({ours / of[name]:.2f}×) |"
+
+    readme = (ROOT / "README.md").read_text()
+    assert f"[buckets are {100 * shared / steps['balanced'] - 100:.0f} % faster]" in readme
+    _, steps, start = epoch("mixed_resolution")
+    rows = [(steps, "equal-tokens"), (steps, "dual-constraint-shared")]
+    for row in map(change, *zip(*rows, (start, "dual-constraint-shared"), strict=True)):
+        assert row in readme
+    best, cold = (max({**of, "balanced": 0}.items(), key=itemgetter(1)) for of in (steps, start))
+    assert (best[0], cold[0]) == ("sorted", "knapformer-bags-of-two")
+    assert f"`sorted` is fastest with {best[1]:,.0f} tokens/s" in readme
+    assert f"KnapFormer's rule with {cold[1]:,.0f}" in readme
+
+
+def test_the_shares_of_kernels_are_those_of_what_auto_takes():
+    content = read_json(ROOT / "benchmarks/results/kernels_h200.json")
+    names = ("kernel", "direction", "width", "implementation")
+    found = {tuple(case[name] for name in names): case for case in content["cases"]}
+    page = section("Token functions through Triton, Mosaic and XLA")
+    readme = (ROOT / "README.md").read_text()
+    widths = []
+    for line in re.findall(r"^\|.*", page, re.M):
+        label, direction, *cells = map(str.strip, line.strip("|").split("|"))
+        if direction == "pass":
+            widths = [int(cell.replace(",", "")) for cell in cells]
+        if label not in KERNELS:
+            continue
+        for width, cell in zip(widths, cells, strict=True):
+            case, mosaic = (KERNELS[label], direction, width), False
+            if "norm_m" in case[0]:
+                faster = norm_tuning.forward_faster_than_triton(width, 2)
+                mosaic = direction == "backward" or faster
+            elif "rms" in case[0]:
+                mosaic = (*case, "mosaic") in found
+            assert f"{found[*case, ('triton', 'mosaic')[mosaic]]['of_copy']:.2f}" == cell, case
+    for label, direction, name in (
+        ("layernorm_modulate, residual", "forward", "triton"),
+        ("rms_norm_rotary", "backward", "mosaic"),
+    ):
+        xla, ours = (found[label, direction, 1536, each]["us"] for each in ("xla", name))
+        assert f"| {xla:.0f} µs | {ours:.0f} µs ({xla / ours:.2f}×) |" in readme
+
+
+KERNELS = {
+    "LayerNorm-Modulate": "layernorm_modulate, plain",
+    "after a residual": "layernorm_modulate, residual",
+    "32 segments": "layernorm_modulate, packed",
+    "RMSNorm with rotary": "rms_norm_rotary",
+    "bias and GELU": "bias_gelu",
+}
