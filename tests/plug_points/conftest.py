@@ -1,20 +1,17 @@
 """Registers a family, an objective, a callback, a data set and an evaluator from outside."""
 
-import os
-from pathlib import Path
-
-import jax
 import pooling
 import pytest
 import yaml
 from counting import CountConfig, HalfVelocity, MeanBrightness, Ramps
+from training_runs import in_this_process
 
 from alload_jax.data.datasets import DATASETS
 from alload_jax.models.families import FAMILIES
 from alload_jax.objectives import OBJECTIVES
 from alload_jax.planning.architecture import register_architecture
+from alload_jax.run import main
 from alload_jax.sampling.evaluators import EVALUATORS
-from alload_jax.sharding.mesh import make_mesh
 from alload_jax.training.callbacks import CALLBACKS
 
 
@@ -36,16 +33,10 @@ def data(tmp_path_factory):
 
 
 @pytest.fixture
-def train(tmp_path, data, monkeypatch):
+def train(tmp_path, data):
     """Runs train.py in this process on the pooling family; changes are sections of the config."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
-    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
-    from alload_jax import run as program
-    from alload_jax.run import training
 
     def run(*flags, folder="run", devices=1, **changes):
-        some = jax.devices()[:devices]
-        monkeypatch.setattr(training, "make_mesh", lambda config: make_mesh(config, some))
         config = {
             "run": {"folder": str(tmp_path / folder), "steps": 6},
             "data": {"folder": str(data)},
@@ -61,7 +52,8 @@ def train(tmp_path, data, monkeypatch):
             )
         path = tmp_path / "config.yaml"
         path.write_text(yaml.safe_dump(config))
-        assert program.main(["--config", str(path), *flags]) == 0
+        with in_this_process(devices):
+            assert main(["--config", str(path), *flags]) == 0
         return tmp_path / folder
 
     return run

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from unittest import mock
 
@@ -17,8 +18,9 @@ from patience import PATIENCE, free_port
 from alload_jax.errors import run_command
 from alload_jax.run import main, training
 from alload_jax.sharding.mesh import make_mesh
+from alload_jax.training import trainer, validator
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 WEIGHTS = ROOT / "tests" / "golden" / "wan" / "t2v" / "transformer"
 CLASS_MODEL = {"dim": 16, "ffn_dim": 16, "num_heads": 2, "num_layers": 1, "freq_dim": 8}
 CLASS_MODEL |= {"patch_size": [1, 4, 4]}
@@ -27,14 +29,36 @@ TEXT_MODEL |= {"in_channels": 4, "text": {"dim": 10, "length": 7}}
 """That of WEIGHTS."""
 
 
-def run_here(*argv, devices=1):
-    """train.py in this process, with its errors as one line; as a process that has ended."""
+COMPUTATIONS = [
+    mock.patch.object(module, name, cache(getattr(module, name)))
+    for module, name in (
+        *((training, "training_spec"), (validator, "make_measure")),
+        *((trainer, f"make_{part}") for part in ("accumulate", "update", "is_finite")),
+    )
+]
+"""Runs that compute the same have the same functions, which are traced once."""
+
+
+@contextlib.contextmanager
+def in_this_process(devices=1):
+    """Runs of train.py compute on some devices, and leave the process as it is."""
     some = jax.devices()[:devices]
-    out, err = io.StringIO(), io.StringIO()
     with (
+        contextlib.ExitStack() as shared,
         mock.patch.object(training, "make_mesh", lambda config: make_mesh(config, some)),
         mock.patch.object(training, "use_compilation_cache"),  # tests have one of their own
         mock.patch.dict(os.environ),  # the program adds to XLA_FLAGS
+    ):
+        for computation in COMPUTATIONS:
+            shared.enter_context(computation)
+        yield
+
+
+def run_here(*argv, devices=1):
+    """train.py in this process, with its errors as one line; as a process that has ended."""
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        in_this_process(devices),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
     ):
@@ -121,7 +145,7 @@ class Runs:
         """Holds the clocks of runs that start from now on; returns what starts them."""
         begins = self.folder / "time begins"
         begins.unlink(missing_ok=True)
-        monkeypatch.setattr(self, "program", Path(__file__).with_name("held_clock.py"))
+        monkeypatch.setattr(self, "program", ROOT / "tests" / "training" / "held_clock.py")
         monkeypatch.setenv("TIME_BEGINS", str(begins))
         return begins.touch
 
