@@ -23,7 +23,7 @@ from alload_jax.planning.settings import PlanningConfig
 from alload_jax.sharding.mesh import MeshConfig, batch_sharding, make_mesh
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.state import TrainingSpec, Weights, init_state, weights_shardings
-from alload_jax.training.step import make_accumulate, zero_accumulator
+from alload_jax.training.step import accumulator_shardings, make_accumulate, zero_accumulator
 
 SMALL = {"dim": 16, "ffn_dim": 24, "num_heads": 2, "patch_size": (1, 2, 2), "dtype": "float32"}
 CLASSES = WanConfig(**SMALL, num_layers=1, freq_dim=8, in_channels=2)
@@ -118,6 +118,10 @@ def weights_of(model):
     return jax.tree.unflatten(tree, [0.3 * normal(rng, *leaf.shape) for leaf in leaves])
 
 
+ZEROS = {}
+"""The sums before the first batch by model, for which a step is traced."""
+
+
 def mean_gradient(model, mesh, batches, objective=None, weights=None, auxiliary=False):
     """The mean loss and gradients of micro-batches; and auxiliary values, if wanted."""
     return gradient_and_programs(model, mesh, batches, objective, weights)[0][: 2 + auxiliary]
@@ -129,7 +133,10 @@ def gradient_and_programs(model, mesh, batches, objective=None, weights=None):
     weights = weights or Weights(weights_of(model), {}, {})
     weights = jax.device_put(weights, weights_shardings(weights, mesh, spec_of(model).rules))
     key = jax.random.key_data(jax.random.key(0))
-    sums = zero_accumulator(spec_of(model), mesh, weights, batches[0])
+    spec = spec_of(model)
+    if model not in ZEROS:
+        ZEROS[model] = jax.device_get(zero_accumulator(spec, mesh, weights, batches[0]))
+    sums = jax.device_put(ZEROS[model], accumulator_shardings(ZEROS[model], spec, mesh))
     programs = {}
     for batch in jax.device_put(batches, batch_sharding(mesh)):
         kind = signature(batch)
