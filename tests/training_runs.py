@@ -17,8 +17,9 @@ from patience import PATIENCE, free_port
 
 from alload_jax.errors import run_command
 from alload_jax.run import main, training
+from alload_jax.sampling import samples
 from alload_jax.sharding.mesh import make_mesh
-from alload_jax.training import trainer, validator
+from alload_jax.training import state, step, trainer, validator
 
 ROOT = Path(__file__).parents[1]
 WEIGHTS = ROOT / "tests" / "golden" / "wan" / "t2v" / "transformer"
@@ -32,8 +33,9 @@ TEXT_MODEL |= {"in_channels": 4, "text": {"dim": 10, "length": 7}}
 COMPUTATIONS = [
     mock.patch.object(module, name, cache(getattr(module, name)))
     for module, name in (
-        *((training, "training_spec"), (validator, "make_measure")),
+        *((training, "training_spec"), (state, "_make_state"), (step, "_make_sums")),
         *((trainer, f"make_{part}") for part in ("accumulate", "update", "is_finite")),
+        *((validator, "make_measure"), (samples, "make_draw")),
     )
 ]
 """Runs that compute the same have the same functions, which are traced once."""
@@ -47,6 +49,7 @@ def in_this_process(devices=1):
         contextlib.ExitStack() as shared,
         mock.patch.object(training, "make_mesh", lambda config: make_mesh(config, some)),
         mock.patch.object(training, "use_compilation_cache"),  # tests have one of their own
+        mock.patch.object(training, "gc"),  # which takes long among the objects of tests
         mock.patch.dict(os.environ),  # the program adds to XLA_FLAGS
     ):
         for computation in COMPUTATIONS:
