@@ -174,25 +174,14 @@ def test_a_step_all_of_whose_samples_are_bad_is_no_matter_of_samples(tmp_path):
     assert json.loads((tmp_path / "ours" / "bad_step.json").read_text())["step"] == 1
 
 
-class Faulty:
-    """A device that computes one step wrongly."""
-
-    def __init__(self, trainer):
-        self._trainer = trainer
-
-    def __getattr__(self, name):
-        return getattr(self._trainer, name)
-
-    def step(self, step):
-        metrics = self._trainer.step(step)
-        if step.number == 3:
-            return metrics | {"loss": jax.numpy.nan}
-        return metrics
-
-
-def test_a_repair_that_finds_nothing_is_told_and_ends(tmp_path, capsys):
+def test_a_repair_that_finds_nothing_is_told_and_ends(tmp_path, capsys, monkeypatch):
     ours = Training(tmp_path / "ours", "bucketed", huge={})
-    ours.trainer = Faulty(ours.trainer)
+    compute, wrong = ours.trainer.step, {3: {"loss": np.nan}}  # by a faulty device
+
+    def faulty(step):
+        return compute(step) | wrong.get(step.number, {})
+
+    monkeypatch.setattr(ours.trainer, "step", faulty)
     with pytest.raises(InputError, match=r"step 4: loss nan, .*, and finite in parts"):
         ours.run()
     assert "computed again; the device may be faulty" in capsys.readouterr().err

@@ -217,12 +217,9 @@ def garble_arrays(folder):
         found.write_bytes(bytes(reversed(found.read_bytes())))
 
 
-def garble_manifest(folder):
-    (folder / "state" / "manifest.ocdbt").write_bytes(b"x")
-
-
-def garble_identity(folder):
-    (folder / "identity" / "metadata").write_text("[1]")
+HARMS = [remove_arrays, garble_arrays]
+HARMS.append(lambda folder: (folder / "state" / "manifest.ocdbt").write_bytes(b"x"))
+HARMS.append(lambda folder: (folder / "identity" / "metadata").write_text("[1]"))
 
 
 @given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), file=st.integers(0, 10**6))
@@ -270,7 +267,7 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(copies, made, capsys):
     assert (folder / "damaged-12-2").is_dir()
 
 
-@pytest.mark.parametrize("harm", [remove_arrays, garble_arrays, garble_manifest, garble_identity])
+@pytest.mark.parametrize("harm", HARMS, ids=["gone", "garbled", "manifest", "identity"])
 def test_a_damaged_checkpoint_is_one_line(copies, made, harm):
     folder = copies(3)
     as_an_old_version_wrote_it(folder / "3")
