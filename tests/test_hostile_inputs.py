@@ -15,30 +15,20 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 from safetensors.numpy import save_file
+from training_runs import save_untrained
 
 from alload_jax import cli, files
-from alload_jax.config import Config, DataConfig, RunConfig, read_config, write_config
+from alload_jax.config import read_config
 from alload_jax.data.store import StoreWriter
 from alload_jax.distributed.cluster import Cluster
 from alload_jax.errors import InputError, one_line, reason_of, run_command
 from alload_jax.files import open_regular, replacing
-from alload_jax.models.common.config import TextConfig
-from alload_jax.models.wan.transformer import WanConfig
-from alload_jax.objectives import FlowMatching
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.sampling.config import SamplingConfig
-from alload_jax.training import CheckpointConfig
-from alload_jax.training.checkpoint import Checkpoints
-from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
-from alload_jax.training.restore import one_device_mesh
 from alload_jax.training.run_files import locked
-from alload_jax.training.state import TrainingSpec, init_state
 
 DIGITS = Path(__file__).parents[1] / "configs" / "digits.yaml"
 RELEASED = Path(__file__).parent / "golden" / "wan" / "t2v" / "transformer"
-TEXT_MODEL = WanConfig(
-    dim=16, ffn_dim=16, num_heads=2, num_layers=2, in_channels=4, freq_dim=8, text=TextConfig(6, 4)
-)
 LONGEST_LINE = 1300
 
 # ---------------------------------------------------------------- what files hold
@@ -178,13 +168,8 @@ def good(tmp_path_factory):
 
 def write_run(folder):
     """A run that was saved without training."""
-    spec = TrainingSpec(TEXT_MODEL, FlowMatching(), make_optimizer(OptimizerConfig(), 10), 0.99)
-    sections = (RunConfig(str(folder)), DataConfig("none"), PlanningConfig("fixed", rows=1))
-    config = Config(*sections, model=TEXT_MODEL, sampling=SamplingConfig())
-    write_config(config, folder / "config.yaml")
-    identity = {"model": TEXT_MODEL.architecture()}
-    with Checkpoints(folder / "checkpoints", CheckpointConfig(), identity) as checkpoints:
-        checkpoints.save(7, init_state(spec, one_device_mesh(), 0))
+    planning = PlanningConfig("fixed", rows=1)
+    save_untrained(folder, planning=planning, sampling=SamplingConfig())
     for name in ("environment.json", "summary.json"):
         (folder / name).write_text("{}")
     known = {"vae_stride": [1, 8, 8], "text_length": 4, "origin": {}}

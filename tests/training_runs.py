@@ -15,11 +15,16 @@ import pyarrow.parquet
 import yaml
 from patience import PATIENCE, free_port
 
+from alload_jax.config import Config, DataConfig, RunConfig, write_config
 from alload_jax.errors import run_command
+from alload_jax.models.common.config import TextConfig
+from alload_jax.models.wan.transformer import WanConfig
 from alload_jax.run import main, training
 from alload_jax.sampling import samples
 from alload_jax.sharding.mesh import make_mesh
-from alload_jax.training import state, step, trainer, validator
+from alload_jax.training import CheckpointConfig, state, step, trainer, validator
+from alload_jax.training.checkpoint import Checkpoints
+from alload_jax.training.restore import one_device_mesh
 
 ROOT = Path(__file__).parents[1]
 WEIGHTS = ROOT / "tests" / "golden" / "wan" / "t2v" / "transformer"
@@ -86,6 +91,22 @@ def forget_last(folder, step):
     """As if a run had been lost before its last checkpoint, that of `step`, was written."""
     shutil.rmtree(folder / "checkpoints" / str(step))
     (folder / "summary.json").unlink()
+
+
+OF_TEXT = {"num_layers": 2, "patch_size": (1, 2, 2), "in_channels": 4, "text": TextConfig(6, 4)}
+UNTRAINED = WanConfig(**CLASS_MODEL | OF_TEXT)
+
+
+def save_untrained(folder, **sections):
+    """A run of UNTRAINED that is saved at step 7; returns its state."""
+    config = Config(RunConfig(str(folder)), DataConfig("none"), model=UNTRAINED, **sections)
+    write_config(config, folder / "config.yaml")
+    begun = state.init_state(state.training_spec(UNTRAINED), one_device_mesh(), 0)
+    begun = begun._replace(ema=jax.tree.map(lambda p: p + 0.01, begun.params))
+    identity = {"model": UNTRAINED.architecture()}
+    with Checkpoints(folder / "checkpoints", CheckpointConfig(), identity) as checkpoints:
+        checkpoints.save(7, begun)
+    return begun
 
 
 class Runs:

@@ -14,35 +14,26 @@ import pytest
 import safetensors
 from PIL import Image
 from safetensors.numpy import load_file, save_file
-from training_runs import WEIGHTS
+from training_runs import UNTRAINED, WEIGHTS, save_untrained
 
 from alload_jax.commands import sample_draw
 from alload_jax.commands.model_source import find_run
-from alload_jax.config import Config, DataConfig, RunConfig, write_config
 from alload_jax.data.manifest import read_manifest
 from alload_jax.diffusion.timesteps import TimestepConfig
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import TextConfig
-from alload_jax.models.wan.transformer import WanConfig
 from alload_jax.models.weights import load_weights
 from alload_jax.objectives import FlowMatching
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.sampling import flow
 from alload_jax.sampling.config import SamplingConfig
 from alload_jax.sampling.encoders import read_embeddings
-from alload_jax.training import CheckpointConfig
-from alload_jax.training.checkpoint import Checkpoints
-from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.restore import one_device_mesh
-from alload_jax.training.state import TrainingSpec, init_state
 
 T2V, I2V = WEIGHTS, WEIGHTS.parents[1] / "i2v" / "transformer"
 STILL = ["--frames", 1, "--height", 8, "--width", 8, "--steps", 2]
 CLIP = ["--frames", 5, "--height", 8, "--width", 8, "--steps", 2]
 LATENTS = ["--frames", 5, "--height", 16, "--width", 16, "--steps", 3]
-TEXT_MODEL = WanConfig(
-    dim=16, ffn_dim=16, num_heads=2, num_layers=2, in_channels=4, freq_dim=8, text=TextConfig(6, 4)
-)
 
 
 @pytest.fixture(scope="module")
@@ -54,29 +45,14 @@ def class_run(unbroken):
 SHIFTED = TimestepConfig(shift=2.0, shift_seq_len=1, shift_power=0.5)
 
 
-def spec_of(model):
-    return TrainingSpec(model, FlowMatching(), make_optimizer(OptimizerConfig(), 10), 0.99)
-
-
 @pytest.fixture(scope="module")
 def text_run(tmp_path_factory):
     """A run of a text model, saved at step 7 without training; and its state."""
     folder = tmp_path_factory.mktemp("text") / "run"
-    state = init_state(spec_of(TEXT_MODEL), one_device_mesh(), 0)
-    state = state._replace(ema=jax.tree.map(lambda p: p + 0.01, state.params))
-    config = Config(
-        run=RunConfig(str(folder)),
-        data=DataConfig(str(folder / "none")),
-        planning=PlanningConfig(policy="dual_constraint", m_mem=10),
-        model=TEXT_MODEL,
-        objective=FlowMatching(timesteps=SHIFTED),
-        sampling=SamplingConfig(guidance=1.5, sampler="unipc"),
-    )
-    write_config(config, folder / "config.yaml")
-    identity = {"model": TEXT_MODEL.architecture()}
-    with Checkpoints(folder / "checkpoints", CheckpointConfig(), identity) as checkpoints:
-        checkpoints.save(7, state)
-    return folder, state
+    sections = {"planning": PlanningConfig(policy="dual_constraint", m_mem=10)}
+    sections |= {"objective": FlowMatching(timesteps=SHIFTED)}
+    sections |= {"sampling": SamplingConfig(guidance=1.5, sampler="unipc")}
+    return folder, save_untrained(folder, **sections)
 
 
 @pytest.fixture
@@ -425,7 +401,7 @@ def test_an_exported_run_has_the_chosen_weights(printed, text_run, weights, dtyp
     assert text.count("\n") == 1
     assert f"wan: {count:,} parameters of step 7" in text
     assert "WanTransformer3DModel.from_pretrained('wan')" in text
-    found = load_weights("wan", TEXT_MODEL, one_device_mesh())
+    found = load_weights("wan", UNTRAINED, one_device_mesh())
     expected = state.ema if weights == "ema" else state.params
     rounded = jax.tree.map(lambda p: p.astype(dtype).astype(jnp.float32), expected)
     jax.tree.map(np.testing.assert_array_equal, found, rounded)
