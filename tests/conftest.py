@@ -29,7 +29,7 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(COMPILED))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 
-LONG = ("docs", "training", "plug_points", "bench", "models", "sharding", "pallas_kernels")
+LONG = ("docs", "training", "plug_points", "bench", "models", "pallas_kernels")
 """Folders whose files take longest."""
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planning_cases import examples, of_lengths, refused, write_json
+from planning_cases import WAN, examples, of_lengths, refused, write_json
 
 from alload_jax.models.wan.costs import WAN_1_3B
 from alload_jax.planning.analytic import analytic_costs
@@ -39,7 +39,6 @@ from alload_jax.planning.metrics import SimulationSettings, plan_metrics, simula
 from alload_jax.planning.settings import PlanningConfig
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-WAN = QuadraticCost(0.05, 1.7e-5, 1.0e-9, 5e-4)
 TERMS = SparseTerms(1.4e-9, 1.5e-6, 6e-12)
 LAYERS = SparseLayers(25 / 30, 0.1)
 SPARSE = SparseCost(**vars(WAN), **vars(TERMS), layers=LAYERS)

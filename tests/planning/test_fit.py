@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from planning_cases import WAN as PLANNED
 from planning_cases import examples, refused
 
 from alload_jax.planning import cost
@@ -31,7 +32,6 @@ from alload_jax.planning.workloads import make_workload
 
 GRID = [(rows, s) for s in (256, 1024, 4096, 16_384, 65_536) for rows in (1, 4, 16)]
 TIMES = st.lists(st.floats(1e-3, 10), min_size=len(GRID), max_size=len(GRID))
-PLANNED = cost.QuadraticCost(0.05, 1.7e-5, 1.0e-9, 5e-4)
 SLOWER = cost.QuadraticCost(0.06, 2.1e-5, 1.2e-9, 5e-4)
 LAYERS = cost.SparseLayers(25 / 30, 0.1)
 SPARSE = cost.SparseCost(**vars(PLANNED), c3=1.4e-9, c4=1.5e-6, c5=6e-12, layers=LAYERS)

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from planning_cases import WAN as COST
 from planning_cases import examples, of_lengths, of_shapes, refused
 
-from alload_jax.planning.cost import CostFile, MemoryModel, QuadraticCost
+from alload_jax.planning.cost import CostFile, MemoryModel
 from alload_jax.planning.factory import make_plan
 from alload_jax.planning.metrics import plan_metrics
 from alload_jax.planning.policies.bucketed import DualConstraint, EqualTokens, Fixed
@@ -20,7 +21,6 @@ from alload_jax.planning.settings import PlanningConfig
 from alload_jax.planning.workloads import make_workload
 
 LENGTHS = st.lists(st.integers(1, 100_000), min_size=1, max_size=12)
-COST = QuadraticCost(0.05, 1.7e-5, 1.0e-9, 5e-4)
 
 
 def rows_by_bucket(policy, samples):

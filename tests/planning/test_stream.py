@@ -9,17 +9,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planning_cases import examples, of_lengths
+from planning_cases import WAN, examples, of_lengths
 
-from alload_jax.planning.cost import QuadraticCost
 from alload_jax.planning.plan import Plan
 from alload_jax.planning.policies.balanced import Balanced
 from alload_jax.planning.policies.packed import FirstFit
 from alload_jax.planning.policies.policy import RankTopology, makespan
 from alload_jax.planning.stream import Chunk, RoundStart, StreamPlan, enough_samples
 from alload_jax.planning.workloads import make_workload
-
-WAN = QuadraticCost(0.05, 1.7e-5, 1.0e-9, 5e-4)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planning_cases import examples
+from planning_cases import WAN, examples
 
 from alload_jax.planning.cost import BandedCost, CostFile, QuadraticCost
 from alload_jax.planning.epoch import times_placed
@@ -18,9 +18,6 @@ from alload_jax.planning.plan import Revision
 from alload_jax.planning.policies.windows import by_speed, step_times
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.planning.workloads import make_workload
-
-WAN = QuadraticCost(0.05, 1.7e-5, 1.0e-9, 5e-4)
-"""Approximate seconds of Wan 2.1's 1.3B model on an H200."""
 
 
 @cache

@@ -7,6 +7,7 @@ from operator import mul
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 from alload_jax.data.batch import signature
@@ -30,6 +31,7 @@ CLASSES = WanConfig(**SMALL, num_layers=1, freq_dim=8, in_channels=2)
 OBJECTIVE = FlowMatching(timesteps=TimestepConfig(shift_power=0.5), condition_dropout=0.3)
 JOINT_OBJECTIVE = FlowMatching(condition_dropout=0.3)
 SIZES = [(1, 4, 4), (3, 4, 6)]
+needs_devices = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices")
 MERGED = {"max_programs": 1}
 """Shapes share a bucket, whose rows are padded."""
 

@@ -26,6 +26,7 @@ from layouts import (
     gradient_and_programs,
     mean_gradient,
     mesh_of,
+    needs_devices,
     normal,
     plan_of,
     spec_of,
@@ -47,8 +48,6 @@ from alload_jax.objectives import FlowMatching, noised
 from alload_jax.sharding.mesh import ranks_of
 from alload_jax.training.state import Weights, init_state
 from alload_jax.training.trial_step import random_batch
-
-needs_devices = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices")
 
 # ---------------------------------------------------------------- joint attention
 

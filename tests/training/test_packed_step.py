@@ -18,6 +18,7 @@ from layouts import (
     gradient_and_programs,
     mean_gradient,
     mesh_of,
+    needs_devices,
     normal,
     plan_of,
     write_samples,
@@ -33,7 +34,6 @@ from alload_jax.sharding.mesh import MeshConfig, local_plan_ranks, ranks_of
 
 TEXT = dataclasses.replace(CLASSES, text=TextConfig(dim=6, length=4))
 LAYOUTS = [("balanced", 2, {"align": 4}), ("equal_tokens", 2, MERGED)]
-needs_devices = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices")
 
 
 def write_data(folder, count=11):

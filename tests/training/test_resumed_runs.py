@@ -245,15 +245,9 @@ def test_a_killed_run_leaves_no_process_behind(runs):
 def test_a_run_goes_on_with_samples_that_join_and_without_those_that_leave(runs):
     data, run = runs.folder / "data", runs.folder / "run"
     shutil.copytree(runs.data, data)
-    flags = (
-        "--data.folder",
-        str(data),
-        "--planning.policy",
-        "balanced",
-        "--validation.share",
-        "0.2",
-    )
-    flags += ("--planning.micro_batches_per_step", "1", "--optimizer.final_fraction", "1.0")
+    flags = ("--data.folder", str(data), "--planning.policy", "balanced")
+    flags += ("--validation.share", "0.2", "--optimizer.final_fraction", "1.0")
+    flags += ("--planning.micro_batches_per_step", "1")
     runs.finish(*flags, "--run.steps", "2")
     count, reader = len(read_rows(data)), StoreReader(read_manifest(data))
     with StoreWriter(data, vae_stride=(1, 1, 1), mode="append") as writer:

@@ -1,7 +1,5 @@
 """Groups of devices that run different shapes in the same step do what one device does."""
 
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +14,7 @@ from group_cases import (
     trainer_on,
     write_data,
 )
-from layouts import mesh_of
+from layouts import mesh_of, needs_devices
 
 from alload_jax.errors import InputError
 from alload_jax.planning.factory import make_plan
@@ -27,7 +25,6 @@ from alload_jax.sharding.mesh import group_meshes
 from alload_jax.training.state import init_state
 from alload_jax.training.step import make_accumulate, make_update, zero_accumulator
 
-ROOT = Path(__file__).parents[2]
 STEPS = 5  # of two in an epoch
 COMPILATION = "/jax/core/compile/backend_compile_duration"
 LOWERING = "/jax/core/compile/jaxpr_to_mlir_module_duration"
@@ -115,6 +112,31 @@ def test_groups_train_as_one_device_that_takes_all_their_micro_batches(
         part = weights.params["blocks"]["feed_forward"]["hidden"]["kernel"]
         for shard in part.addressable_shards:
             assert shard.data.unsafe_buffer_pointer() == pointers[shard.device]
+
+
+@needs_devices
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("devices", "axes", "parts"),
+    [(8, {"fsdp": 2, "context": 2, "tensor": 2}, 4), (4, {"fsdp": 2}, 2)],
+)
+def test_all_devices_of_one_group_train_as_one(devices, axes, parts, manifest, one_device):
+    mesh = mesh_of(devices, **axes)
+    plan = plan_for(manifest, 1, 4)
+    trainer = trainer_on(manifest, plan, mesh)
+    found = [figures(trainer.step(step)) for step in steps_on(manifest, plan, mesh, STEPS)]
+    state, expected = one_device.train(manifest, plan, STEPS)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    assert len({loss for loss, _ in found}) == STEPS
+    assert_close(trainer.state.params, state.params)
+    # Optimizer state and EMA are split over replicas too.
+    moments = trainer.state.opt_state[1][0].mu
+    trees = (trainer.state.params, parts), (trainer.state.ema, devices), (moments, devices)
+    for tree, number in trees:
+        for block, layer in (("self_attention", "query"), ("feed_forward", "hidden")):
+            kernel = tree["blocks"][block][layer]["kernel"]
+            *rest, width = kernel.shape
+            assert kernel.addressable_shards[0].data.shape == (*rest, width // number)
 
 
 def test_one_group_or_packed_rows_need_no_groups(manifest):
