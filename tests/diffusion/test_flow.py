@@ -4,12 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from layouts import batches_of, write_samples
 
 from alload_jax.data.batch import PackedBatch
-from alload_jax.data.collate import Collator, collation_for
-from alload_jax.data.condition import conditions_for
-from alload_jax.data.manifest import read_manifest
-from alload_jax.data.store import StoreReader, StoreWriter
 from alload_jax.diffusion.timesteps import (
     TimestepConfig,
     interpolate,
@@ -21,8 +18,6 @@ from alload_jax.errors import InputError
 from alload_jax.models.common.parts import Output
 from alload_jax.models.wan.transformer import WanConfig
 from alload_jax.objectives import FlowMatching, noised
-from alload_jax.planning.factory import make_plan
-from alload_jax.planning.settings import PlanningConfig
 
 WEIGHTINGS = ("none", "min_snr", "cosmap", "sigma_sqrt")
 
@@ -79,23 +74,10 @@ class ZeroVelocity:
 @pytest.fixture(scope="module")
 def batches(tmp_path_factory):
     """A packed micro-batch, and its samples one by one."""
+    sizes = (1, 4, 4), (3, 4, 6), (1, 4, 4), (1, 4, 6)
     folder = tmp_path_factory.mktemp("weighting") / "data"
-    rng = np.random.default_rng(0)
-    with StoreWriter(folder, vae_stride=(1, 1, 1)) as writer:
-        for size in ((1, 4, 4), (3, 4, 6), (1, 4, 4), (1, 4, 6)):
-            latents = rng.normal(size=(*size, 2)).astype(np.float32)
-            writer.add(latents, np.zeros(1, np.int32), size)
-    manifest = read_manifest(folder)
-
-    def first_epoch(**settings):
-        config = PlanningConfig(m_mem=80, **settings)
-        plan = make_plan(config, manifest.samples(MODEL.patch_size), 1, seed=1)
-        collation = collation_for(plan, manifest, MODEL, conditions_for(MODEL, manifest))
-        collate = Collator(StoreReader(manifest), frozenset({0}), collation)
-        steps = [collate(plan.step(number)) for number in range(6)]
-        return [b for step in steps for b in step.batches if (b.epoch == 0)[b.weight > 0].all()]
-
-    return first_epoch(policy="balanced"), first_epoch(policy="fixed", rows=1)
+    manifest = write_samples(folder, 4, lambda rng, n: (sizes[n], np.zeros(1, np.int32), {}))
+    return [batches_of(manifest, MODEL, policy) for policy in ("balanced", "fixed")]
 
 
 @pytest.mark.parametrize(
