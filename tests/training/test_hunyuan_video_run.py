@@ -14,7 +14,6 @@ from safetensors.numpy import load_file, save_file
 from training_runs import Sections, computed, metrics_of
 
 from alload_jax import cli
-from alload_jax.data.store import StoreWriter
 from alload_jax.errors import InputError
 from alload_jax.models.common.safetensor_files import STEM
 
@@ -205,7 +204,7 @@ def test_adapters_and_all_weights_of_a_single_stream_go_from_data_to_clips(hunyu
 
 
 def test_data_without_the_pooled_text_is_one_line(hunyuan, tmp_path):
-    with StoreWriter(tmp_path / "bare", vae_stride=(4, 8, 8)) as writer:
-        writer.add(np.zeros((1, 4, 8, 2), np.float32), np.zeros((3, 6)), (1, 32, 64))
+    sample = (1, 4, 8), np.zeros((3, 6)), {}
+    write_samples(tmp_path / "bare", 1, lambda *_: sample, stride=(4, 8, 8))
     words = "sample 0 has no tokens of pooled, which the model takes; write [1, 5] of each"
     assert words in hunyuan.refused(model=SINGLE, data={"folder": str(tmp_path / "bare")})

@@ -16,13 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
+from layouts import write_samples
 from rich.console import Console
 from source_files import make_samples, write_tensor_files
 from training_runs import COMPUTED, computed, errors, lines_of
 
 from alload_jax.config import read_config
 from alload_jax.data.loader import PlacedStep
-from alload_jax.data.store import StoreWriter
 from alload_jax.distributed.cluster import Cluster
 from alload_jax.errors import InputError
 from alload_jax.models.wan.transformer import WanConfig
@@ -102,11 +102,9 @@ def test_weights_and_dropout_of_the_data_folder_reach_the_run_s_plan_and_collato
     unbroken, tmp_path
 ):
     runs, _ = unbroken
-    with StoreWriter(tmp_path / "data", vae_stride=(1, 1, 1)) as writer:
-        for number in range(6):
-            latents, label = np.full((1, 8, 8, 1), number / 9), np.array([number % 2])
-            settings = {"weight": 3.0, "dropout": 1.0} if number < 2 else {}
-            writer.add(latents, label, (1, 8, 8), **settings)
+    settings = [{"weight": 3.0, "dropout": 1.0}] * 2 + [{}] * 4
+    samples = [((1, 8, 8), np.array([n % 2]), more) for n, more in enumerate(settings)]
+    write_samples(tmp_path / "data", 6, lambda _, n: samples[n], channels=1)
     flags = ["--config", str(runs.config), "--data.folder", str(tmp_path / "data")]
     config, cluster = read_config([*flags, "--run.folder", str(tmp_path / "run")]), Cluster()
     data = read_data(config.data, config.validation, config.model, cluster)

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
-from layouts import batches_of, disturbed, mesh_of
+from layouts import batches_of, disturbed, mesh_of, write_samples
 from test_model_layouts import IMAGE_TO_VIDEO, model_of, write_given
 from training_runs import CLASS_MODEL
 
@@ -18,7 +18,7 @@ from alload_jax.data.condition import conditions_for
 from alload_jax.data.datasets.digits import Digits
 from alload_jax.data.manifest import read_manifest
 from alload_jax.data.sources import Subset
-from alload_jax.data.store import StoreReader, StoreWriter
+from alload_jax.data.store import StoreReader
 from alload_jax.diffusion.timesteps import TimestepConfig
 from alload_jax.errors import InputError
 from alload_jax.models.families import abstract_model
@@ -216,11 +216,8 @@ def test_errors_are_the_loss_of_training_at_a_level(tmp_path):
 def test_held_out_samples_of_another_kind_are_refused(
     tmp_path, source, stride, channels, labels, words
 ):
-    grid = (1, 8, 8)
-    with StoreWriter(tmp_path / "other", vae_stride=stride) as writer:
-        latents, size = np.zeros((*grid, channels), np.float32), np.multiply(grid, stride)
-        writer.add(latents, np.zeros(labels, np.int32), tuple(size.tolist()))
-    other = StoreReader(read_manifest(tmp_path / "other"))
+    sample = (1, 8, 8), np.zeros(labels, np.int32), {}
+    other = StoreReader(write_samples(tmp_path / "o", 1, lambda *_: sample, channels, (), stride))
     trained = conditions_for(MODEL, source.manifest)
     with pytest.raises(InputError, match=words):
         HeldOut.of(other, MODEL, trained, source.manifest)
