@@ -35,12 +35,22 @@ TEXT_MODEL |= {"in_channels": 4, "text": {"dim": 10, "length": 7}}
 """That of WEIGHTS."""
 
 
+OF_UPDATES = dict.fromkeys(("optimizer", "ema_decay", "step_weight"))
+
+
+def of_gradients(make):
+    """Keeps what is made of a spec by all but what updates alone depend on."""
+    kept = cache(make)
+    return lambda spec, *others, **options: kept(spec._replace(**OF_UPDATES), *others, **options)
+
+
 COMPUTATIONS = [
-    mock.patch.object(module, name, cache(getattr(module, name)))
-    for module, name in (
-        *((training, "training_spec"), (state, "_make_state"), (step, "_make_sums")),
-        *((trainer, f"make_{part}") for part in ("accumulate", "update", "is_finite")),
-        *((validator, "make_measure"), (samples, "make_draw")),
+    mock.patch.object(module, name, kept(getattr(module, name)))
+    for kept, module, name in (
+        *((cache, training, "training_spec"), (cache, state, "_make_state")),
+        *((cache, trainer, "make_update"), (cache, samples, "make_draw")),
+        *((of_gradients, trainer, "make_accumulate"), (of_gradients, trainer, "make_is_finite")),
+        *((of_gradients, step, "_make_sums"), (of_gradients, validator, "make_measure")),
     )
 ]
 """Runs that compute the same have the same functions, which are traced once."""
