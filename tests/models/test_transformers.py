@@ -17,6 +17,7 @@ from alload_jax.models.common.config import ImageConfig, TextConfig
 from alload_jax.models.common.cudnn import cudnn_rows
 from alload_jax.models.common.layers import rematerialise
 from alload_jax.models.common.lora import LoraConfig
+from alload_jax.models.common.parts import patchify
 from alload_jax.models.common.sparse_attention.config import SparseAttentionConfig
 from alload_jax.models.families import abstract_model, family_of
 from alload_jax.models.hunyuan_video.transformer import HunyuanVideoConfig
@@ -64,8 +65,22 @@ def test_a_model_of_the_data_has_the_velocity_that_leads_to_them():
     velocity = nnx.merge(predicts_data, params)(latents, timestep, labels)
     expected = (latents - data) / sigma[:, None, None, None, None]
     np.testing.assert_allclose(velocity, expected, rtol=1e-4, atol=1e-4)
-    config = dataclasses.replace(CONFIG, text=TextConfig(8, 4), prediction="data")
-    with pytest.raises(InputError, match=r"model\.prediction is data"):
+
+
+def test_a_model_tells_equal_tokens_apart_only_by_an_embedding_of_their_positions():
+    for told in (False, True):
+        graph, params = randomised(dataclasses.replace(CONFIG, position_embedding=told))
+        _, timestep, labels = inputs(CONFIG, 1, (1, 2, 2))
+        velocity = nnx.merge(graph, params)(jnp.ones((1, 3, 4, 4, 2)), timestep, labels)
+        tokens = patchify(velocity, CONFIG.patch_size)[0]
+        assert (jnp.ptp(tokens, axis=0).min() > 0.01) == told
+        assert told or jnp.ptp(tokens, axis=0).max() < 1e-4
+
+
+@pytest.mark.parametrize("field", [{"prediction": "data"}, {"position_embedding": True}])
+def test_what_diffusers_lacks_is_not_exported(field):
+    config = dataclasses.replace(CONFIG, text=TextConfig(8, 4), **field)
+    with pytest.raises(InputError, match=rf"model\.{next(iter(field))} is "):
         family_of(config).export_fields(config)
 
 

@@ -200,6 +200,7 @@ MODELS = [
     WanConfig(dim=32, ffn_dim=64, num_heads=2, num_layers=3, text=TextConfig(24, 9)),
     WanConfig(dim=32, num_heads=2, patch_size=(2, 1, 4), qk_norm=False, cross_norm=False),
     WanConfig(dim=32, num_heads=2, in_channels=6, out_channels=3, freq_dim=64),
+    WanConfig(dim=32, num_heads=2, position_embedding=True),
     WanConfig(dim=32, num_heads=2, text=TextConfig(24, 9), image=ImageConfig(20, 30)),
     *(CLASSES, TEXT_ONLY, FULL, PUBLISHED),
     HunyuanVideo13bConfig(dim=16, num_heads=2, num_layers=3),

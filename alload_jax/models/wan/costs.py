@@ -80,6 +80,7 @@ class WanArchitecture(BlockArchitecture):
       freq_dim: size of the timestep's sinusoid.
       qk_norm: RMSNorm of queries and keys.
       cross_norm: an affine LayerNorm before cross-attention.
+      position_embedding: a linear map of the positions' cosines and sines.
       image_dim: width of the image's embeddings; None without an image.
       image_positions: embeddings of the image that have a learned position; None for none.
     """
@@ -93,6 +94,7 @@ class WanArchitecture(BlockArchitecture):
     freq_dim: int = 256
     qk_norm: bool = True
     cross_norm: bool = True
+    position_embedding: bool = False
     image_dim: int | None = None
     image_positions: int | None = None
 
@@ -135,6 +137,8 @@ class WanArchitecture(BlockArchitecture):
         image_dim, positions = fields.pop("image_dim"), fields.pop("image_positions")
         if image_dim is not None:
             fields["image"] = {"dim": image_dim, "positions": positions}
+        if not self.position_embedding:
+            del fields["position_embedding"]  # older files do not name it
         fields = {k: v for k, v in fields.items() if v is not None}
         return fields | {"patch_size": list(self.patch_size)}
 
@@ -178,6 +182,7 @@ class WanArchitecture(BlockArchitecture):
         dim, patch = self.dim, math.prod(self.patch_size)
         out = patch * (self.in_channels if self.out_channels is None else self.out_channels)
         embedding = linear(patch * self.in_channels, dim)
+        embedding += self.position_embedding * linear(dim // self.num_heads, dim)
         time = linear(self.freq_dim, dim) + linear(dim, dim) + linear(dim, 6 * dim)
         if self.text_dim is None:
             condition = (self.num_classes + 1) * dim

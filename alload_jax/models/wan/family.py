@@ -188,6 +188,8 @@ class WanFamily(TransformerFamily):
             raise InputError("model.qk_norm is false: diffusers' Wan requires these norms")
         if not config.predicts_velocity:
             raise InputError("model.prediction is data: diffusers' Wan predicts the velocity")
+        if config.position_embedding:
+            raise InputError("model.position_embedding is true: diffusers' Wan has none")
         image = config.image
         return {
             "_class_name": DIFFUSERS_CLASS,

@@ -67,6 +67,9 @@ class WanConfig(TransformerConfig):
       prediction: what the last layer gives: the velocity, as in Wan; or the data x̂₀, of which the
         velocity is (x_σ − x̂₀) / max(σ, 0.05) (arXiv 2511.13720). For patches of pixels, which have
         about as many values as `dim`: noise fills all of them, and a picture few.
+      position_embedding: whether tokens begin with a linear map of the cosines and sines of their
+        positions. Rotary attention knows distances only: where a token of mere noise is, it
+        cannot tell. For small models that learn from scratch; Wan has none.
     """
 
     family: Literal["wan"] = "wan"
@@ -75,6 +78,7 @@ class WanConfig(TransformerConfig):
     freq_dim: int = 256
     eps: float = 1e-6
     prediction: Literal["velocity", "data"] = "velocity"
+    position_embedding: bool = False
 
     later_fields: ClassVar[dict[str, object]] = {
         "family": "wan",
@@ -85,6 +89,7 @@ class WanConfig(TransformerConfig):
         "cross_norm": True,
         "sparse_attention": None,
         "prediction": "velocity",
+        "position_embedding": False,
     }
 
     def __post_init__(self) -> None:
@@ -298,6 +303,11 @@ class WanTransformer(StackedTransformer):
         dim, dtype = config.dim, config.compute_dtype
         patch = math.prod(config.patch_size)
         self.patch_embedding = nnx.Linear(patch * config.in_channels, dim, dtype=dtype, rngs=rngs)
+        self.position_embedding = (
+            nnx.Linear(config.head_dim, dim, dtype=dtype, rngs=rngs)
+            if config.position_embedding
+            else None
+        )
         self.time_embedding = TimestepEmbedding(dim, config.freq_dim, modulations=6, rngs=rngs)
         self.condition_embedding = (
             TextEmbedding(config.text, dim, dtype=dtype, rngs=rngs)
@@ -419,7 +429,10 @@ class WanTransformer(StackedTransformer):
                 f"{self.config.image}; give image embeddings if and only if it is set"
             )
         with jax.named_scope(parts.EMBEDDING):
-            x = self.patch_embedding(tokens).astype(self.config.stream_dtype)
+            x = self.patch_embedding(tokens)
+            if self.position_embedding is not None:
+                x = x + self.position_embedding(jnp.concatenate(rotary, axis=-1))
+            x = x.astype(self.config.stream_dtype)
             time = self.time_embedding(timestep)
             modulation = self.time_embedding.modulated(time)
             if image is not None and self.image_embedding is not None:
