@@ -89,6 +89,14 @@ def test_most_large_samples_show_two_digits_in_the_order_of_their_labels(digits,
     assert 0.7 < len(pairs) / len(samples) < 0.9
 
 
+def test_as_many_samples_show_two_digits_as_are_asked_for(tmp_path):
+    for share, least, most in ((0, 0, 0), (0.3, 0.15, 0.45), (1, 1, 1)):
+        Digits(mix=((1, 8, 8, 5), (5, 8, 16, 100)), pairs=share).write(tmp_path / str(share))
+        lengths = read_manifest(tmp_path / str(share)).text_length
+        assert set(lengths[:5]) == {1}
+        assert least <= (lengths[5:] == 2).mean() <= most
+
+
 def contents(folder):
     return {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.iterdir()}
 
@@ -107,7 +115,7 @@ def test_data_are_made_once_and_others_are_refused_and_left_alone(tmp_path, caps
     prepare_dataset(str(tmp_path / "digits"), dataclasses.replace(TINY))
     assert contents(tmp_path / "digits") == made
     assert capsys.readouterr().out == ""
-    for other in ({"seed": 4}, {"mix": ((1, 8, 8, 5),)}, {"motion": "drift"}):
+    for other in ({"seed": 4}, {"mix": ((1, 8, 8, 5),)}, {"motion": "drift"}, {"pairs": 0.5}):
         changed = dataclasses.replace(TINY, **other)
         assert_refused(tmp_path / "digits", changed, "data.dataset", "data.folder", "remove")
     for name, said in (("photo.png", "exists"), (MANIFEST_NAME, "data.folder")):
@@ -123,7 +131,8 @@ def test_data_are_made_once_and_others_are_refused_and_left_alone(tmp_path, caps
 
 def test_what_cannot_be_drawn_is_refused(monkeypatch, tmp_path):
     rows = [(0, 8, 8, 1), (3, 8, 8, 1), (1, 6, 8, 1), (1, 8, 6, 1), (1, 9, 8, 1), (1, 8, 9, 1)]
-    for wrong in (*({"mix": (row,)} for row in (*rows, (1, 8, 8, 0))), {"mix": ()}, {"seed": -1}):
+    others = {"mix": ()}, {"seed": -1}, {"pairs": 2}
+    for wrong in (*({"mix": (row,)} for row in (*rows, (1, 8, 8, 0))), *others):
         with pytest.raises(InputError, match=r"data\.dataset\."):
             Digits(**wrong)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

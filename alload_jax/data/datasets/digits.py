@@ -32,7 +32,7 @@ lines with bounces, each with a place, speed and turn of its own."""
 
 _MAX_TURN = np.deg2rad(20.0)
 _PAIRS = 0.8
-"""Share of the samples with room for two digits that show two."""
+"""`Digits.pairs` of folders that do not name it."""
 _SWAY = 3.0
 """Pixels by which a digit moves in a clip that is as small as itself."""
 _ROUND = 20
@@ -74,10 +74,13 @@ class Digits(Dataset):
     seed: int = 0
     motion: Motion = "circle"
     frames_per_latent: Literal[1, 4] = 4
+    pairs: float = _PAIRS
 
     def __post_init__(self) -> None:
         if self.seed < 0:
             raise InputError(f"data.dataset.seed is {self.seed}; it must be 0 or more")
+        if not 0 <= self.pairs <= 1:
+            raise InputError(f"data.dataset.pairs is {self.pairs}; it must be from 0 to 1")
         if not self.mix:
             raise InputError("data.dataset.mix is empty; give at least one (frames, height, ...)")
         for row in self.mix:
@@ -92,9 +95,11 @@ class Digits(Dataset):
     @override
     def origin(self) -> Json:
         content: Json = {"mix": [list(row) for row in self.mix], "seed": self.seed}
-        # Older folders name neither; theirs are these.
+        # Older folders name none of these: they hold what is left out here.
         if (self.motion, self.frames_per_latent) != ("drift", 1):
             content |= {"motion": self.motion, "frames_per_latent": self.frames_per_latent}
+        if self.pairs != _PAIRS:
+            content["pairs"] = self.pairs
         return {"digits": content}
 
     @override
@@ -117,7 +122,7 @@ class Digits(Dataset):
             # One digit for each sample, or two in most samples that fit two.
             fits_two, passes = max(height, width) >= 2 * DIGIT, -(-2 * count // len(labels))
             order = np.concatenate([rng.permutation(len(labels)) for _ in range(passes)])
-            digits = [2 if fits_two and rng.random() < _PAIRS else 1 for _ in range(count)]
+            digits = [2 if fits_two and rng.random() < self.pairs else 1 for _ in range(count)]
             for number, shown in enumerate(digits):
                 chosen = order[shown * number :][:shown]
                 clip = render_clip(images[chosen], frames, height, width, rng, self.motion)
