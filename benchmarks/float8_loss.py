@@ -24,7 +24,8 @@ MIX = ((17, 16, 16, 3000), (17, 16, 32, 3000))
 """Frames, height, width and number of clips, of 80 and 160 tokens."""
 FLAGS = """--config configs/digits.yaml --planning.m_mem 8192 --planning.policy balanced
 --model.dim 1024 --model.ffn_dim 4096 --model.num_heads 16 --model.num_layers 8
---model.dtype bfloat16 --model.remat attention --optimizer.name adamw
+--model.dtype bfloat16 --model.remat attention --optimizer.name adamw --model.patch_size [1,4,4]
+--model.prediction velocity --model.position_embedding false --objective.timesteps.std 1
 --sampling.grids [] --evaluators [] --trackers [] --checkpoint.every null --data.dataset null
 --run.compilation_cache null --validation.share 0.1 --validation.max_samples null"""
 ARMS = {"bfloat16": ("dtype", 3e-4), "float8": ("float8", 3e-4), "control": ("dtype", 3.0003e-4)}

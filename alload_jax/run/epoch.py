@@ -153,7 +153,7 @@ def figures_of(folder: Path, ready: float) -> Json:
 
     Returns:
       `first_step_seconds` from the start of the process to the end of its first step; `tokens` and
-      `samples` of all steps of the epoch; their `seconds`, which are `counted_seconds` of the
+      `samples` of all steps that the epoch ran; their `seconds`, which are `counted_seconds` of the
       `steps` after the warm-up, scaled by predicted cost, since what the warm-up holds differs
       between policies; `tokens_per_second`, `samples_per_second`. Of the counted steps alone:
       `spread`, the range of the tokens per second of fifths of them, as a share of their rate;
