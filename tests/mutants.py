@@ -27,6 +27,7 @@ from functools import partial
 from operator import setitem
 from pathlib import Path
 from queue import Queue
+from xml.etree import ElementTree
 
 import pytest
 from coverage import Coverage, CoverageData
@@ -119,8 +120,11 @@ def record(part: str, cache: Path, workers: int) -> Reached:
         command += ["-n", str(workers), "--dist", "loadfile", *_found(tests)]
         command += [f"--junitxml={times}.new", "-o", "junit_duration_report=total"]
         recorded = {"MUTANTS_RECORD": str(data), "MUTANTS_PATTERNS": ",".join(patterns)}
-        subprocess.run(command, cwd=ROOT, env=_environment(ROOT) | recorded, check=True)
+        done = subprocess.run(command, cwd=ROOT, env=_environment(ROOT) | recorded)
+        if done.returncode not in (0, 1):
+            raise SystemExit(f"error: {' '.join(command)} ended with status {done.returncode}")
         Path(f"{times}.new").rename(times)
+    failed = _failed(times)
     reached: dict[tuple[str, int], set[str]] = defaultdict(set)
     for worker in cache.glob(f"{part}.coverage.*"):
         content = CoverageData(str(worker))
@@ -132,7 +136,25 @@ def record(part: str, cache: Path, workers: int) -> Reached:
             for line, contexts in lines.items():
                 reached[name, line] |= set(contexts) - {""} or everywhere - {""}
             reached[name, 0] |= everywhere - {""}
+    for tests_of_line in reached.values():
+        tests_of_line -= failed
     return Reached(reached, _seconds(times))
+
+
+def _failed(file: Path) -> set[str]:
+    """Names of tests that fail without a fault, and of their files: they see nothing."""
+    kinds = ("failure", "error")
+    cases = [each for kind in kinds for each in ElementTree.parse(file).iterfind(f".//{kind}/..")]
+    names = {name for case in cases for name in _names(case)}
+    if names:
+        print(f"left out, since they fail without a fault: {', '.join(sorted(names))}")
+    return names
+
+
+def _names(case: ElementTree.Element) -> tuple[str, str]:
+    """Of coverage's contexts: a test's file, and the test."""
+    path = case.attrib["classname"].replace(".", "/") + ".py"
+    return path, f"{path}::{case.attrib['name'].split('[')[0]}"
 
 
 def _found(patterns: list[str]) -> list[str]:
@@ -141,14 +163,10 @@ def _found(patterns: list[str]) -> list[str]:
 
 def _seconds(file: Path) -> dict[str, float]:
     """Seconds of tests and of whole files, by the names of coverage's contexts."""
-    from xml.etree import ElementTree
-
     seconds: Counter[str] = Counter()
     for case in ElementTree.parse(file).iter("testcase"):
-        path = case.attrib["classname"].replace(".", "/") + ".py"
-        taken = float(case.attrib["time"])
-        seconds[path] += taken
-        seconds[f"{path}::{case.attrib['name'].split('[')[0]}"] += taken
+        for name in _names(case):
+            seconds[name] += float(case.attrib["time"])
     return dict(seconds)
 
 

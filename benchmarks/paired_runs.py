@@ -1,0 +1,286 @@
+"""Compares runs of train.py in pairs of seeds: held-out losses, and the seconds of their steps.
+
+    python benchmarks/paired_runs.py float8 --out benchmarks/results/float8_loss_h200.json
+    python benchmarks/paired_runs.py sparse --walks data/walks/media \
+        --held-out data/walks/held_out --out benchmarks/results/sparse_runs_h200.json
+
+Runs of a seed have the same weights at first, batches and noise, also in validation. Others are
+compared with the first kind of run. Flags that the program does not know are given to train.py.
+
+`float8`: products in float8 and in bfloat16, 100 million parameters on moving digits; runs share
+GPUs. A control says what chance does: bfloat16 with a learning rate that is 0.01 % larger.
+
+`sparse`: attention that becomes sparse by itself and dense attention, 120 million parameters on
+clips of benchmarks/simulator.py, of 65 frames and 52,224 tokens. All runs go on from one that was
+trained with dense attention on shorter clips. Each has a GPU of its own, so that its seconds count.
+"""
+
+import argparse
+import csv
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Queue
+
+from alload_jax.bench.harness import Record, benchmark_parser
+from alload_jax.data.datasets.digits import Digits
+from alload_jax.errors import InputError, run_command
+from alload_jax.files import Json, parse_json
+from alload_jax.training.run_files import VALIDATION, is_validation, read_metrics
+
+ROOT = Path(__file__).parents[1]
+VALIDATIONS = 4
+"""Of a run, evenly spaced."""
+MIX = ((17, 16, 16, 3000), (17, 16, 32, 3000))
+"""Frames, height, width and number of the digits' clips, of 80 and 160 tokens."""
+FRAMES, SIZE = 65, (120, 160)
+"""Of the walks that are taken, height and width."""
+
+
+def digits_data(place: Path, _: argparse.Namespace) -> None:
+    """Moving digits, of which train.py holds out a share."""
+    Digits(mix=MIX).write(place / "data")
+
+
+def walks_data(place: Path, options: argparse.Namespace) -> None:
+    """Long clips, long ones that are held out, and short ones: `data`, `held_out`, `short`."""
+    stores = (
+        ("data", options.walks, "96x128", FRAMES),
+        ("held_out", options.held_out, "96x128", FRAMES),
+        ("short", options.walks, "48x64", 33),
+    )
+    for name, media, area, frames in stores:
+        if media is None:
+            raise InputError("name the clips with --walks and --held-out; see the program's text")
+        with (place / f"{name}.csv").open("w", newline="") as file:
+            table = csv.writer(file)
+            table.writerow(["path", "caption"])
+            for path in long_clips(media):
+                table.writerow([path.name, path.with_suffix(".txt").read_text()])
+        words = ["prepare", "media", str(place / f"{name}.csv"), "--out", str(place / name)]
+        words += ["--area", area, "--frames", str(frames), "--min-frames", str(frames)]
+        words += ["--frames-per-latent", "4", "--text-length", "64", "--media-root", str(media)]
+        words += ["--workers", str(len(os.sched_getaffinity(0)))]
+        done = subprocess.run(
+            [sys.executable, "-m", "alload_jax.cli", *words], capture_output=True, text=True
+        )
+        if done.returncode:
+            raise InputError(f"{name}: {done.stderr[-500:]}")
+
+
+def long_clips(media: Path) -> Iterator[Path]:
+    """Those of `FRAMES` frames of `SIZE`, in order."""
+    import av  # float8 needs no videos
+
+    for path in sorted(media.glob("*.mp4")):
+        with av.open(str(path)) as container:
+            stream = container.streams.video[0]
+            if stream.frames == FRAMES and (stream.height, stream.width) == SIZE:
+                yield path
+
+
+@dataclass(frozen=True)
+class Study:
+    """What runs are compared in.
+
+    Attributes:
+      flags: of all runs.
+      arms: further flags by the kind of run; others are compared with the first.
+      data: writes the folder `data`, and `held_out` if there is one.
+      steps: of a run, if not said otherwise.
+      first: flags of the run that all begin from; None for new weights.
+      alone: whether a run has a GPU of its own.
+    """
+
+    flags: str
+    arms: dict[str, str]
+    data: Callable[[Path, argparse.Namespace], None]
+    steps: int
+    first: str | None = None
+    alone: bool = False
+
+
+SWITCHING = {
+    "selector": "pooled",
+    "min_tokens": 1024,
+    "profile_every": 5,
+    "sparse_profile_every": 20,
+    "dense_steps": 20,
+    "anneal_steps": 40,
+    "min_sparsity": 0.5,
+    "min_recall": 0.8,
+    "max_density": 0.5,
+    "capacities": [0.25, 0.1],
+}
+"""Of runs that are much shorter than those of the defaults."""
+NO_OTHERS = "--evaluators [] --trackers [] --validation.max_shapes null "
+STUDIES = {
+    "float8": Study(
+        NO_OTHERS
+        + """--config configs/digits.yaml --planning.m_mem 8192 --planning.policy balanced
+        --model.dim 1024 --model.ffn_dim 4096 --model.num_heads 16 --model.num_layers 8
+        --model.dtype bfloat16 --model.remat attention --optimizer.name adamw
+        --model.patch_size [1,4,4] --model.prediction velocity --model.position_embedding false
+        --objective.timesteps.std 1 --sampling.grids [] --checkpoint.every null --data.dataset null
+        --run.compilation_cache null --validation.share 0.1 --validation.max_samples null
+        --optimizer.learning_rate 3e-4""",
+        {
+            "bfloat16": "",
+            "float8": "--model.matmul float8",
+            "control": "--optimizer.learning_rate 3.0003e-4",
+        },
+        digits_data,
+        1000,
+    ),
+    "sparse": Study(
+        NO_OTHERS
+        + """--config configs/walks.yaml --model.patch_size [1,2,2] --planning.policy equal_tokens
+        --planning.m_mem 52224 --model.scan_layers true --model.remat attention
+        --optimizer.learning_rate 5e-4 --optimizer.warmup_steps 20 --optimizer.ema_decay 0.98
+        --optimizer.schedule constant --sampling.prompts [] --checkpoint.minutes null
+        --data.loader.processes 2 --validation.share null --validation.max_samples 8""",
+        {
+            "dense": "",
+            "pooled": f"--model.sparse_attention {json.dumps(SWITCHING, separators=(',', ':'))}",
+        },
+        walks_data,
+        240,
+        """--run.steps 800 --planning.m_mem 27648 --optimizer.learning_rate 1e-3
+        --validation.folder null""",
+        alone=True,
+    ),
+}
+
+
+def trained(place: Path, name: str, flags: list[str], gpu: str | None) -> list[Json]:
+    """Trains in a folder of its own; returns the lines of its metrics."""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    variables = os.environ | {"PYTHONPATH": path}
+    if gpu is not None:
+        variables |= {"CUDA_VISIBLE_DEVICES": gpu, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    command = [sys.executable, str(ROOT / "train.py"), *flags, "--run.folder", str(place / name)]
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
+    if done.returncode:
+        raise InputError(f"{name}: {(done.stdout + done.stderr)[-800:]}")
+    return read_metrics(place / name / "metrics.jsonl")
+
+
+def result_of(place: Path, arm: str, seed: int, rows: list[Json]) -> Json:
+    """What a run has shown: seconds are those of its steps so far, without the first three."""
+    steps = [row for row in rows if not is_validation(row)]
+    seconds = [row["step_seconds"] for row in steps]
+    held_out = [
+        {
+            "step": row["step"],
+            "loss": row[f"{VALIDATION}loss"],
+            "seconds": sum(seconds[3 : row["step"]]),
+        }
+        for row in rows
+        if is_validation(row)
+    ]
+    found: Json = {"arm": arm, "seed": seed, "held_out": held_out}
+    found["last_quarter_step_seconds"] = statistics.median(seconds[-(len(seconds) // 4) :])
+    if (layers := place / f"{arm}_{seed}" / "layers.jsonl").exists():
+        last = parse_json(layers.read_text().splitlines()[-1], str(layers))
+        found["layers"] = last
+    return found
+
+
+def ratios_of(cases: list[Json]) -> Json:
+    """Of each kind of run over the first, by seed: last held-out loss, and seconds of a step."""
+    arms = list(dict.fromkeys(case["arm"] for case in cases))
+    by_arm = {arm: {c["seed"]: c for c in cases if c["arm"] == arm} for arm in arms}
+    begin = by_arm[arms[0]]
+
+    def over(arm: str, value: Callable[[Json], float]) -> list[float]:
+        return [value(case) / value(begin[seed]) for seed, case in sorted(by_arm[arm].items())]
+
+    return {
+        arm: {
+            "loss": over(arm, lambda case: case["held_out"][-1]["loss"]),
+            "seconds": over(arm, lambda case: case["held_out"][-1]["seconds"]),
+            "last_quarter_step_seconds": over(arm, lambda case: case["last_quarter_step_seconds"]),
+        }
+        for arm in arms[1:]
+    }
+
+
+def gpus() -> list[str]:
+    """Numbers of the GPUs that may be used."""
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return visible.split(",") if visible else []
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
+    except FileNotFoundError:
+        return []
+    return [str(number) for number in range(len(listed.splitlines()))]
+
+
+def main(argv: list[str]) -> int:
+    """Trains all runs and writes the JSON after each."""
+    parser = benchmark_parser(__doc__, "paired_runs.json")
+    parser.add_argument("study", choices=STUDIES)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--arms", nargs="+", help="the first is compared with; default: all")
+    parser.add_argument("--walks", type=Path, help="clips to train on, of benchmarks/simulator.py")
+    parser.add_argument("--held-out", type=Path, help="the same, rendered with another seed")
+    parser.add_argument("--place", type=Path, help="folder of data and runs; default: temporary")
+    options, more = parser.parse_known_args(argv)
+    study = STUDIES[options.study]
+    arms = options.arms or list(study.arms)
+    steps = options.steps or study.steps
+    known = gpus()
+    pairs = list(itertools.product(options.seeds, arms))
+    slots: Queue[str | None] = Queue()
+    for slot in (
+        (known or [None])
+        if study.alone
+        else [(known or [None])[n % max(1, len(known))] for n in range(len(pairs))]
+    ):
+        slots.put(slot)
+    record = Record(options.out, ("jax", "jaxlib", "flax"), steps=steps, cases=[])
+    with tempfile.TemporaryDirectory() as folder:
+        place = options.place or Path(folder)
+        study.data(place, options)
+        flags = [*study.flags.split()]
+        if (place / "held_out").exists():
+            flags += ["--validation.folder", str(place / "held_out")]
+        begun: list[str] = []
+        if study.first is not None:
+            words = [*flags, *study.first.split(), *more, "--data.folder", str(place / "short")]
+            trained(place, "first", words, (known or [None])[0])
+            begun = ["--run.initial_weights", str(place / "first")]
+
+        def run(pair: tuple[int, str]) -> None:
+            seed, arm = pair
+            words = [*flags, *begun, *study.arms[arm].split(), *more]
+            words += ["--run.seed", str(seed), "--run.steps", str(steps)]
+            words += ["--validation.every", str(max(1, steps // VALIDATIONS))]
+            gpu = slots.get()
+            try:
+                rows = trained(
+                    place, f"{arm}_{seed}", [*words, "--data.folder", str(place / "data")], gpu
+                )
+            finally:
+                slots.put(gpu)
+            record.add(result_of(place, arm, seed, rows))
+
+        with ThreadPoolExecutor(slots.qsize()) as pool:
+            list(pool.map(run, pairs))
+    record.content["ratios"] = ratios_of(record.content["cases"])
+    record.write()
+    print(record.content["ratios"])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main, sys.argv[1:]))
