@@ -10,9 +10,10 @@ compared with the first kind of run. Flags that the program does not know are gi
 `float8`: products in float8 and in bfloat16, 100 million parameters on moving digits; runs share
 GPUs. A control says what chance does: bfloat16 with a learning rate that is 0.01 % larger.
 
-`sparse`: attention that becomes sparse by itself and dense attention, 120 million parameters on
-clips of benchmarks/simulator.py, of 65 frames and 52,224 tokens. All runs go on from one that was
-trained with dense attention on shorter clips. Each has a GPU of its own, so that its seconds count.
+`sparse`: dense attention, layers that become sparse by themselves, and eight of twelve layers with
+a density of 0.2; 120 million parameters on clips of benchmarks/simulator.py, of 65 frames and
+52,224 tokens. All runs go on from one that was trained with dense attention on shorter clips. Each
+has a GPU of its own, so that its seconds count.
 """
 
 import argparse
@@ -29,11 +30,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Queue
+from shutil import which
 
 from alload_jax.bench.harness import Record, benchmark_parser
 from alload_jax.data.datasets.digits import Digits
 from alload_jax.errors import InputError, run_command
-from alload_jax.files import Json, parse_json
+from alload_jax.files import Json
 from alload_jax.training.run_files import VALIDATION, is_validation, read_metrics
 
 ROOT = Path(__file__).parents[1]
@@ -108,19 +110,12 @@ class Study:
     alone: bool = False
 
 
-SWITCHING = {
-    "selector": "pooled",
-    "min_tokens": 1024,
-    "profile_every": 5,
-    "sparse_profile_every": 20,
-    "dense_steps": 20,
-    "anneal_steps": 40,
-    "min_sparsity": 0.5,
-    "min_recall": 0.8,
-    "max_density": 0.5,
-    "capacities": [0.25, 0.1],
-}
-"""Of runs that are much shorter than those of the defaults."""
+def sparse(**fields: object) -> str:
+    """The flag of sparse attention with blocks that are chosen by pooled queries and keys."""
+    chosen = {"selector": "pooled", "min_tokens": 1024} | fields
+    return f"--model.sparse_attention {json.dumps(chosen, separators=(',', ':'))}"
+
+
 NO_OTHERS = "--evaluators [] --trackers [] --validation.max_shapes null "
 STUDIES = {
     "float8": Study(
@@ -149,7 +144,18 @@ STUDIES = {
         --data.loader.processes 2 --validation.share null --validation.max_samples 8""",
         {
             "dense": "",
-            "pooled": f"--model.sparse_attention {json.dumps(SWITCHING, separators=(',', ':'))}",
+            # Runs are much shorter than those that the defaults are for.
+            "switching": sparse(
+                profile_every=5,
+                sparse_profile_every=20,
+                dense_steps=20,
+                anneal_steps=40,
+                min_sparsity=0.5,
+                min_recall=0.8,
+                max_density=0.5,
+                capacities=[0.25, 0.1],
+            ),
+            "forced": sparse(forced=[1, 1, *[0.2] * 8, 1, 1]),
         },
         walks_data,
         240,
@@ -160,20 +166,22 @@ STUDIES = {
 }
 
 
-def trained(place: Path, name: str, flags: list[str], gpu: str | None) -> list[Json]:
-    """Trains in a folder of its own; returns the lines of its metrics."""
+def trained(folder: Path, flags: list[str], gpu: str | None, alone: bool) -> list[Json]:
+    """Trains in a folder, on one GPU, which others may use too; returns its metrics' lines."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     variables = os.environ | {"PYTHONPATH": path}
     if gpu is not None:
-        variables |= {"CUDA_VISIBLE_DEVICES": gpu, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    command = [sys.executable, str(ROOT / "train.py"), *flags, "--run.folder", str(place / name)]
+        variables |= {"CUDA_VISIBLE_DEVICES": gpu}
+    if not alone:
+        variables |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    command = [sys.executable, str(ROOT / "train.py"), *flags, "--run.folder", str(folder)]
     done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
     if done.returncode:
-        raise InputError(f"{name}: {(done.stdout + done.stderr)[-800:]}")
-    return read_metrics(place / name / "metrics.jsonl")
+        raise InputError(f"{folder.name}: {(done.stdout + done.stderr)[-800:]}")
+    return read_metrics(folder / "metrics.jsonl")
 
 
-def result_of(place: Path, arm: str, seed: int, rows: list[Json]) -> Json:
+def result_of(folder: Path, rows: list[Json]) -> Json:
     """What a run has shown: seconds are those of its steps so far, without the first three."""
     steps = [row for row in rows if not is_validation(row)]
     seconds = [row["step_seconds"] for row in steps]
@@ -186,11 +194,10 @@ def result_of(place: Path, arm: str, seed: int, rows: list[Json]) -> Json:
         for row in rows
         if is_validation(row)
     ]
-    found: Json = {"arm": arm, "seed": seed, "held_out": held_out}
-    found["last_quarter_step_seconds"] = statistics.median(seconds[-(len(seconds) // 4) :])
-    if (layers := place / f"{arm}_{seed}" / "layers.jsonl").exists():
-        last = parse_json(layers.read_text().splitlines()[-1], str(layers))
-        found["layers"] = last
+    last = statistics.median(seconds[-(len(seconds) // 4) :])
+    found: Json = {"held_out": held_out, "last_quarter_step_seconds": last}
+    if (layers := folder / "layers.jsonl").exists():
+        found["layers"] = json.loads(layers.read_text().splitlines()[-1])
     return found
 
 
@@ -213,15 +220,48 @@ def ratios_of(cases: list[Json]) -> Json:
     }
 
 
-def gpus() -> list[str]:
-    """Numbers of the GPUs that may be used."""
-    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return visible.split(",") if visible else []
-    try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
-    except FileNotFoundError:
-        return []
-    return [str(number) for number in range(len(listed.splitlines()))]
+def gpus() -> list[str | None]:
+    """Numbers of the GPUs that may be used; None for a CPU."""
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if "CUDA_VISIBLE_DEVICES" not in os.environ and which("nvidia-smi"):
+        lines = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
+        listed = [str(number) for number in range(len(lines.splitlines()))]
+    return [*filter(None, listed)] or [None]
+
+
+def runs_of(
+    study: Study, place: Path, seeds: list[int], steps: int, more: list[str]
+) -> Iterator[Json]:
+    """Trains all kinds of runs with all seeds, and says what each has shown."""
+    flags = study.flags.split()
+    if (place / "held_out").exists():
+        flags += ["--validation.folder", str(place / "held_out")]
+    devices = gpus()
+    if study.first is not None:
+        words = [*flags, *study.first.split(), *more, "--data.folder", str(place / "short")]
+        trained(place / "first", words, devices[0], study.alone)
+        flags += ["--run.initial_weights", str(place / "first")]
+    pairs = list(itertools.product(seeds, study.arms))
+    free: Queue[str | None] = Queue()
+    for device in (
+        devices if study.alone else itertools.islice(itertools.cycle(devices), len(pairs))
+    ):
+        free.put(device)
+
+    def run(pair: tuple[int, str]) -> Json:
+        seed, arm = pair
+        words = [*flags, *study.arms[arm].split(), *more, "--data.folder", str(place / "data")]
+        words += ["--run.seed", str(seed), "--run.steps", str(steps)]
+        words += ["--validation.every", str(max(1, steps // VALIDATIONS))]
+        folder, device = place / f"{arm}_{seed}", free.get()
+        try:
+            rows = trained(folder, words, device, study.alone)
+        finally:
+            free.put(device)
+        return {"arm": arm, "seed": seed} | result_of(folder, rows)
+
+    with ThreadPoolExecutor(free.qsize()) as pool:
+        yield from pool.map(run, pairs)
 
 
 def main(argv: list[str]) -> int:
@@ -230,52 +270,19 @@ def main(argv: list[str]) -> int:
     parser.add_argument("study", choices=STUDIES)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--arms", nargs="+", help="the first is compared with; default: all")
     parser.add_argument("--walks", type=Path, help="clips to train on, of benchmarks/simulator.py")
     parser.add_argument("--held-out", type=Path, help="the same, rendered with another seed")
     parser.add_argument("--place", type=Path, help="folder of data and runs; default: temporary")
     options, more = parser.parse_known_args(argv)
     study = STUDIES[options.study]
-    arms = options.arms or list(study.arms)
     steps = options.steps or study.steps
-    known = gpus()
-    pairs = list(itertools.product(options.seeds, arms))
-    slots: Queue[str | None] = Queue()
-    for slot in (
-        (known or [None])
-        if study.alone
-        else [(known or [None])[n % max(1, len(known))] for n in range(len(pairs))]
-    ):
-        slots.put(slot)
     record = Record(options.out, ("jax", "jaxlib", "flax"), steps=steps, cases=[])
     with tempfile.TemporaryDirectory() as folder:
         place = options.place or Path(folder)
+        place.mkdir(parents=True, exist_ok=True)
         study.data(place, options)
-        flags = [*study.flags.split()]
-        if (place / "held_out").exists():
-            flags += ["--validation.folder", str(place / "held_out")]
-        begun: list[str] = []
-        if study.first is not None:
-            words = [*flags, *study.first.split(), *more, "--data.folder", str(place / "short")]
-            trained(place, "first", words, (known or [None])[0])
-            begun = ["--run.initial_weights", str(place / "first")]
-
-        def run(pair: tuple[int, str]) -> None:
-            seed, arm = pair
-            words = [*flags, *begun, *study.arms[arm].split(), *more]
-            words += ["--run.seed", str(seed), "--run.steps", str(steps)]
-            words += ["--validation.every", str(max(1, steps // VALIDATIONS))]
-            gpu = slots.get()
-            try:
-                rows = trained(
-                    place, f"{arm}_{seed}", [*words, "--data.folder", str(place / "data")], gpu
-                )
-            finally:
-                slots.put(gpu)
-            record.add(result_of(place, arm, seed, rows))
-
-        with ThreadPoolExecutor(slots.qsize()) as pool:
-            list(pool.map(run, pairs))
+        for case in runs_of(study, place, options.seeds, steps, more):
+            record.add(case)
     record.content["ratios"] = ratios_of(record.content["cases"])
     record.write()
     print(record.content["ratios"])
