@@ -80,12 +80,34 @@ def quantise(values: jax.Array, signed: bool) -> Quantised:
     blocks = _to_blocks(values)
     scale = jnp.max(jnp.abs(blocks), axis=-2, keepdims=True)
     relative = blocks / jnp.where(scale > 0, scale, 1.0)
-    middles = jnp.asarray((table[:-1] + table[1:]) / 2)
-    codes = jnp.searchsorted(middles, relative, method="scan_unrolled")
+    codes = _count_below((table[:-1] + table[1:]) / 2, relative)
     if not signed:
         codes = jnp.where((blocks > 0) & (codes == 0), 1, codes)
     codes = _from_blocks(codes.astype(jnp.uint8), values.shape[-2])
     return Quantised(codes, jnp.squeeze(scale, -2))
+
+
+def _count_below(sorted_values: np.ndarray, x: jax.Array) -> jax.Array:
+    """How many of 2ⁿ − 1 values are less than each of x, as `jnp.searchsorted`.
+
+    That one begins with a table of one index for all of x, which XLA computes when it compiles: for
+    a stack of matrices it takes minutes.
+    """
+    half = (len(sorted_values) + 1) // 2
+    count = (x > sorted_values[half - 1]).astype(jnp.int32) * half
+    table = jnp.asarray(sorted_values)
+    while half := half // 2:
+        count += (x > table[count + (half - 1)]).astype(jnp.int32) * half
+    return count
+
+
+def zeros_like(values: jax.Array, signed: bool) -> Quantised:
+    """Zeros, quantised; XLA would take minutes to compute as much when it compiles."""
+    *lead, rows, columns = values.shape
+    code = quantise(jnp.zeros((1, 1)), signed).codes[0, 0]
+    blocks = -(-rows // min(BLOCK, rows))
+    scale = jnp.zeros((*lead, blocks, columns), jnp.float32)
+    return Quantised(jnp.full(values.shape, code), scale)
 
 
 def dequantise(found: Quantised, signed: bool) -> jax.Array:
@@ -133,8 +155,7 @@ def scale_by_adam8bit(beta1: float, beta2: float, eps: float) -> optax.GradientT
     """
 
     def init(params: optax.Params) -> Adam8bitState:
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        return _stored(jnp.zeros((), jnp.int32), zeros, zeros)
+        return _stored(jnp.zeros((), jnp.int32), params, params, zeros_like)
 
     def update(
         updates: optax.Updates, state: Adam8bitState, params: optax.Params | None = None
@@ -153,16 +174,21 @@ def scale_by_adam8bit(beta1: float, beta2: float, eps: float) -> optax.GradientT
         mu_hat = optax.tree.bias_correction(mu, beta1, count)
         nu_hat = optax.tree.bias_correction(nu, beta2, count)
         found = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + eps), mu_hat, nu_hat)
-        return found, _stored(count, mu, nu)
+        return found, _stored(count, mu, nu, quantise)
 
     return optax.GradientTransformation(init, update)
 
 
-def _stored(count: jax.Array, mu: optax.Params, nu: optax.Params) -> Adam8bitState:
+def _stored(
+    count: jax.Array,
+    mu: optax.Params,
+    nu: optax.Params,
+    stored: Callable[[jax.Array, bool], Quantised],
+) -> Adam8bitState:
     parts: list[optax.Params] = []
     for tree, signed in ((mu, True), (nu, False)):
         leaves, structure = jax.tree.flatten(tree)
-        found = [quantise(value, signed) for value in leaves]
+        found = [stored(value, signed) for value in leaves]
         parts.append(jax.tree.unflatten(structure, [each.codes for each in found]))
         parts.append(jax.tree.unflatten(structure, [each.scale for each in found]))
     return Adam8bitState(count, *parts)
