@@ -39,7 +39,7 @@ from alload_jax.files import Json
 from alload_jax.training.run_files import VALIDATION, is_validation, read_metrics
 
 ROOT = Path(__file__).parents[1]
-VALIDATIONS = 4
+VALIDATIONS = 2
 """Of a run, evenly spaced."""
 MIX = ((17, 16, 16, 3000), (17, 16, 32, 3000))
 """Frames, height, width and number of the digits' clips, of 80 and 160 tokens."""
@@ -141,7 +141,7 @@ STUDIES = {
         --planning.m_mem 52224 --model.scan_layers true --model.remat attention
         --optimizer.learning_rate 5e-4 --optimizer.warmup_steps 20 --optimizer.ema_decay 0.98
         --optimizer.schedule constant --sampling.prompts [] --checkpoint.minutes null
-        --data.loader.processes 2 --validation.share null --validation.max_samples 8""",
+        --data.loader.processes 2 --validation.share null --validation.max_samples 6""",
         {
             "dense": "",
             # Runs are much shorter than those that the defaults are for.
@@ -159,7 +159,7 @@ STUDIES = {
         },
         walks_data,
         240,
-        """--run.steps 800 --planning.m_mem 27648 --optimizer.learning_rate 1e-3
+        """--run.steps 500 --planning.m_mem 27648 --optimizer.learning_rate 1e-3
         --validation.folder null""",
         alone=True,
     ),

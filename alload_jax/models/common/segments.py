@@ -155,19 +155,25 @@ def clip_tiles(grid: Grid, block: int) -> ClipTiles:
     return ClipTiles(layout, found.source[: len(found.place)], found.place)
 
 
-def joint_clip_layout(grid: Grid, block: int, condition_tokens: int) -> TileLayout:
-    """The layout of rows that each hold a sample of (t, h, w) tokens, and then its condition.
+def clip_layout(grid: Grid, block: int, beside: int = 0) -> TileLayout:
+    """The layout of rows that hold a sample of (t, h, w) tokens as `patchify` orders them.
 
     Args:
       grid: (t, h, w).
       block: tokens of a block.
-      condition_tokens: room for those of the condition.
+      beside: tokens behind those of the sample, in no tile.
     """
-    found, rooms = cached_tile_order(grid, block=block), max(1, -(-condition_tokens // block))
-    tokens = len(found.place) + condition_tokens
-    layout = empty_layout(1, tokens, len(found.tokens), block)
+    found = cached_tile_order(grid, block=block)
+    layout = empty_layout(1, len(found.place) + beside, len(found.tokens), block)
     lay_out(layout, 0, [TiledSegment(0, 0, grid)])
-    return replace(layout, covers_all=True, condition_blocks=rooms, longest_condition=rooms)
+    return replace(layout, covers_all=True)
+
+
+def joint_clip_layout(grid: Grid, block: int, condition_tokens: int) -> TileLayout:
+    """As `clip_layout`, with room for so many tokens of a condition behind those of the sample."""
+    rooms = max(1, -(-condition_tokens // block))
+    layout = clip_layout(grid, block, condition_tokens)
+    return replace(layout, condition_blocks=rooms, longest_condition=rooms)
 
 
 def empty_layout(rows: int, tokens: int, blocks: int, block: int) -> TileLayout:

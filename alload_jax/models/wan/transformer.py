@@ -28,6 +28,7 @@ from alload_jax.models.common.segments import (
     PADDING,
     PackedMetadata,
     TileLayout,
+    clip_layout,
     clip_tiles,
     to_tokens,
 )
@@ -340,9 +341,13 @@ class WanTransformer(StackedTransformer):
         tokens = parts.patchify(latents, patch)
         grid = self.grid_of(latents)
         positions, block = grid_positions(*grid), self.block_of_tiles(grid)
-        tiles = clip_tiles(grid, block) if block else None
+        by_frame = first_frame_timestep is not None
+        layout = clip_layout(grid, block).of_rows(len(tokens)) if block and by_frame else None
+        tiles = clip_tiles(grid, block) if block and not by_frame else None
         if tiles is not None:
-            # Nothing but attention depends on the order, so that layers need not move tokens.
+            # Nothing but attention depends on the order, so that layers need not move tokens. A
+            # first frame with modulations of its own must stay together for the norms.
+            layout = tiles.layout
             positions, tokens = positions[tiles.order], tokens[:, tiles.order]
             timestep = timestep[:, tiles.order] if timestep.ndim == 2 else timestep
         rotary = rotary_table(positions, grid, self.config.head_dim)
@@ -358,7 +363,7 @@ class WanTransformer(StackedTransformer):
             image=image,
             rotary=rotary,
             sharding=sharding,
-            layout=None if tiles is None else tiles.layout,
+            layout=layout,
             modulated=frames_of_token,
         )
         if tiles is not None:

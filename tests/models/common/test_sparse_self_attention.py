@@ -51,7 +51,8 @@ from alload_jax.models.common.sparse_attention.selectors import (
 )
 from alload_jax.models.common.sublayers import apply_rotary
 from alload_jax.models.families import abstract_model, family_of, initial_variables
-from alload_jax.models.wan.transformer import WanConfig
+from alload_jax.models.wan import transformer
+from alload_jax.models.wan.transformer import WanConfig, segmentation
 from alload_jax.planning.devices import DEVICES
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
 from pallas_kernels.block_sparse_attention import PooledScores
@@ -175,6 +176,24 @@ def test_all_blocks_are_dense_attention(dense, remat):
 
 
 @pytest.mark.slow
+def test_a_first_frame_with_a_timestep_of_its_own_stays_together_for_the_norms(monkeypatch):
+    # The norms' kernels take segments that are contiguous; tiles mix a first frame with later ones.
+    ids = []
+
+    def noted(modulated, *rest):
+        ids.append(modulated)
+        return segmentation(modulated, *rest)
+
+    monkeypatch.setattr(transformer, "segmentation", noted)
+    velocity = []
+    for config in (SMALL, with_sparse(selector="all")):
+        merged, params = model_of(config)
+        output = merged(params).forward(*inputs(), first_frame_timestep=jnp.zeros(2))
+        velocity.append(output.velocity)
+    assert all((np.diff(each) != 0).sum(axis=1).max() == 1 for each in ids)
+    assert_near(velocity[1], velocity[0], 1e-5)
+
+
 @pytest.mark.parametrize("selector", ["predictor", "random"])
 def test_recomputed_layers_choose_the_same_blocks(dense, selector):
     fields = {"selector": selector, "forced": (0.3, 0.3, 1.0)}
