@@ -4,9 +4,7 @@
 
 Forward and backward are timed apart, on arrays of 50 million elements, bfloat16. A pass must read
 and write its arrays once: the time that a copy takes for as many bytes, divided by the kernel's,
-is its share: `of_copy` by the rate of copies of 4 GiB, `of_equal_copy` by that of copies of as many
-bytes, which start and end as often. With `--paces` the Mosaic kernels are timed at other paces
-(`pallas_kernels.walks`).
+is its share. With `--paces` the Mosaic kernels are timed at other paces (`pallas_kernels.walks`).
 With `--draw FOLDER` the JSON is not measured but drawn, a picture for each kernel.
 """
 
@@ -197,7 +195,6 @@ def norm_way(kernel: Any, width: int, pace: Pace | None) -> Way:
 
 def timed(cases: Sequence[Case], copy: float) -> Iterator[dict[str, Any]]:
     """Compiles cases at once, and times them one after the other."""
-    equal = {moved: copy_bandwidth(moved // 2) for moved in {case.bytes_moved for case in cases}}
     with ThreadPoolExecutor(16) as pool:
         programs = pool.map(lambda case: rotating(case.call, [case.arguments]), cases)
         for case, program in zip(cases, list(programs), strict=True):
@@ -213,7 +210,6 @@ def timed(cases: Sequence[Case], copy: float) -> Iterator[dict[str, Any]]:
                     "us_high": time.us_high,
                     "bytes_moved": case.bytes_moved,
                     "of_copy": case.bytes_moved / copy / time.us * 1e6,
-                    "of_equal_copy": case.bytes_moved / equal[case.bytes_moved] / time.us * 1e6,
                 }
             )
 

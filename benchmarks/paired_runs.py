@@ -39,6 +39,8 @@ from alload_jax.files import Json
 from alload_jax.training.run_files import VALIDATION, is_validation, read_metrics
 
 ROOT = Path(__file__).parents[1]
+LEVEL = f"{VALIDATION}loss/sigma_"
+"""What names of held-out losses at a noise level begin with."""
 VALIDATIONS = 2
 """Of a run, evenly spaced."""
 MIX = ((17, 16, 16, 3000), (17, 16, 32, 3000))
@@ -188,7 +190,9 @@ def result_of(folder: Path, rows: list[Json]) -> Json:
     held_out = [
         {
             "step": row["step"],
-            "loss": row[f"{VALIDATION}loss"],
+            "losses": {
+                name.removeprefix(LEVEL): loss for name, loss in row.items() if LEVEL in name
+            },
             "seconds": sum(seconds[3 : row["step"]]),
         }
         for row in rows
@@ -202,7 +206,11 @@ def result_of(folder: Path, rows: list[Json]) -> Json:
 
 
 def ratios_of(cases: list[Json]) -> Json:
-    """Of each kind of run over the first, by seed: last held-out loss, and seconds of a step."""
+    """Of each kind of run over the first, by seed: seconds, and the last held-out losses.
+
+    `loss` is the geometric mean over noise levels of what `losses` has: their mean would be that of
+    the level at which losses are largest.
+    """
     arms = list(dict.fromkeys(case["arm"] for case in cases))
     by_arm = {arm: {c["seed"]: c for c in cases if c["arm"] == arm} for arm in arms}
     begin = by_arm[arms[0]]
@@ -210,9 +218,15 @@ def ratios_of(cases: list[Json]) -> Json:
     def over(arm: str, value: Callable[[Json], float]) -> list[float]:
         return [value(case) / value(begin[seed]) for seed, case in sorted(by_arm[arm].items())]
 
+    def levels(arm: str) -> Json:
+        names = next(iter(begin.values()))["held_out"][-1]["losses"]
+        last = {name: (lambda case, at=name: case["held_out"][-1]["losses"][at]) for name in names}
+        return {name: over(arm, value) for name, value in last.items()}
+
     return {
         arm: {
-            "loss": over(arm, lambda case: case["held_out"][-1]["loss"]),
+            "loss": [*map(statistics.geometric_mean, zip(*levels(arm).values(), strict=True))],
+            "losses": levels(arm),
             "seconds": over(arm, lambda case: case["held_out"][-1]["seconds"]),
             "last_quarter_step_seconds": over(arm, lambda case: case["last_quarter_step_seconds"]),
         }

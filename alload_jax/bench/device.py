@@ -202,10 +202,10 @@ def pass_times(
     yield "backward", call_time(lambda pull, cotangent: pull(cotangent), kept)
 
 
-def copy_bandwidth(size: int = _COPIED_BYTES) -> float:
-    """Bytes a second, read plus written, of copies of `size` bytes from the device to itself."""
+def copy_bandwidth() -> float:
+    """Bytes a second, read plus written, of large copies from the device to itself."""
     limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", _COPIED_BYTES * 8)
-    size = min(size, limit // 8) // 4 * 4
+    size = min(_COPIED_BYTES, limit // 8) // 4 * 4
     source = jax.block_until_ready(jnp.ones((size // 4,), jnp.float32))
     return 2 * size / repeated_seconds(jax.jit(jnp.copy), source)
 

@@ -76,15 +76,20 @@ def quantise(values: jax.Array, signed: bool) -> Quantised:
     Unsigned values above zero never become zero: a second moment of zero would let the update grow
     without bound.
     """
-    table = _SIGNED if signed else _UNSIGNED
     blocks = _to_blocks(values)
     scale = jnp.max(jnp.abs(blocks), axis=-2, keepdims=True)
     relative = blocks / jnp.where(scale > 0, scale, 1.0)
-    codes = _count_below((table[:-1] + table[1:]) / 2, relative)
+    codes = _count_below(_middles(signed), relative)
     if not signed:
         codes = jnp.where((blocks > 0) & (codes == 0), 1, codes)
     codes = _from_blocks(codes.astype(jnp.uint8), values.shape[-2])
     return Quantised(codes, jnp.squeeze(scale, -2))
+
+
+def _middles(signed: bool) -> np.ndarray:
+    """Between neighbouring codes."""
+    table = _SIGNED if signed else _UNSIGNED
+    return (table[:-1] + table[1:]) / 2
 
 
 def _count_below(sorted_values: np.ndarray, x: jax.Array) -> jax.Array:
@@ -104,10 +109,10 @@ def _count_below(sorted_values: np.ndarray, x: jax.Array) -> jax.Array:
 def zeros_like(values: jax.Array, signed: bool) -> Quantised:
     """Zeros, quantised; XLA would take minutes to compute as much when it compiles."""
     *lead, rows, columns = values.shape
-    code = quantise(jnp.zeros((1, 1)), signed).codes[0, 0]
+    code = np.sum(_middles(signed) < 0)
     blocks = -(-rows // min(BLOCK, rows))
     scale = jnp.zeros((*lead, blocks, columns), jnp.float32)
-    return Quantised(jnp.full(values.shape, code), scale)
+    return Quantised(jnp.full(values.shape, code, jnp.uint8), scale)
 
 
 def dequantise(found: Quantised, signed: bool) -> jax.Array:

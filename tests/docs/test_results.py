@@ -1,6 +1,7 @@
 """Figures of README.md and docs/results.md are those of the files that they link."""
 
 import re
+import statistics
 from operator import itemgetter
 from pathlib import Path
 
@@ -119,3 +120,27 @@ KERNELS = {
     "RMSNorm with rotary": "rms_norm_rotary",
     "bias and GELU": "bias_gelu",
 }
+
+
+def test_the_loss_and_the_speed_of_sparse_attention_are_those_of_one_file():
+    content = read_json(ROOT / "benchmarks/results/sparse_runs_h200.json")
+    page, readme = section("Loss and speed of the same runs"), (ROOT / "README.md").read_text()
+    seconds, losses = {}, []
+    for arm, found in content["ratios"].items():
+        (seconds[arm],) = {f"{each:.2f}" for each in found["last_quarter_step_seconds"]}
+        words = ", ".join(f"{each:.3f}×" for each in found["loss"])
+        assert f"| {words} | {seconds[arm]}× |" in page
+        losses += found["losses"].values()
+    assert f"{min(map(min, losses)):.2f} to {max(map(max, losses)):.2f}" in page
+    speed = 1 / statistics.mean(content["ratios"]["forced"]["last_quarter_step_seconds"])
+    assert f"steps were {speed:.2f}× as fast" in readme
+    worst = max(abs(x - 1) for each in content["ratios"].values() for x in each["loss"])
+    assert f"within {100 * worst:.1f} %" in readme
+    density = [
+        statistics.mean(layer)
+        for case in content["cases"]
+        if case["arm"] == "switching"
+        for layer, sparse in zip(case["layers"]["density"], case["layers"]["sparse"], strict=True)
+        if sparse
+    ]
+    assert f"| {min(density):.2f} to {max(density):.2f} |" in page
