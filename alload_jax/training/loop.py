@@ -101,13 +101,13 @@ class BadSamples:
             self._stop(values, ", and finite in parts")
         remembered = _Remembered(self._collator.reader)
         self._collator = replace(self._collator, reader=remembered)
-        parts = self._plan.plan.step(number).micro_batches
-        distinct = dict.fromkeys(sample for part in parts for sample in part.samples)
-        samples = [each for each in distinct if each not in self._bad | self._collator.excluded]
+        samples = self._samples(number)
         found = self._search(samples, [], values)
         self._bad |= frozenset(found)
         if len(samples) > 1 and len(found) == len(samples):
             self._stop(values, f" for each of its {len(samples)} samples: training diverges")
+        if found and found == samples and not self._next_is_finite(remembered.reader):
+            self._stop(values, ", and the next step is not finite either: training diverges")
         if not found:
             print_stderr(
                 f"warning: step {number + 1}: loss {values.get('loss')} at first, but finite when "
@@ -117,6 +117,21 @@ class BadSamples:
         step = self._place(collate(self._plan.plan.step(number)))
         self._collator = replace(self._collator, reader=remembered.reader)
         return step
+
+    def _samples(self, number: int) -> list[int]:
+        """Those of a step that are not known to be bad."""
+        parts = self._plan.plan.step(number).micro_batches
+        distinct = dict.fromkeys(sample for part in parts for sample in part.samples)
+        return [each for each in distinct if each not in self._bad | self._collator.excluded]
+
+    def _next_is_finite(self, reader: SampleReader) -> bool:
+        """Whether the step behind this one, which has only one sample, is finite without it."""
+        number = self._number + 1
+        if not self._samples(number):
+            return True
+        collate = replace(self._collator, reader=reader, not_finite=self._bad)
+        self._progress()
+        return self._trainer.is_finite(self._place(collate(self._plan.plan.step(number))))
 
     def _search(
         self, samples: Sequence[int], found: list[int], values: Mapping[str, float]

@@ -174,6 +174,24 @@ def test_a_step_all_of_whose_samples_are_bad_is_no_matter_of_samples(tmp_path):
     assert json.loads((tmp_path / "ours" / "bad_step.json").read_text())["step"] == 1
 
 
+@pytest.mark.parametrize("bad", [1, SAMPLES])
+def test_a_step_of_one_sample_is_compared_with_the_next(bad, tmp_path, monkeypatch):
+    """As long clips are trained: with one bad sample it is named, with more the run diverges."""
+    monkeypatch.setitem(PLANS, "alone", (1, {"policy": "fixed", "rows": 1}))
+    order = [
+        part.samples[0]
+        for step in map(Training(tmp_path / "plan", "alone").plan.step, range(SAMPLES))
+        for part in step.micro_batches
+    ]
+    ours = Training(tmp_path / "ours", "alone", huge=dict.fromkeys(order[:bad], 5e37))
+    if bad == 1:
+        assert ours.run().done == STEPS
+        assert [f"sample {order[0]} " in each for each in ours.notes.problems] == [True]
+        return
+    with pytest.raises(InputError, match=r"step 1: .* the next step is not finite either"):
+        ours.run()
+
+
 def test_a_repair_that_finds_nothing_is_told_and_ends(tmp_path, capsys, monkeypatch):
     ours = Training(tmp_path / "ours", "bucketed", huge={})
     compute, wrong = ours.trainer.step, {3: {"loss": np.nan}}  # by a faulty device
