@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Queue
@@ -274,8 +274,12 @@ def runs_of(
             free.put(device)
         return {"arm": arm, "seed": seed} | result_of(folder, rows)
 
-    with ThreadPoolExecutor(free.qsize()) as pool:
-        yield from pool.map(run, pairs)
+    pool = ThreadPoolExecutor(free.qsize())
+    try:
+        for done in as_completed([pool.submit(run, pair) for pair in pairs]):
+            yield done.result()
+    finally:  # those that have not begun do not
+        pool.shutdown(cancel_futures=True)
 
 
 def main(argv: list[str]) -> int:
