@@ -80,15 +80,20 @@ def walks_data(place: Path, options: argparse.Namespace) -> None:
             raise InputError(f"{name}: {done.stderr[-500:]}")
 
 
-def long_clips(media: Path) -> Iterator[Path]:
+def long_clips(media: Path) -> list[Path]:
     """Those of `FRAMES` frames of `SIZE`, in order."""
     import av  # float8 needs no videos
 
+    found = []
     for path in sorted(media.glob("*.mp4")):
         with av.open(str(path)) as container:
             stream = container.streams.video[0]
             if stream.frames == FRAMES and (stream.height, stream.width) == SIZE:
-                yield path
+                found.append(path)
+    if not found:
+        size = f"{FRAMES} frames of {SIZE[0]}×{SIZE[1]}"
+        raise InputError(f"{media}: has no clips of {size}; see benchmarks/simulator.py")
+    return found
 
 
 @dataclass(frozen=True)
