@@ -51,8 +51,7 @@ from alload_jax.models.common.sparse_attention.selectors import (
 )
 from alload_jax.models.common.sublayers import apply_rotary
 from alload_jax.models.families import abstract_model, family_of, initial_variables
-from alload_jax.models.wan import transformer
-from alload_jax.models.wan.transformer import WanConfig, segmentation
+from alload_jax.models.wan.transformer import WanConfig
 from alload_jax.planning.devices import DEVICES
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
 from pallas_kernels.block_sparse_attention import PooledScores
@@ -176,21 +175,13 @@ def test_all_blocks_are_dense_attention(dense, remat):
 
 
 @pytest.mark.slow
-def test_a_first_frame_with_a_timestep_of_its_own_stays_together_for_the_norms(monkeypatch):
-    # The norms' kernels take segments that are contiguous; tiles mix a first frame with later ones.
-    ids = []
-
-    def noted(modulated, *rest):
-        ids.append(modulated)
-        return segmentation(modulated, *rest)
-
-    monkeypatch.setattr(transformer, "segmentation", noted)
+def test_a_first_frame_with_a_timestep_of_its_own_stays_together_for_the_norms():
+    # Else the norms give NaN (`norms_as_on_gpus`): tiles mix a first frame with later ones.
     velocity = []
     for config in (SMALL, with_sparse(selector="all")):
         merged, params = model_of(config)
         output = merged(params).forward(*inputs(), first_frame_timestep=jnp.zeros(2))
         velocity.append(output.velocity)
-    assert all((np.diff(each) != 0).sum(axis=1).max() == 1 for each in ids)
     assert_near(velocity[1], velocity[0], 1e-5)
 
 
