@@ -210,33 +210,27 @@ def result_of(folder: Path, rows: list[Json]) -> Json:
     return found
 
 
-def ratios_of(cases: list[Json]) -> Json:
-    """Of each kind of run over the first, by seed: seconds, and the last held-out losses.
+def ratios_of(cases: list[Json], first: str) -> Json:
+    """Of each kind of run over the `first`, by seed: seconds, and last losses at noise levels.
 
-    `loss` is the geometric mean over noise levels of what `losses` has: their mean would be that of
-    the level at which losses are largest.
+    `loss` is their geometric mean: that of losses would be the ratio where they are largest.
     """
-    arms = list(dict.fromkeys(case["arm"] for case in cases))
-    by_arm = {arm: {c["seed"]: c for c in cases if c["arm"] == arm} for arm in arms}
-    begin = by_arm[arms[0]]
-
-    def over(arm: str, value: Callable[[Json], float]) -> list[float]:
-        return [value(case) / value(begin[seed]) for seed, case in sorted(by_arm[arm].items())]
-
-    def levels(arm: str) -> Json:
-        names = next(iter(begin.values()))["held_out"][-1]["losses"]
-        last = {name: (lambda case, at=name: case["held_out"][-1]["losses"][at]) for name in names}
-        return {name: over(arm, value) for name, value in last.items()}
-
-    return {
-        arm: {
-            "loss": [*map(statistics.geometric_mean, zip(*levels(arm).values(), strict=True))],
-            "losses": levels(arm),
-            "seconds": over(arm, lambda case: case["held_out"][-1]["seconds"]),
-            "last_quarter_step_seconds": over(arm, lambda case: case["last_quarter_step_seconds"]),
-        }
-        for arm in arms[1:]
-    }
+    found = {}
+    for case in cases:
+        last, quarter = case["held_out"][-1], "last_quarter_step_seconds"
+        seconds = {"seconds": last["seconds"], quarter: case[quarter]}
+        found[case["arm"], case["seed"]] = seconds, last["losses"]
+    ratios: Json = {}
+    for (arm, seed), parts in sorted(found.items()):
+        of_parts = [
+            {name: value / than[name] for name, value in part.items()}
+            for part, than in zip(parts, found[first, seed], strict=True)
+        ]
+        loss = {"loss": statistics.geometric_mean(of_parts[1].values())}
+        for name, ratio in (loss | of_parts[0] | of_parts[1]).items():
+            ratios.setdefault(arm, {}).setdefault(name, []).append(ratio)
+    del ratios[first]
+    return ratios
 
 
 def gpus() -> list[str | None]:
@@ -295,18 +289,16 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--walks", type=Path, help="clips to train on, of benchmarks/simulator.py")
     parser.add_argument("--held-out", type=Path, help="the same, rendered with another seed")
-    parser.add_argument("--place", type=Path, help="folder of data and runs; default: temporary")
     options, more = parser.parse_known_args(argv)
     study = STUDIES[options.study]
     steps = options.steps or study.steps
     record = Record(options.out, ("jax", "jaxlib", "flax"), steps=steps, cases=[])
     with tempfile.TemporaryDirectory() as folder:
-        place = options.place or Path(folder)
-        place.mkdir(parents=True, exist_ok=True)
+        place = Path(folder)
         study.data(place, options)
         for case in runs_of(study, place, options.seeds, steps, more):
             record.add(case)
-    record.content["ratios"] = ratios_of(record.content["cases"])
+    record.content["ratios"] = ratios_of(record.content["cases"], next(iter(study.arms)))
     record.write()
     print(record.content["ratios"])
     return 0

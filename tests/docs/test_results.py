@@ -130,7 +130,7 @@ def test_the_loss_and_the_speed_of_sparse_attention_are_those_of_one_file():
         (seconds[arm],) = {f"{each:.2f}" for each in found["last_quarter_step_seconds"]}
         words = ", ".join(f"{each:.3f}×" for each in found["loss"])
         assert f"| {words} | {seconds[arm]}× |" in page
-        losses += found["losses"].values()
+        losses += [each for name, each in found.items() if re.fullmatch(r"[\d.]+", name)]
     assert f"{min(map(min, losses)):.2f} to {max(map(max, losses)):.2f}" in page
     speed = 1 / statistics.mean(content["ratios"]["forced"]["last_quarter_step_seconds"])
     assert f"steps were {speed:.2f}× as fast" in readme

@@ -155,25 +155,19 @@ def clip_tiles(grid: Grid, block: int) -> ClipTiles:
     return ClipTiles(layout, found.source[: len(found.place)], found.place)
 
 
-def clip_layout(grid: Grid, block: int, beside: int = 0) -> TileLayout:
+def clip_layout(grid: Grid, block: int, condition_tokens: int | None = None) -> TileLayout:
     """The layout of rows that hold a sample of (t, h, w) tokens as `patchify` orders them.
 
     Args:
       grid: (t, h, w).
       block: tokens of a block.
-      beside: tokens behind those of the sample, in no tile.
+      condition_tokens: room for those of its condition behind them; None where it stands elsewhere.
     """
-    found = cached_tile_order(grid, block=block)
+    found, beside = cached_tile_order(grid, block=block), condition_tokens or 0
     layout = empty_layout(1, len(found.place) + beside, len(found.tokens), block)
     lay_out(layout, 0, [TiledSegment(0, 0, grid)])
-    return replace(layout, covers_all=True)
-
-
-def joint_clip_layout(grid: Grid, block: int, condition_tokens: int) -> TileLayout:
-    """As `clip_layout`, with room for so many tokens of a condition behind those of the sample."""
-    rooms = max(1, -(-condition_tokens // block))
-    layout = clip_layout(grid, block, condition_tokens)
-    return replace(layout, condition_blocks=rooms, longest_condition=rooms)
+    rooms = 0 if condition_tokens is None else max(1, -(-condition_tokens // block))
+    return replace(layout, covers_all=True, condition_blocks=rooms, longest_condition=rooms)
 
 
 def empty_layout(rows: int, tokens: int, blocks: int, block: int) -> TileLayout:

@@ -24,7 +24,7 @@ from alload_jax.models.common.segments import (
     PackedMetadata,
     Segments,
     bucketed_joint_rows,
-    joint_clip_layout,
+    clip_layout,
     packed_joint_rows,
 )
 from alload_jax.models.common.sparse_attention.layer import RowsOfLayer, SparseSelfAttention
@@ -546,7 +546,7 @@ class HunyuanVideoTransformer(StackedTransformer):
             by_segment = [segmentation(each.ids, slots, dim, sharding) for each in both]
         else:
             count, beside, block = *embedded.shape[:2], self.block_of_tiles(samples)
-            layout = joint_clip_layout(samples, block, beside).of_rows(count) if block else None
+            layout = clip_layout(samples, block, beside).of_rows(count) if block else None
             rows = bucketed_joint_rows(tokens.shape[1], segments, layout)
         context = Context(time, rotary, rows, tuple(by_segment), sharding)
         axes = 1 if packed is None else 2

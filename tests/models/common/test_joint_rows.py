@@ -19,8 +19,8 @@ from alload_jax.models.common.segments import (
     SplitRows,
     TiledSegment,
     bucketed_joint_rows,
+    clip_layout,
     empty_layout,
-    joint_clip_layout,
     lay_out,
     packed_joint_rows,
 )
@@ -111,7 +111,7 @@ def packed_case():
 
 def bucketed_case():
     """Rows of one size, whose conditions have other lengths."""
-    layout = joint_clip_layout(LONG.grid, BLOCK, 75)
+    layout = clip_layout(LONG.grid, BLOCK, 75)
     condition = laid_out([[(0, 70)], [(0, 0)], [(0, 75)]], 1, 75)
     rows = bucketed_joint_rows(LONG.latents, condition, layout.of_rows(3))
     samples = [(n, LONG._replace(condition=each), 0) for n, each in enumerate((70, 0, 75))]
