@@ -15,7 +15,9 @@ from pallas_kernels.op import call_of, is_explicit
 
 
 @partial(
-    jax.tree_util.register_dataclass, data_fields=("ids", "prepared"), meta_fields=("table_rows",)
+    jax.tree_util.register_dataclass,
+    data_fields=("ids", "prepared"),
+    meta_fields=("table_rows", "contiguous"),
 )
 @dataclass(frozen=True)
 class Segmentation:
@@ -25,15 +27,22 @@ class Segmentation:
       ids: [B, S] int32.
       prepared: by name of the implementation, its `prepare_segments`.
       table_rows: M.
+      contiguous: whether kernels can serve the segments; XLA serves all.
     """
 
     ids: jax.Array
     prepared: dict[str, PyTree]
     table_rows: int
+    contiguous: bool = True
 
 
 def segmentation(
-    segment_ids: jax.Array, table_rows: int, width: int, sharding: NamedSharding | None = None
+    segment_ids: jax.Array,
+    table_rows: int,
+    width: int,
+    sharding: NamedSharding | None = None,
+    *,
+    contiguous: bool = True,
 ) -> Segmentation:
     """Prepares segment ids for many calls, such as those of a transformer's layers.
 
@@ -44,8 +53,11 @@ def segmentation(
       table_rows: M, rows of the tables of scale, shift and gate.
       width: D.
       sharding: of x, if rows are split over a mesh of Auto axes.
+      contiguous: False for segments that lie scattered in a row, which then run through XLA.
     """
     ids = segment_ids.astype(jnp.int32)
+    if not contiguous:
+        return Segmentation(ids, {}, table_rows, contiguous)
     prepared = {
         each.name: each.prepare_segments(ids, table_rows, width, sharding) for each in REGISTRY
     }
@@ -183,7 +195,7 @@ def _run(
             f"scale has {operands.scale.shape[-2]}; prepare them for these"
         )
     else:
-        operands = operands._replace(segment_ids=segments.ids, prepared=segments.prepared)
+        operands = operands._replace(segment_ids=segments.ids, prepared=segments.prepared or None)
     shape = jnp.shape(operands.x)
     operands, options = normalise(function, operands, **static)
     if sharding is not None and not isinstance(sharding, NamedSharding):
@@ -192,7 +204,8 @@ def _run(
         sharding = NamedSharding(sharding.mesh, jax.P(None, *sharding.spec))
     call = call_of(operands.x, options, sharding)
     chosen = REGISTRY.choose(function, implementation, operands, call, interpret=options.interpret)
-    if not operands.x.size:
+    scattered = isinstance(segments, Segmentation) and not segments.contiguous
+    if scattered or not operands.x.size:
         chosen = REGISTRY.reference
     prepared = operands.prepared and operands.prepared.get(chosen.name)
     if devices.mesh_axes(call.sharding, 1) or is_explicit(call.sharding):

@@ -262,7 +262,7 @@ def long(tmp_path_factory):
     return write_sizes(tmp_path_factory.mktemp("long") / "data", sizes, lambda _: 2)
 
 
-def sums_of(model, mesh, batches, state=None):
+def sums_of(model, mesh, batches, state=None, objective=None):
     """Mean loss, gradients and auxiliary values; the heads have different densities."""
     variables = init_state(spec_of(state or model), mesh, seed=0).variables
     switch = variables["blocks"]["sparse_attention"]["switch"]
@@ -273,7 +273,7 @@ def sums_of(model, mesh, batches, state=None):
     norm = {"scale": 4 * attention["query_norm"]["scale"]}
     blocks = params["blocks"] | {"self_attention": attention | {"query_norm": norm}}
     weights = Weights(params | {"blocks": blocks}, {}, variables)
-    return mean_gradient(model, mesh, batches, weights=weights, auxiliary=True)
+    return mean_gradient(model, mesh, batches, objective, weights, auxiliary=True)
 
 
 @needs_devices
@@ -303,6 +303,21 @@ def test_packed_and_split_samples_attend_to_the_blocks_of_whole_ones(long):
         batches = batches_of(long, SPARSE, "balanced", ranks_of(mesh), **options)
         assert max(int(batch.metadata.split.split.length.max()) for batch in batches) in (550, 585)
         assert_same(sums_of(model, mesh, batches, SPARSE)[:2], alone[:2])
+
+
+@needs_devices
+@pytest.mark.slow
+def test_first_frames_are_given_alike_where_attention_is_sparse(long):
+    always = FlowMatching(given_first_frame=1.0)
+    batches = batches_of(long, SPARSE, "fixed", m_mem=600)
+    alone = sums_of(SPARSE, mesh_of(), batches, objective=always)[:2]
+    for mesh, options in (
+        (mesh_of(), {"m_mem": 1300}),
+        (mesh_of(2, context=2), {"context": 2, "m_mem": 700, "split_above": 0.3}),
+    ):
+        batches = batches_of(long, SPARSE, "balanced", mesh.size, **options)
+        assert_same(sums_of(SPARSE, mesh, batches, objective=always)[:2], alone)
+    assert any(batch.metadata.split.split.length.any() for batch in batches)
 
 
 @needs_devices

@@ -388,8 +388,10 @@ class WanTransformer(StackedTransformer):
           NotImplementedError: attention cannot run on packed rows.
           ValueError: an image is given but the config has none, or it is missing.
         """
-        modulated = metadata.tokens.ids
+        modulated, contiguous = metadata.tokens.ids, True
         if first_frame_timestep is not None:
+            # Split samples are in the order of tiles, which mix their first frame with later ones.
+            contiguous = metadata.split is None or metadata.split.tiles is None
             # Each segment has two rows of the modulation table: its first frame, and the others.
             pairs = jnp.stack([first_frame_timestep, timestep], axis=-1)
             timestep = pairs.reshape(len(pairs), -1)
@@ -397,7 +399,15 @@ class WanTransformer(StackedTransformer):
             modulated = jnp.where(modulated == PADDING, PADDING, of_token)
         rotary = rotary_table(positions, metadata.grid, self.config.head_dim)
         velocity, auxiliary = self.transform(
-            tokens, timestep, condition, image, rotary, sharding, metadata, modulated=modulated
+            tokens=tokens,
+            timestep=timestep,
+            condition=condition,
+            image=image,
+            rotary=rotary,
+            sharding=sharding,
+            packed=metadata,
+            modulated=modulated,
+            contiguous=contiguous,
         )
         return parts.Output(velocity.astype(jnp.float32), auxiliary)
 
@@ -412,6 +422,7 @@ class WanTransformer(StackedTransformer):
         packed: PackedMetadata | None = None,
         layout: TileLayout | None = None,
         modulated: jax.Array | None = None,
+        contiguous: bool = True,
     ) -> parts.Output:
         """Applies the transformer to tokens [B, S, patch_dim].
 
@@ -423,6 +434,7 @@ class WanTransformer(StackedTransformer):
           layout: tiles of sparse self-attention in rows of one sample each.
           modulated: [B, S] int32, which timestep of its row a token has, or PADDING; None if a row
             has one timestep, or one per token.
+          contiguous: whether tokens of a timestep follow one another.
 
         Returns:
           velocity [B, S, output patch_dim], in the compute dtype if the model predicts it, float32
@@ -446,7 +458,8 @@ class WanTransformer(StackedTransformer):
             embedded = self.condition_embedding(condition, segments)
         by_segment = None
         if modulated is not None:
-            by_segment = segmentation(modulated, timestep.shape[1], self.config.dim, sharding)
+            rows, width = timestep.shape[1], self.config.dim
+            by_segment = segmentation(modulated, rows, width, sharding, contiguous=contiguous)
         context = Context(
             modulation=modulation,
             condition=embedded,

@@ -174,7 +174,6 @@ def test_all_blocks_are_dense_attention(dense, remat):
         np.testing.assert_allclose(one, other, atol=2e-5 * max(1.0, float(jnp.abs(other).max())))
 
 
-@pytest.mark.slow
 def test_a_first_frame_with_a_timestep_of_its_own_stays_together_for_the_norms():
     # Else the norms give NaN (`norms_as_on_gpus`): tiles mix a first frame with later ones.
     velocity = []
@@ -185,6 +184,7 @@ def test_a_first_frame_with_a_timestep_of_its_own_stays_together_for_the_norms()
     assert_near(velocity[1], velocity[0], 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("selector", ["predictor", "random"])
 def test_recomputed_layers_choose_the_same_blocks(dense, selector):
     fields = {"selector": selector, "forced": (0.3, 0.3, 1.0)}
