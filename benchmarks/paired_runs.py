@@ -1,8 +1,9 @@
 """Compares runs of train.py in pairs of seeds: held-out losses, and the seconds of their steps.
 
     python benchmarks/paired_runs.py float8 --out benchmarks/results/float8_loss_h200.json
-    python benchmarks/paired_runs.py sparse --walks data/walks/media \
-        --held-out data/walks/held_out --out benchmarks/results/sparse_runs_h200.json
+    python benchmarks/simulator.py --out data/walks/media --samples 2400
+    python benchmarks/simulator.py --out data/walks/held_out --samples 192 --seed 1
+    python benchmarks/paired_runs.py sparse --out benchmarks/results/sparse_runs_h200.json
 
 Runs of a seed have the same weights at first, batches and noise, also in validation. Others are
 compared with the first kind of run. Flags that the program does not know are given to train.py.
@@ -21,6 +22,8 @@ import csv
 import itertools
 import json
 import os
+import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -32,6 +35,7 @@ from pathlib import Path
 from queue import Queue
 from shutil import which
 
+from alload_jax import cli
 from alload_jax.bench.harness import Record, benchmark_parser
 from alload_jax.data.datasets.digits import Digits
 from alload_jax.errors import InputError, run_command
@@ -39,9 +43,11 @@ from alload_jax.files import Json
 from alload_jax.training.run_files import VALIDATION, is_validation, read_metrics
 
 ROOT = Path(__file__).parents[1]
+RUNNING: list[subprocess.Popen[str]] = []
+"""Runs, which end with the program."""
 LEVEL = f"{VALIDATION}loss/sigma_"
 """What names of held-out losses at a noise level begin with."""
-VALIDATIONS = 2
+VALIDATIONS, LEAST_STEPS = 2, 8
 """Of a run, evenly spaced."""
 MIX = ((17, 16, 16, 3000), (17, 16, 32, 3000))
 """Frames, height, width and number of the digits' clips, of 80 and 160 tokens."""
@@ -57,13 +63,11 @@ def digits_data(place: Path, _: argparse.Namespace) -> None:
 def walks_data(place: Path, options: argparse.Namespace) -> None:
     """Long clips, long ones that are held out, and short ones: `data`, `held_out`, `short`."""
     stores = (
-        ("data", options.walks, "96x128", FRAMES),
+        ("data", options.media, "96x128", FRAMES),
         ("held_out", options.held_out, "96x128", FRAMES),
-        ("short", options.walks, "48x64", 33),
+        ("short", options.media, "48x64", 33),
     )
     for name, media, area, frames in stores:
-        if media is None:
-            raise InputError("name the clips with --walks and --held-out; see the program's text")
         with (place / f"{name}.csv").open("w", newline="") as file:
             table = csv.writer(file)
             table.writerow(["path", "caption"])
@@ -73,11 +77,7 @@ def walks_data(place: Path, options: argparse.Namespace) -> None:
         words += ["--area", area, "--frames", str(frames), "--min-frames", str(frames)]
         words += ["--frames-per-latent", "4", "--text-length", "64", "--media-root", str(media)]
         words += ["--workers", str(len(os.sched_getaffinity(0)))]
-        done = subprocess.run(
-            [sys.executable, "-m", "alload_jax.cli", *words], capture_output=True, text=True
-        )
-        if done.returncode:
-            raise InputError(f"{name}: {done.stderr[-500:]}")
+        cli.main(words)
 
 
 def long_clips(media: Path) -> list[Path]:
@@ -182,29 +182,23 @@ def trained(folder: Path, flags: list[str], gpu: str | None, alone: bool) -> lis
     if not alone:
         variables |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     command = [sys.executable, str(ROOT / "train.py"), *flags, "--run.folder", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
-    if done.returncode:
-        raise InputError(f"{folder.name}: {(done.stdout + done.stderr)[-800:]}")
+    pipes: Json = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    RUNNING.append(process := subprocess.Popen(command, cwd=ROOT, env=variables, **pipes))
+    said, _ = process.communicate()
+    if process.returncode:
+        raise InputError(f"{folder.name}: {said[-800:]}")
     return read_metrics(folder / "metrics.jsonl")
 
 
 def result_of(folder: Path, rows: list[Json]) -> Json:
     """What a run has shown: seconds are those of its steps so far, without the first three."""
-    steps = [row for row in rows if not is_validation(row)]
-    seconds = [row["step_seconds"] for row in steps]
-    held_out = [
-        {
-            "step": row["step"],
-            "losses": {
-                name.removeprefix(LEVEL): loss for name, loss in row.items() if LEVEL in name
-            },
-            "seconds": sum(seconds[3 : row["step"]]),
-        }
-        for row in rows
-        if is_validation(row)
-    ]
+    seconds = [row["step_seconds"] for row in rows if not is_validation(row)]
     last = statistics.median(seconds[-(len(seconds) // 4) :])
-    found: Json = {"held_out": held_out, "last_quarter_step_seconds": last}
+    found: Json = {"last_quarter_step_seconds": last, "held_out": []}
+    for row in filter(is_validation, rows):
+        losses = {name.removeprefix(LEVEL): loss for name, loss in row.items() if LEVEL in name}
+        so_far = {"step": row["step"], "seconds": sum(seconds[3 : row["step"]])}
+        found["held_out"].append(so_far | {"losses": losses})
     if (layers := folder / "layers.jsonl").exists():
         found["layers"] = json.loads(layers.read_text().splitlines()[-1])
     return found
@@ -215,19 +209,15 @@ def ratios_of(cases: list[Json], first: str) -> Json:
 
     `loss` is their geometric mean: that of losses would be the ratio where they are largest.
     """
-    found = {}
-    for case in cases:
-        last, quarter = case["held_out"][-1], "last_quarter_step_seconds"
-        seconds = {"seconds": last["seconds"], quarter: case[quarter]}
-        found[case["arm"], case["seed"]] = seconds, last["losses"]
+    last = {(case["arm"], case["seed"]): case | case["held_out"][-1] for case in cases}
     ratios: Json = {}
-    for (arm, seed), parts in sorted(found.items()):
-        of_parts = [
-            {name: value / than[name] for name, value in part.items()}
-            for part, than in zip(parts, found[first, seed], strict=True)
-        ]
-        loss = {"loss": statistics.geometric_mean(of_parts[1].values())}
-        for name, ratio in (loss | of_parts[0] | of_parts[1]).items():
+    for (arm, seed), case in sorted(last.items()):
+        than = last[first, seed]
+        losses = {name: loss / than["losses"][name] for name, loss in case["losses"].items()}
+        found = losses | {"loss": statistics.geometric_mean(losses.values())}
+        for name in ("seconds", "last_quarter_step_seconds"):
+            found[name] = case[name] / than[name]
+        for name, ratio in found.items():
             ratios.setdefault(arm, {}).setdefault(name, []).append(ratio)
     del ratios[first]
     return ratios
@@ -235,11 +225,11 @@ def ratios_of(cases: list[Json], first: str) -> Json:
 
 def gpus() -> list[str | None]:
     """Numbers of the GPUs that may be used; None for a CPU."""
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    if "CUDA_VISIBLE_DEVICES" not in os.environ and which("nvidia-smi"):
-        lines = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
-        listed = [str(number) for number in range(len(lines.splitlines()))]
-    return [*filter(None, listed)] or [None]
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is None and which("nvidia-smi"):
+        said = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
+        listed = ",".join(map(str, range(len(re.findall("^GPU ", said, re.MULTILINE)))))
+    return [*filter(None, (listed or "").split(","))] or [None]
 
 
 def runs_of(
@@ -277,7 +267,9 @@ def runs_of(
     try:
         for done in as_completed([pool.submit(run, pair) for pair in pairs]):
             yield done.result()
-    finally:  # those that have not begun do not
+    finally:
+        for process in RUNNING:
+            process.kill()
         pool.shutdown(cancel_futures=True)
 
 
@@ -287,11 +279,14 @@ def main(argv: list[str]) -> int:
     parser.add_argument("study", choices=STUDIES)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--walks", type=Path, help="clips to train on, of benchmarks/simulator.py")
-    parser.add_argument("--held-out", type=Path, help="the same, rendered with another seed")
+    for name in ("media", "held_out"):
+        parser.add_argument(f"--{name}", type=Path, default=Path("data/walks", name), metavar="DIR")
     options, more = parser.parse_known_args(argv)
     study = STUDIES[options.study]
-    steps = options.steps or study.steps
+    steps = study.steps if options.steps is None else options.steps
+    if steps < LEAST_STEPS:
+        raise InputError(f"--steps {steps}: give at least {LEAST_STEPS}")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     record = Record(options.out, ("jax", "jaxlib", "flax"), steps=steps, cases=[])
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)

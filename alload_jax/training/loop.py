@@ -8,6 +8,7 @@ a run: a resumed run finds the same samples in the same step.
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain, count, islice, takewhile
 from pathlib import Path
 from typing import NoReturn, Self
 
@@ -106,8 +107,8 @@ class BadSamples:
         self._bad |= frozenset(found)
         if len(samples) > 1 and len(found) == len(samples):
             self._stop(values, f" for each of its {len(samples)} samples: training diverges")
-        if found and found == samples and not self._next_is_finite(remembered.reader):
-            self._stop(values, ", and the next step is not finite either: training diverges")
+        if found and found == samples and not self._others_are_finite():
+            self._stop(values, ", and those of other steps are not finite: training diverges")
         if not found:
             print_stderr(
                 f"warning: step {number + 1}: loss {values.get('loss')} at first, but finite when "
@@ -124,20 +125,29 @@ class BadSamples:
         distinct = dict.fromkeys(sample for part in parts for sample in part.samples)
         return [each for each in distinct if each not in self._bad | self._collator.excluded]
 
-    def _next_is_finite(self, reader: SampleReader) -> bool:
-        """Whether the step behind this one, which has only one sample, is finite without it."""
-        number = self._number + 1
-        if not self._samples(number):
-            return True
-        collate = replace(self._collator, reader=reader, not_finite=self._bad)
-        self._progress()
-        return self._trainer.is_finite(self._place(collate(self._plan.plan.step(number))))
+    def _others_are_finite(self) -> bool:
+        """Whether one of some samples of other steps is finite by now, if there are any.
+
+        They are of the steps before this one in its epoch, which are planned, and of later ones.
+        """
+        plan, number, tried = self._plan.plan, self._number, False
+        epoch = plan.locate(number)[0]
+        before = takewhile(
+            lambda each: each >= 0 and plan.locate(each)[0] == epoch, count(number - 1, -1)
+        )
+        steps = chain(before, range(number + 1, number + 1 + _MOST_NAMED))
+        others = ((each, sample) for each in steps for sample in self._samples(each))
+        for each, sample in islice(others, _MOST_NAMED):
+            tried = True
+            if self._is_finite([sample], each):
+                return True
+        return not tried
 
     def _search(
         self, samples: Sequence[int], found: list[int], values: Mapping[str, float]
     ) -> list[int]:
         """Adds those of `samples` that are not finite to `found`, by halves."""
-        if not samples or self._is_finite(samples):
+        if not samples or self._is_finite(samples, self._number):
             return found
         if len(found) >= self._most:
             self._stop(values, f" for more than {self._most} samples: training diverges")
@@ -150,10 +160,10 @@ class BadSamples:
             self._stop(values, ", but finite for each of its samples")
         return found
 
-    def _is_finite(self, samples: Sequence[int]) -> bool:
-        """Whether loss and gradient are finite for some samples of the step alone."""
+    def _is_finite(self, samples: Sequence[int], number: int) -> bool:
+        """Whether loss and gradient are finite for some samples of a step alone."""
         self._progress()
-        step, only = self._plan.plan.step(self._number), frozenset(samples)
+        step, only = self._plan.plan.step(number), frozenset(samples)
         parts = step.micro_batches
         indices = {part.index for part in parts if not only.isdisjoint(part.samples)}
         parts = tuple(part for part in parts if part.index in indices)
