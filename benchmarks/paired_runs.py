@@ -279,8 +279,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("study", choices=STUDIES)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    for name in ("media", "held_out"):
-        parser.add_argument(f"--{name}", type=Path, default=Path("data/walks", name), metavar="DIR")
+    for name in ("media", "held-out"):
+        default = Path("data/walks", name.replace("-", "_"))
+        parser.add_argument(f"--{name}", type=Path, default=default, metavar="FOLDER")
     options, more = parser.parse_known_args(argv)
     study = STUDIES[options.study]
     steps = study.steps if options.steps is None else options.steps

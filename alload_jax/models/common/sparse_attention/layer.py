@@ -83,8 +83,7 @@ class RowsOfLayer(NamedTuple):
       heads: query, key and value, [R, S, num_heads, head_dim] each.
       rotary: table that queries and keys were rotated by, [S, ...] or [R, S, ...].
       samples: segments of the rows, with their tiles; or the tiles of rows that hold one sample
-        each, whose tokens are in the order of the tiles; None for such rows if their attention is
-        always dense.
+        each; None for such rows if their attention is always dense.
       segments: positions of the samples for dense attention; None for rows of one sample each.
       slots: M, where auxiliary values are of the samples of packed rows; 0 for one sample in each.
       implementation: of dense attention.
