@@ -406,7 +406,7 @@ class _Parser(ArgumentParser):
         if "required" in text:
             return f"{text}; give --config FILE, such as configs/digits.yaml"
         flags = (part[2:].split("=")[0] for part in self.command_line if part.startswith("--"))
-        typed = any(flag in text for flag in flags)
+        typed = any(f'key "{flag}' in text or f"argument --{flag}" in text for flag in flags)
         return text if typed or not files else f"{files}: {text}; `--help` explains every key"
 
     def _unknown(self, key: str) -> str:

@@ -108,6 +108,7 @@ def test_what_is_required_is_named():
     ("section", "key", "value", "words"),
     [
         ("model", "dim", "x", 'key "model.dim": expected int. Got value: x'),
+        ("model", "dim", "config", 'key "model.dim": expected int. Got value: config'),
         ("run", "stepz", "3", "key run.stepz is unknown; did you mean run.steps?"),
         ("experts", "x", "3", "key experts.x is unknown; did you mean experts?"),
         ("experts", "boundary", "x", 'key "experts.boundary": expected float. Got value: x'),
