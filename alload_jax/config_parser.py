@@ -313,7 +313,7 @@ def _typed(kind: type[Any], kinds: Mapping[str, Any], prefix: str = "") -> type[
         if each.default is each.default_factory is dataclasses.MISSING:
             fields.append((each.name, hint))
         elif typing.get_origin(hint) is list:
-            default = () if each.default is dataclasses.MISSING else each.default
+            default: Any = each.default
             values = [dataclasses.asdict(item) for item in default]
             items = partial(copy.deepcopy, values)
             fields.append((each.name, hint, dataclasses.field(default_factory=items)))

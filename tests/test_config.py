@@ -161,6 +161,7 @@ def test_the_last_file_and_the_flags_win_and_aliases_are_values(tmp_path, monkey
     assert (config.model.dim, config.model.num_layers, config.model.num_heads) == (64, 3, 4)
     assert config.data.dataset.seed == 7
     assert [(each.name, each.first, each.steps) for each in config.callbacks] == [("profile", 2, 3)]
+    assert [each.name for each in config.trackers] == ["tensorboard"]
     for _ in range(2):
         write_config(config, tmp_path / "a" / "b" / "written.yaml")
     assert read_config(["--config", str(tmp_path / "a" / "b" / "written.yaml")]) == config
