@@ -10,7 +10,15 @@ import pytest
 import yaml
 
 from alload_jax import config_parser
-from alload_jax.config import _LISTS, _PARTS, Config, read_config, with_context, write_config
+from alload_jax.config import (
+    _LISTS,
+    _PARTS,
+    Config,
+    experts_of,
+    read_config,
+    with_context,
+    write_config,
+)
 from alload_jax.config_parser import build_named, read_yaml
 from alload_jax.errors import InputError
 from alload_jax.models.common.lora import LoraConfig
@@ -206,6 +214,18 @@ def test_weights_without_a_description_need_a_model_that_gives_one(tmp_path):
     assert "gone, which is not there" in refusal([*BASE, *length])
     for more in (["--model.dim=32"], ["--model", "{dim: 32}"], [f"--config={f}" for f in files]):
         assert not refusal([*BASE, "--run.initial_weights", "gone", *more])
+
+
+def test_each_expert_has_its_part_of_the_noise_levels():
+    for levels, high, low in (
+        ("[0.9, 0.5, 1.0, 0.8, 0.1]", (0.9, 1.0, 0.8), (0.5, 0.8, 0.1)),
+        ("[0.5]", (0.9,), (0.5,)),
+    ):
+        argv = [*BASE, "--experts.boundary", "0.8", "--validation.noise_levels", levels]
+        experts = experts_of(read_config(argv))
+        timesteps = [each.objective.timesteps for each in experts]
+        assert [(each.lowest, each.highest) for each in timesteps] == [(0.8, 1.0), (0.0, 0.8)]
+        assert [each.validation.noise_levels for each in experts] == [high, low]
 
 
 def test_predictors_are_trained_by_an_optimizer_of_their_own():
