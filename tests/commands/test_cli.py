@@ -12,7 +12,7 @@ from alload_jax import cli
 from alload_jax.commands import prepare
 from alload_jax.commands.flags import of_each_expert
 from alload_jax.data.datasets.digits import Digits
-from alload_jax.errors import InputError, run_command
+from alload_jax.errors import InputError, out_of_memory, run_command
 from alload_jax.planning.cost import (
     CostFile,
     QuadraticCost,
@@ -79,6 +79,12 @@ def test_run_command_reports_errors_of_users_in_one_line(capsys):
     assert run_command(len, ["a", "b", "c"]) == 3
     with pytest.raises(ZeroDivisionError):  # a bug is no error of the user
         run_command(lambda argv: 1 // 0, [])
+
+
+def test_either_of_the_two_messages_says_that_a_device_is_out_of_memory():
+    for message in ("RESOURCE_EXHAUSTED: failed to allocate", "INTERNAL: Out of memory while"):
+        assert out_of_memory(RuntimeError(message))
+    assert not out_of_memory(RuntimeError("INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS"))
 
 
 def shell(*argv, cwd=None):
