@@ -16,7 +16,7 @@ from alload_jax.planning.cost import (
     empty_row_cost,
     marginal_cost,
 )
-from alload_jax.planning.epoch import RowShape
+from alload_jax.planning.epoch import RowShape, micro_batch
 from alload_jax.planning.factory import make_plan
 from alload_jax.planning.metrics import plan_metrics, repeated_neighbours
 from alload_jax.planning.plan import Plan
@@ -116,6 +116,10 @@ def splits_a_sample_into_one_run_of_tokens_over_the_ranks_of_its_group(plan, top
         assert len(np.unique(owner[parts] // packing.context)) == 1
         order = parts[np.argsort(split_place[parts])]
         assert (split_place[order][1:] == (split_place + packing.tokens)[order][:-1]).all()
+        whole = int(split_place[order[0]]), int(plan.seq_len[sample])
+        for row in owner[parts].tolist():
+            laid = micro_batch(plan, row).row_plan
+            assert laid.split_segments[laid.split_samples.index(sample)] == whole
 
 
 def holds_no_more_samples_in_rows_and_regions_than_allowed(plan, policy, **_):
