@@ -1,5 +1,6 @@
 """Plans whose windows follow measured times and the speeds of ranks."""
 
+import itertools
 import pickle
 from dataclasses import replace
 from functools import cache
@@ -8,14 +9,16 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planning_cases import WAN, examples
+from planning_cases import WAN, examples, of_lengths
 
 from alload_jax.planning.cost import BandedCost, CostFile, QuadraticCost
 from alload_jax.planning.epoch import times_placed
 from alload_jax.planning.factory import make_plan
 from alload_jax.planning.metrics import step_metrics
 from alload_jax.planning.plan import Revision
-from alload_jax.planning.policies.windows import by_speed, step_times
+from alload_jax.planning.policies.packed import FirstFit
+from alload_jax.planning.policies.policy import RankTopology
+from alload_jax.planning.policies.windows import by_speed, place_again, step_times
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.planning.workloads import make_workload
 
@@ -123,6 +126,26 @@ def test_rows_by_speed_are_all_rows_and_fit_the_fastest_rank(turns, speed, seed)
     spread = cost[chosen] / speed
     if np.ptp(speed) < 0.1:
         assert (spread.max(axis=1) <= 1.2 * spread.min(axis=1)).all()
+
+
+@given(st.integers(0, 10**6), st.integers(3, 8))
+@examples(60)
+def test_few_samples_of_two_ranks_are_divided_in_the_best_way(seed, segments):
+    """Among all ways that fit, but for those that save less than a thousandth."""
+    rng, topology, cost = np.random.default_rng(seed), RankTopology(2), QuadraticCost(0.0, 0.0, 1.0)
+    lengths, speed = rng.integers(1, 20, 8).tolist(), rng.uniform(0.7, 1.3, 2)
+    policy = FirstFit(-(-sum(lengths) // 2), max_segments=segments)
+    before = policy.plan_epoch(of_lengths(*lengths), topology, rng)
+    after = place_again(before, policy, topology, cost, speed, rng)
+    best = 0.0
+    for step in range(after.steps):
+        seq_len = after.only(step).part_tokens()
+        on_first = np.array([*itertools.product([0, 1], repeat=len(seq_len))])
+        on_each = np.stack([on_first, 1 - on_first], axis=1)
+        fits = (on_each.sum(axis=2) <= segments) & (on_each @ seq_len <= policy.m_mem)
+        times = (on_each @ seq_len**2 / speed).max(axis=1)
+        best += times[fits.all(axis=1)].min()
+    assert 1 - 1e-9 < seconds_of(after, cost, speed) / best < 1 / 0.999
 
 
 def test_later_revisions_leave_earlier_windows_as_they_are():
