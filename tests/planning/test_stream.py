@@ -54,6 +54,16 @@ def content(plan, steps):
     return [(step.micro_batches, step.window.keys.tolist()) for step in found]
 
 
+@given(st.lists(st.integers(90, 300), min_size=1), st.integers(1, 9), st.integers(1, 200))
+@examples(20)
+def test_rows_are_made_for_samples_that_fill_a_window_and_hardly_more(lengths, ranks, look_ahead):
+    samples = enough_samples(of_lengths(*lengths), 300, ranks, look_ahead)
+    steps, least = (samples.weight * samples.seq_len).sum() / (300 * ranks), max(64, look_ahead)
+    once = sum(lengths) / (300 * ranks)
+    assert min(least, 1000 * once) <= steps * (1 + 1e-9)
+    assert steps < least + once
+
+
 @given(plan=cases())
 @examples(10)
 def test_a_round_holds_each_sample_once_and_in_the_order_of_the_stream(plan):
