@@ -24,7 +24,12 @@ from alload_jax.planning.policies import filling, grouping
 from alload_jax.planning.policies.balanced import Balanced
 from alload_jax.planning.policies.filling import STRATEGIES
 from alload_jax.planning.policies.grouping import EMPTY, SampleBounds, Units, group_into_steps
-from alload_jax.planning.policies.packed import MOST_CORRELATION, FirstFit, first_fit_decreasing
+from alload_jax.planning.policies.packed import (
+    MOST_CORRELATION,
+    FirstFit,
+    Window,
+    first_fit_decreasing,
+)
 from alload_jax.planning.policies.policy import RankTopology, makespan
 from alload_jax.planning.policies.splitting import target_load
 from alload_jax.planning.policies.windows import place_again, step_times
@@ -365,6 +370,19 @@ def test_the_window_takes_the_fastest_of_its_ways_to_fill_rows(name, m_mem, spre
     for strategy in STRATEGIES:
         monkeypatch.setattr(filling, "STRATEGIES", (strategy,))
         assert together >= 0.998 * efficiency(Plan(samples, policy, topology, seed=0))
+
+
+def test_a_way_to_fill_rows_is_tried_again_some_windows_after_it_was_slower():
+    """First-fit fills rows of short samples badly, and those of long ones best."""
+    lengths = -np.sort(-rng().integers([[16], [1600]], [[400], [4900]], (2, 4000)))
+    policy, topology = Balanced(8192, WAN, sample_spread=None), RankTopology(8)
+    planner = policy.window_planner(of_lengths(*lengths.ravel().tolist()), topology, rng())
+    held = []
+    for kind in (0, *[1] * 8):
+        window = Window(np.arange(4000) + 4000 * kind, lengths[kind], False, 1.0)
+        steps, _ = planner.place(window)
+        held.append(steps.tokens.sum() / len(steps.split_tokens))
+    assert held[8] > 1.05 * held[1]
 
 
 @pytest.mark.parametrize(
