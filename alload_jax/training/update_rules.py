@@ -314,7 +314,11 @@ def _prodigy(
         corrected = jnp.sqrt(1 - beta2**after.count) / (1 - beta1**after.count)
         rate = state.estim_lr * learning_rate(state.count) * corrected
         decay = optax.add_decayed_weights(-weight_decay * rate, decays)
-        return decay.update(updates, decay.init(params), params)[0], after
+        updates, _ = decay.update(updates, decay.init(params), params)
+        # Before a gradient that is not zero the estimate is zero over zero.
+        none = jnp.isnan(after.estim_lr)
+        updates = jax.tree.map(lambda update: jnp.where(none, 0, update), updates)
+        return updates, jax.tree.map(lambda new, old: jnp.where(none, old, new), after, state)
 
     return optax.GradientTransformation(init, update)
 

@@ -110,6 +110,15 @@ def test_each_layer_of_a_stack_is_updated_as_optax_updates_a_matrix(name, layers
     np.testing.assert_allclose(found[0][jnp.array([0, -1])], expected, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_first_gradient_of_zeros_does_no_harm(name):
+    """Such as that of adapters on a new model, whose head is zero."""
+    grads = [jax.tree.map(jnp.zeros_like, stacked(0)), stacked(1), stacked(2)]
+    config = OptimizerConfig(name=name, warmup_steps=0, **NEEDS.get(name, {}))
+    found = follow(make_optimizer(config, 10), stacked(0), grads)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found))
+
+
 def test_muon_is_adamw_where_there_is_no_matrix_of_a_layer():
     found, adamw = trained("muon"), trained("adamw")
     np.testing.assert_array_equal(found["head"]["kernel"], adamw["head"]["kernel"])
