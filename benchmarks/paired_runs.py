@@ -239,23 +239,16 @@ def runs_of(
     flags = study.flags.split()
     if (place / "held_out").exists():
         flags += ["--validation.folder", str(place / "held_out")]
-    devices = gpus()
-    if study.first is not None:
-        words = [*flags, *study.first.split(), *more, "--data.folder", str(place / "short")]
-        trained(place / "first", words, devices[0], study.alone)
-        flags += ["--run.initial_weights", str(place / "first")]
-    pairs = list(itertools.product(seeds, study.arms))
+    devices, pairs = gpus(), list(itertools.product(seeds, study.arms))
     free: Queue[str | None] = Queue()
-    for device in (
-        devices if study.alone else itertools.islice(itertools.cycle(devices), len(pairs))
-    ):
+    for device in devices * (1 if study.alone else len(pairs)):
         free.put(device)
 
     def run(pair: tuple[int, str]) -> Json:
         seed, arm = pair
         words = [*flags, *study.arms[arm].split(), *more, "--data.folder", str(place / "data")]
         words += ["--run.seed", str(seed), "--run.steps", str(steps)]
-        words += ["--validation.every", str(max(1, steps // VALIDATIONS))]
+        words += ["--validation.every", str(steps // VALIDATIONS)]
         folder, device = place / f"{arm}_{seed}", free.get()
         try:
             rows = trained(folder, words, device, study.alone)
@@ -265,12 +258,16 @@ def runs_of(
 
     pool = ThreadPoolExecutor(free.qsize())
     try:
+        if study.first is not None:
+            words = [*flags, *study.first.split(), *more, "--data.folder", str(place / "short")]
+            trained(place / "first", words, devices[0], study.alone)
+            flags += ["--run.initial_weights", str(place / "first")]
         for done in as_completed([pool.submit(run, pair) for pair in pairs]):
             yield done.result()
     finally:
+        pool.shutdown(wait=False, cancel_futures=True)
         for process in RUNNING:
             process.kill()
-        pool.shutdown(cancel_futures=True)
 
 
 def main(argv: list[str]) -> int:

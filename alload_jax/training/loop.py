@@ -107,7 +107,7 @@ class BadSamples:
         self._bad |= frozenset(found)
         if len(samples) > 1 and len(found) == len(samples):
             self._stop(values, f" for each of its {len(samples)} samples: training diverges")
-        if found and found == samples and not self._others_are_finite():
+        if len(found) == len(samples) == 1 and not self._others_are_finite():
             self._stop(values, ", and those of other steps are not finite: training diverges")
         if not found:
             print_stderr(

@@ -342,7 +342,7 @@ class WanTransformer(StackedTransformer):
         grid = self.grid_of(latents)
         positions, block = grid_positions(*grid), self.block_of_tiles(grid)
         by_frame = first_frame_timestep is not None
-        layout = clip_layout(grid, block).of_rows(len(tokens)) if block and by_frame else None
+        layout = clip_layout(grid, block) if block and by_frame else None
         tiles = clip_tiles(grid, block) if block and not by_frame else None
         if tiles is not None:
             # Nothing but attention depends on the order, so that layers need not move tokens. A
@@ -351,11 +351,11 @@ class WanTransformer(StackedTransformer):
             positions, tokens = positions[tiles.order], tokens[:, tiles.order]
             timestep = timestep[:, tiles.order] if timestep.ndim == 2 else timestep
         rotary = rotary_table(positions, grid, self.config.head_dim)
-        frames_of_token = None
+        modulated = None
         if first_frame_timestep is not None:
             timestep = jnp.stack([first_frame_timestep, timestep], axis=-1)
-            later = (positions[:, 0] > 0).astype(jnp.int32)
-            frames_of_token = jnp.broadcast_to(later, tokens.shape[:2])
+            later = jnp.broadcast_to(positions[:, 0] > 0, tokens.shape[:2]).astype(jnp.int32)
+            modulated = segmentation(later, 2, self.config.dim, sharding)
         velocity, auxiliary = self.transform(
             tokens=tokens,
             timestep=timestep,
@@ -364,7 +364,7 @@ class WanTransformer(StackedTransformer):
             rotary=rotary,
             sharding=sharding,
             layout=layout,
-            modulated=frames_of_token,
+            modulated=modulated,
         )
         if tiles is not None:
             velocity = velocity[:, tiles.place]
@@ -388,26 +388,19 @@ class WanTransformer(StackedTransformer):
           NotImplementedError: attention cannot run on packed rows.
           ValueError: an image is given but the config has none, or it is missing.
         """
-        modulated, contiguous = metadata.tokens.ids, True
+        ids, contiguous = metadata.tokens.ids, True
         if first_frame_timestep is not None:
             # Split samples are in the order of tiles, which mix their first frame with later ones.
             contiguous = metadata.split is None or metadata.split.tiles is None
             # Each segment has two rows of the modulation table: its first frame, and the others.
             pairs = jnp.stack([first_frame_timestep, timestep], axis=-1)
             timestep = pairs.reshape(len(pairs), -1)
-            of_token = 2 * modulated + (positions[..., 0] > 0)
-            modulated = jnp.where(modulated == PADDING, PADDING, of_token)
+            ids = jnp.where(ids == PADDING, PADDING, 2 * ids + (positions[..., 0] > 0))
+        rows, width = timestep.shape[1], self.config.dim
+        modulated = segmentation(ids, rows, width, sharding, contiguous=contiguous)
         rotary = rotary_table(positions, metadata.grid, self.config.head_dim)
         velocity, auxiliary = self.transform(
-            tokens=tokens,
-            timestep=timestep,
-            condition=condition,
-            image=image,
-            rotary=rotary,
-            sharding=sharding,
-            packed=metadata,
-            modulated=modulated,
-            contiguous=contiguous,
+            tokens, timestep, condition, image, rotary, sharding, metadata, modulated=modulated
         )
         return parts.Output(velocity.astype(jnp.float32), auxiliary)
 
@@ -421,8 +414,7 @@ class WanTransformer(StackedTransformer):
         sharding: NamedSharding | None = None,
         packed: PackedMetadata | None = None,
         layout: TileLayout | None = None,
-        modulated: jax.Array | None = None,
-        contiguous: bool = True,
+        modulated: Segmentation | None = None,
     ) -> parts.Output:
         """Applies the transformer to tokens [B, S, patch_dim].
 
@@ -432,9 +424,8 @@ class WanTransformer(StackedTransformer):
           sharding: sharding of rows over a mesh of Auto axes.
           packed: positions of the segments; None if every row is one sample.
           layout: tiles of sparse self-attention in rows of one sample each.
-          modulated: [B, S] int32, which timestep of its row a token has, or PADDING; None if a row
-            has one timestep, or one per token.
-          contiguous: whether tokens of a timestep follow one another.
+          modulated: which timestep of its row a token has, or PADDING; None if a row has one
+            timestep, or one per token.
 
         Returns:
           velocity [B, S, output patch_dim], in the compute dtype if the model predicts it, float32
@@ -456,10 +447,6 @@ class WanTransformer(StackedTransformer):
                 image = self.image_embedding(image).reshape(len(tokens), -1, self.config.dim)
             segments = None if packed is None else packed.condition
             embedded = self.condition_embedding(condition, segments)
-        by_segment = None
-        if modulated is not None:
-            rows, width = timestep.shape[1], self.config.dim
-            by_segment = segmentation(modulated, rows, width, sharding, contiguous=contiguous)
         context = Context(
             modulation=modulation,
             condition=embedded,
@@ -467,17 +454,17 @@ class WanTransformer(StackedTransformer):
             rotary=rotary,
             sharding=sharding,
             packed=packed,
-            segmentation=by_segment,
+            segmentation=modulated,
             layout=layout,
         )
         axes = 1 if packed is None else 2
         x, auxiliary = apply_layers(self.blocks, x, context, self.config, axes)
-        predicted = self.head(x, time, sharding, by_segment)
+        predicted = self.head(x, time, sharding, modulated)
         if not self.config.predicts_velocity:
             # The velocity leads from the noisy tokens to the predicted data.
             sigma = timestep / TIMESTEP_SCALE
             if modulated is not None:
-                sigma = to_tokens(sigma, modulated)
+                sigma = to_tokens(sigma, modulated.ids)
             sigma = sigma.reshape(*sigma.shape, *(1,) * (tokens.ndim - sigma.ndim))
             distance = tokens.astype(jnp.float32) - predicted.astype(jnp.float32)
             predicted = distance / jnp.maximum(sigma, _LEAST_SIGMA)
