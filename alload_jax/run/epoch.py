@@ -56,7 +56,7 @@ def write_random_store(folder: Path, samples: Samples, model: ModelConfig) -> No
         for number, size in enumerate(map(tuple, samples.shape.tolist())):
             found = reader.read(number)
             text = found[TEXT][:_TEXT_TOKENS] if TEXT in found else found[LABELS]
-            further = {part.name: found[part.name] for part in model.condition_parts()}
+            further = {name: found[name] for name, _ in manifest.form.parts}
             writer.add(
                 found.pop(LATENTS),
                 text,

@@ -16,11 +16,14 @@ from alload_jax.bench import pictures
 from alload_jax.bench.pictures import draw_epoch
 from alload_jax.cli import main
 from alload_jax.commands import bench_epoch
+from alload_jax.data.condition import conditions_for, form_for
 from alload_jax.data.manifest import read_manifest
 from alload_jax.errors import InputError
+from alload_jax.models.families import config_from_fields
 from alload_jax.models.wan.transformer import WanConfig
+from alload_jax.planning.samples import Samples
 from alload_jax.run import epoch
-from alload_jax.run.epoch import WARM_UP, figures_of
+from alload_jax.run.epoch import WARM_UP, figures_of, write_random_store
 
 ROOT = Path(__file__).parents[2]
 CONFIG = """
@@ -110,6 +113,22 @@ def test_cases_are_checked_before_anything_is_written(flags, tmp_path):
         with pytest.raises(InputError, match=reason):
             main([*flags, "--data", str(tmp_path / "data"), "--workload", "mixed-resolution"])
         assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"family": "wan", "in_channels": 36, "out_channels": 16, "image": {"dim": 8}},
+        {"family": "hunyuan_video", "in_channels": 33, "glyphs": {"dim": 6}, "image": {"dim": 8}},
+        {"family": "hunyuan_video_13b", "in_channels": 16, "pooled_dim": 8},
+    ],
+)
+def test_random_data_has_all_that_a_family_takes(tmp_path, fields):
+    model = config_from_fields({"text": {"dim": 16, "length": 12}} | fields)
+    write_random_store(tmp_path / "data", Samples(np.full((3, 3), 16), np.full(3, 4)), model)
+    data = read_manifest(tmp_path / "data")
+    conditions_for(model, data)  # refuses other data
+    assert (len(data), data.form) == (3, form_for(model))
 
 
 @pytest.mark.slow
