@@ -69,7 +69,9 @@ class ParametersConfig:
         """Returns whether an array of a parameter, as it is stored, is in the host's memory."""
         parameter = name.removesuffix(f"/{VALUES}").removesuffix(f"/{SCALE}")
         on_host = self.frozen_memory == "host" and not self.trains(parameter)
-        return on_host and is_stacked(name, stored)
+        # Stacks within other modules are small, such as a text's refiner, and no loop fetches them.
+        is_block = name.partition("/")[0].endswith("blocks")
+        return on_host and is_block and is_stacked(name, stored)
 
     def with_lora(self, others: tuple[str, ...] = ()) -> "ParametersConfig":
         """Completes the settings of a model with adapters.
