@@ -1,7 +1,6 @@
 """Condition tokens whose number differs by sample, and rows in which they attend with others."""
 
 import dataclasses
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -11,7 +10,7 @@ import pytest
 from attention_oracle import graded, laid_out, masked, same_sample
 from jax.sharding import NamedSharding
 
-from alload_jax.models.common.attention import attention, xla_packed
+from alload_jax.models.common.attention import attention
 from alload_jax.models.common.embedding import ConditionTokens, mean_by_sample, side_by_side
 from alload_jax.models.common.segments import (
     PADDING,
@@ -106,7 +105,7 @@ def packed_case():
         row_tiles=layout,
     )
     rows = packed_joint_rows(jax.tree.map(jnp.asarray, metadata), condition)
-    return rows, xla_packed, [(0, *each) for each in zip(samples, offsets, strict=True)]
+    return rows, [(0, *each) for each in zip(samples, offsets, strict=True)]
 
 
 def bucketed_case():
@@ -115,7 +114,7 @@ def bucketed_case():
     condition = laid_out([[(0, 70)], [(0, 0)], [(0, 75)]], 1, 75)
     rows = bucketed_joint_rows(LONG.latents, condition, layout.of_rows(3))
     samples = [(n, LONG._replace(condition=each), 0) for n, each in enumerate((70, 0, 75))]
-    return rows, partial(attention, implementation="xla"), samples
+    return rows, samples
 
 
 def allowed_pairs(rows, samples, heads, density):
@@ -156,14 +155,14 @@ def allowed_pairs(rows, samples, heads, density):
     ],
 )
 def test_latents_attend_to_chosen_tiles_and_conditions_to_all(make, selector):
-    rows, within, samples = make()
+    rows, samples = make()
     settings = SparseAttentionConfig(forced=(DENSITY,), min_tokens=100, selector=selector)
     density, ids = 1.0 if selector == "all" else DENSITY, rows.packed.tokens.ids
     rng = np.random.default_rng(0)
     arrays = list(rng.normal(size=(3, *ids.shape, HEADS, CHANNELS)).astype(np.float32))
     arrays[1] += rng.normal(size=(len(ids), 1, HEADS, CHANNELS))  # scores that are far apart
     allowed = allowed_pairs(rows, samples, arrays[:2], density)
-    choice = Choice(settings, density, within, *jnp.zeros((3,), jnp.int32))
+    choice = Choice(settings, density, "xla", *jnp.zeros((3,), jnp.int32))
 
     def sparse(query, key, value):
         features = Features(query, key) if selector == "pooled" else None

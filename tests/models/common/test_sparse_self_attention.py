@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alload_jax.errors import InputError
-from alload_jax.models.common.attention import xla_packed
 from alload_jax.models.common.segments import (
     PackedMetadata,
     SplitRows,
@@ -415,7 +414,7 @@ def split_case(ranks, num_heads, selector, joint=False, behind=0):
     """Arrays, (arrays → heads), the rows, a choice, and what runs a function on every rank."""
     packed = group_of(ranks, joint, behind)
     config = sparse(selector=selector, min_tokens=TOO_SHORT, max_density=0.6, profile_blocks=64)
-    choice = Choice(config, 0.6, xla_packed, *jnp.zeros(3, jnp.int32))
+    choice = Choice(config, 0.6, "xla", *jnp.zeros(3, jnp.int32))
     shape = (*packed.tokens.ids.shape, num_heads, 4)
     arrays = [2 * normal for normal in np.random.default_rng(0).normal(size=(5, *shape))]
 

@@ -23,9 +23,7 @@ from jaxtyping import PyTree
 
 from alload_jax.models.common.attention import (
     AttentionImplementation,
-    Within,
     attention,
-    attention_within,
     gathered_heads,
     head_spec,
     heads_together,
@@ -108,14 +106,6 @@ class RowsOfLayer(NamedTuple):
             sharding=self.sharding,
         )
 
-    def within(self) -> Within | None:
-        """Dense attention within the segments of one device's rows."""
-        if self.segments is None:
-            return None
-        if not self.slots:
-            return partial(attention, implementation=self.implementation)
-        return attention_within(*self.heads[:2], self.implementation, self.sharding)
-
 
 class Heads(NamedTuple):
     """Some heads of a layer.
@@ -141,7 +131,7 @@ class Choice(NamedTuple):
     Attributes:
       config: the layer's.
       list_density: the most that lists hold, as a share of the longest sample's blocks.
-      within: dense attention within segments; None for rows of one sample each.
+      implementation: of dense attention.
       step: int32, training step.
       layer: int32, number of the layer.
       measured: int32, measurements of the layer so far.
@@ -149,7 +139,7 @@ class Choice(NamedTuple):
 
     config: SparseAttentionConfig
     list_density: float
-    within: Within | None
+    implementation: AttentionImplementation
     step: jax.Array
     layer: jax.Array
     measured: jax.Array
@@ -257,12 +247,12 @@ class SparseSelfAttention(nnx.Module):
           samples: of the rows.
         """
         of_rows, of_split = functions
-        switch, sharding, within = self.switch, rows.sharding, rows.within()
+        switch, sharding = self.switch, rows.sharding
 
         def run(
             heads: Heads, samples: Samples, state: tuple[jax.Array, jax.Array, jax.Array]
         ) -> PyTree:
-            choice = Choice(self.config, density, within, *state)
+            choice = Choice(self.config, density, rows.implementation, *state)
             if isinstance(samples, TileLayout):
                 return of_rows(heads, samples, None, choice)
             if samples.split is not None:
@@ -395,9 +385,8 @@ def _dense(
     value: jax.Array,
     segments: AttentionSegments | None,
 ) -> jax.Array:
-    assert choice.within is not None
     assert segments is not None
-    return choice.within(query, key, value, segments)
+    return attention(query, key, value, segments, implementation=choice.implementation)
 
 
 def _scores(
