@@ -16,6 +16,7 @@ from alload_jax.bench import pictures
 from alload_jax.bench.pictures import draw_epoch
 from alload_jax.cli import main
 from alload_jax.commands import bench_epoch
+from alload_jax.config import read_config
 from alload_jax.data.condition import conditions_for, form_for
 from alload_jax.data.manifest import read_manifest
 from alload_jax.errors import InputError
@@ -129,6 +130,20 @@ def test_random_data_has_all_that_a_family_takes(tmp_path, fields):
     data = read_manifest(tmp_path / "data")
     conditions_for(model, data)  # refuses other data
     assert (len(data), data.form) == (3, form_for(model))
+
+
+def test_a_case_may_add_nothing_to_the_config(flags, tmp_path, monkeypatch):
+    (tmp_path / "cases.yaml").write_text("plain: {}\nsorted: {planning: {policy: sorted}}")
+    policies = []
+
+    def measured(_, given):
+        policies.append(read_config(given["argv"]).planning.policy)
+        raise InputError("not measured")
+
+    monkeypatch.setattr(bench_epoch, "measured", measured)
+    monkeypatch.setattr(bench_epoch, "_require_data", lambda *_: None)
+    main([*flags, "--data", "none"])
+    assert policies == ["auto", "sorted"]
 
 
 @pytest.mark.slow
