@@ -454,10 +454,10 @@ class TransformerFamily(Family):
 
     partition_rules = (
         (r"head/out/kernel$", PartitionSpec("fsdp", None)),
-        (rf"{_COLUMN_PARALLEL}/kernel$", PartitionSpec(None, None, ("tensor", "fsdp"))),
-        (r"blocks/.*/out/kernel$", PartitionSpec(None, "tensor", "fsdp")),
+        (rf"{_COLUMN_PARALLEL}/kernel$", PartitionSpec(None, "fsdp", "tensor")),
+        (r"blocks/.*/out/kernel$", PartitionSpec(None, ("tensor", "fsdp"))),
         (rf"{_COLUMN_PARALLEL}/bias$", PartitionSpec(None, "tensor")),
-        (r"blocks/.*kernel$", PartitionSpec(None, None, "fsdp")),
+        (r"blocks/.*kernel$", PartitionSpec(None, "fsdp")),
         (r"kernel$|embedding$", PartitionSpec(None, "fsdp")),
         (r".", PartitionSpec()),
     )

@@ -5,11 +5,12 @@ Each decays matrices only, decoupled from the gradient and times the learning ra
 
 8-bit moments: a block of up to 256 values shares a float32 scale, its largest magnitude. A value is
 stored as the number of the nearest code of a fixed table whose codes lie closer together near zero
-("dynamic quantisation"). Blocks run along the inputs of a matrix, the axis that the partition rules
-leave whole, so that quantisation needs no communication under FSDP.
+("dynamic quantisation"). Blocks run along the inputs of a matrix. FSDP splits these: devices gather
+blocks of which each has a part.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Literal, NamedTuple
 
 import jax
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.tree_util import KeyPath
+from jaxtyping import PyTree
 from optax.contrib import (
     MuonDimensionNumbers,
     ProdigyState,
@@ -160,7 +162,10 @@ def scale_by_adam8bit(beta1: float, beta2: float, eps: float) -> optax.GradientT
     """
 
     def init(params: optax.Params) -> Adam8bitState:
-        return _stored(jnp.zeros((), jnp.int32), params, params, zeros_like)
+        mu, nu = (jax.tree.map(partial(zeros_like, signed=each), params) for each in (True, False))
+        return Adam8bitState(
+            jnp.zeros((), jnp.int32), *_parts(2, params, mu), *_parts(2, params, nu)
+        )
 
     def update(
         updates: optax.Updates, state: Adam8bitState, params: optax.Params | None = None
@@ -168,35 +173,33 @@ def scale_by_adam8bit(beta1: float, beta2: float, eps: float) -> optax.GradientT
         del params
         count = optax.safe_increment(state.steps)
 
-        def first(g: jax.Array, *stored: jax.Array) -> jax.Array:
-            return beta1 * dequantise(Quantised(*stored), signed=True) + (1 - beta1) * g
+        def of_matrix(g: jax.Array, *stored: jax.Array) -> tuple[jax.Array, ...]:
+            first, second = Quantised(*stored[:2]), Quantised(*stored[2:])
+            mu = beta1 * dequantise(first, signed=True) + (1 - beta1) * g
+            nu = beta2 * dequantise(second, signed=False) + (1 - beta2) * g * g
+            mu_hat = optax.tree.bias_correction(mu, beta1, count)
+            nu_hat = optax.tree.bias_correction(nu, beta2, count)
+            found = mu_hat / (jnp.sqrt(nu_hat) + eps)
+            return found, *quantise(mu, signed=True), *quantise(nu, signed=False)
 
-        def second(g: jax.Array, *stored: jax.Array) -> jax.Array:
-            return beta2 * dequantise(Quantised(*stored), signed=False) + (1 - beta2) * g * g
+        def of_parameter(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+            """Layer by layer: devices have room for what they gather of one, not of all."""
+            if arrays[0].ndim == 2:
+                return of_matrix(*arrays)
+            return jax.lax.map(lambda of_layer: of_parameter(*of_layer), arrays)
 
-        mu = jax.tree.map(first, updates, state.mu, state.mu_scale)
-        nu = jax.tree.map(second, updates, state.nu, state.nu_scale)
-        mu_hat = optax.tree.bias_correction(mu, beta1, count)
-        nu_hat = optax.tree.bias_correction(nu, beta2, count)
-        found = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + eps), mu_hat, nu_hat)
-        return found, _stored(count, mu, nu, quantise)
+        found = jax.tree.map(of_parameter, updates, *state[1:])
+        scaled, *moments = _parts(5, updates, found)
+        return scaled, Adam8bitState(count, *moments)
 
     return optax.GradientTransformation(init, update)
 
 
-def _stored(
-    count: jax.Array,
-    mu: optax.Params,
-    nu: optax.Params,
-    stored: Callable[[jax.Array, bool], Quantised],
-) -> Adam8bitState:
-    parts: list[optax.Params] = []
-    for tree, signed in ((mu, True), (nu, False)):
-        leaves, structure = jax.tree.flatten(tree)
-        found = [stored(value, signed) for value in leaves]
-        parts.append(jax.tree.unflatten(structure, [each.codes for each in found]))
-        parts.append(jax.tree.unflatten(structure, [each.scale for each in found]))
-    return Adam8bitState(count, *parts)
+def _parts(count: int, tree: PyTree, tuples: PyTree) -> list[PyTree]:
+    """A tree for each part of the tuples that stand in place of a tree's arrays."""
+    return [
+        jax.tree.map(lambda _, each, part=part: each[part], tree, tuples) for part in range(count)
+    ]
 
 
 OptimizerName = Literal[

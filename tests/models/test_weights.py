@@ -84,8 +84,8 @@ def test_names_of_hunyuan_videos_repository():
 def test_weights_arrive_on_the_meshs_shardings():
     params = load_weights(T2V, golden_config("wan/t2v"), make_mesh(MeshConfig(data=4, fsdp=2)))
     kernel = params["blocks"]["feed_forward"]["hidden"]["kernel"]
-    *rest, width = kernel.shape
-    assert kernel.addressable_shards[0].data.shape == (*rest, width // 2)
+    layers, inputs, outputs = kernel.shape
+    assert kernel.addressable_shards[0].data.shape == (layers, inputs // 2, outputs)
     jax.tree.map(np.testing.assert_array_equal, params, golden_params("wan/t2v"))
 
 
