@@ -71,7 +71,8 @@ class ParametersConfig:
         on_host = self.frozen_memory == "host" and not self.trains(parameter)
         # Stacks within other modules are small, such as a text's refiner, and no loop fetches them.
         is_block = name.partition("/")[0].endswith("blocks")
-        return on_host and is_block and is_stacked(name, stored)
+        # Of one layer XLA makes no loop, and fails (JAX 0.11.2: "bitcast" of the host's memory).
+        return on_host and is_block and is_stacked(name, stored) and stored.shape[0] > 1
 
     def with_lora(self, others: tuple[str, ...] = ()) -> "ParametersConfig":
         """Completes the settings of a model with adapters.
