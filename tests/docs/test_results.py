@@ -5,7 +5,9 @@ import statistics
 from operator import itemgetter
 from pathlib import Path
 
+from alload_jax.config import read_config
 from alload_jax.files import read_json
+from alload_jax.planning.architecture import from_fields
 from benchmarks.paired_runs import ratios_of
 from pallas_kernels.layernorm_modulate import tuning as norm_tuning
 
@@ -22,6 +24,10 @@ EPOCHS = {
     "balanced": "`balanced`",
 }
 """Names of measured cases in the results."""
+
+
+TOKENS = 32_760
+"""Of a clip of 81 frames of 480×832."""
 
 
 def epoch(name):
@@ -83,6 +89,19 @@ def test_the_figures_of_the_epochs_are_those_of_their_files():
     assert (best[0], cold[0]) == ("sorted", "knapformer-bags-of-two")
     assert f"`sorted` is fastest with {best[1]:,.0f} tokens/s" in readme
     assert f"KnapFormer's rule with {cold[1]:,.0f}" in readme
+
+
+def test_the_rates_of_14b_are_those_of_its_files():
+    model = read_config(["--config", str(ROOT / "benchmarks/epoch_14b.yaml")]).model
+    flops = from_fields(model.architecture()).step_flops(TOKENS) / TOKENS / 2
+    page, (_, steps, _) = section("Wan 2.1 14B on two GPUs"), epoch("14b")
+    base = steps["offload_attention"]
+    for label, name in (("bfloat16", "offload_attention"), ("float8", "float8")):
+        speed = f" ({steps[name] / base:.2f}×)" if name == "float8" else ""
+        assert f"| {label} | {steps[name]:,.0f}{speed} | {steps[name] * flops / 1e12:.0f} |" in page
+    ((case,), (rate,), _) = (list(each.values()) for each in epoch("14b_auto"))
+    peak = max(case["peak_bytes"]) / 1e9
+    assert f"bfloat16 at {rate * flops / 1e12:.0f} TFLOP/s in {peak:.1f} GB" in page
 
 
 def test_the_shares_of_kernels_are_those_of_what_auto_takes():
