@@ -188,8 +188,13 @@ def scale_by_adam8bit(beta1: float, beta2: float, eps: float) -> optax.GradientT
                 return of_matrix(*arrays)
             return jax.lax.map(lambda of_layer: of_parameter(*of_layer), arrays)
 
-        found = jax.tree.map(of_parameter, updates, *state[1:])
-        scaled, *moments = _parts(5, updates, found)
+        found: list[tuple[jax.Array, ...]] = []
+        for arrays in zip(*map(jax.tree.leaves, (updates, *state[1:])), strict=True):
+            if found:  # one parameter after another
+                arrays, _ = jax.lax.optimization_barrier((arrays, found[-1][-1]))
+            found.append(of_parameter(*arrays))
+        tuples = jax.tree.unflatten(jax.tree.structure(updates), found)
+        scaled, *moments = _parts(5, updates, tuples)
         return scaled, Adam8bitState(count, *moments)
 
     return optax.GradientTransformation(init, update)
