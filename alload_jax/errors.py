@@ -1,5 +1,6 @@
 """Errors that users can cause, and how commands report them."""
 
+import io
 import math
 import os
 import re
@@ -155,8 +156,10 @@ def run_command(main: Callable[[list[str]], int], argv: list[str]) -> int:
 
     Errors that a user can cause give one line and status 2: an InputError, an unsupported request,
     a file or folder that cannot be used. Ctrl-C gives status 130, and SIGTERM the one that
-    `Terminated` has.
+    `Terminated` has. Characters that the terminal's encoding lacks are escaped.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as Python does with stderr
     try:
         with _interrupts_kept():
             return main(argv)

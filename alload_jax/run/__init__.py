@@ -9,7 +9,7 @@ from alload_jax.config import read_config
 from alload_jax.errors import run_command
 from alload_jax.processes import quiet_imports
 from alload_jax.sharding.host_memory import set_xla_flags
-from alload_jax.training.signals import leave, silence_threads
+from alload_jax.training.signals import leave, outlive_output, silence_threads
 
 
 def main(argv: Sequence[str], prog: str = "train.py") -> int:
@@ -26,6 +26,7 @@ def entry(argv: Sequence[str] | None = None, prog: str = "train.py") -> None:
 
     The program ends without waiting for threads after a failure.
     """
+    outlive_output()
     silence_threads()
     gc.freeze()  # what is imported stays: looking through it takes a tenth of a start
     leave(run_command(partial(main, prog=prog), list(sys.argv[1:] if argv is None else argv)))

@@ -1,9 +1,10 @@
-"""Ctrl-C, SIGTERM and other reasons to stop; how the program ends, and what it keeps quiet.
+"""Ctrl-C, SIGTERM and other reasons to stop; how the program ends, and what it prints.
 
 Orbax and TensorBoard write in threads of their own. What fails there fails in the main thread as
 well, which says it in one line.
 """
 
+import io
 import logging
 import os
 import signal
@@ -11,9 +12,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any, Self
+
+from typing_extensions import override
 
 from alload_jax.distributed.initialize import on_signals
 from alload_jax.errors import Terminated, print_stderr
@@ -65,16 +68,17 @@ def termination_as_interrupt(status: int, leave: Callable[[int], None]) -> Itera
 
 
 class StopRequest:
-    """Catches SIGINT and SIGTERM while open; a second signal ends the program immediately.
+    """Catches SIGINT, SIGTERM and SIGHUP while open; a second one ends the program immediately.
 
-    If SIGINT is ignored at the start, it stays ignored: shell scripts start background jobs like
-    this to protect them from a Ctrl-C for the script.
+    If SIGINT or SIGHUP is ignored at the start, it stays ignored: shell scripts start background
+    jobs like this to protect them from a Ctrl-C for the script, and nohup from a closed terminal.
+    A second SIGHUP is ignored, since the terminal and its shell both send one.
 
     Attributes:
       number: number of the received signal or other reason to stop; 0 for none.
     """
 
-    _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+    _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def __init__(self) -> None:
         self.number = 0
@@ -83,9 +87,10 @@ class StopRequest:
         return bool(self.number)
 
     def __enter__(self) -> Self:
-        ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-        numbers = self._SIGNALS[1:] if ignored else self._SIGNALS
-        self._before = {number: signal.signal(number, self._note) for number in numbers}
+        before = {number: signal.getsignal(number) for number in self._SIGNALS}
+        self._before = {n: each for n, each in before.items() if each is not signal.SIG_IGN}
+        for number in self._before:
+            signal.signal(number, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -104,6 +109,7 @@ class StopRequest:
         )
         self._restore()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
     def _restore(self) -> None:
         for number, handler in self._before.items():
@@ -111,6 +117,26 @@ class StopRequest:
 
 
 _LIBRARIES = ("/orbax/", "/asyncio/", "/tensorstore/", "/tensorboardX/", "/humanize/")
+
+
+class _Output(io.FileIO):
+    @override
+    def write(self, data: Any) -> int:
+        with suppress(OSError):  # the pipe has no reader, the terminal is closed, the disk is full
+            return super().write(data)
+        return memoryview(data).nbytes
+
+
+def outlive_output() -> None:
+    """Drops what the program prints where it cannot be written, rather than to end a run for it.
+
+    Ctrl-C reaches `tee` behind a run as well, which then has no reader while it saves.
+    """
+    for name in ("stdout", "stderr"):
+        buffered = io.BufferedWriter(_Output(getattr(sys, name).fileno(), "wb", closefd=False))
+        encoding = getattr(sys, name).encoding
+        stream = io.TextIOWrapper(buffered, encoding, "backslashreplace", line_buffering=True)
+        setattr(sys, name, stream)
 
 
 def silence_threads() -> None:

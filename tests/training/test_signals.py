@@ -1,6 +1,7 @@
 """Which signals stop a run."""
 
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from alload_jax.training.signals import StopRequest, _is_worth_saying, terminati
 @pytest.fixture
 def handlers():
     """Restores the handlers of this process after the test."""
-    before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+    before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -73,6 +74,54 @@ def test_a_run_that_saves_has_sigterm_for_itself_and_a_background_job_ignores_ct
         with pytest.raises(Terminated):
             signal.raise_signal(signal.SIGTERM)
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+def test_a_closed_terminal_stops_a_run_which_saves_unless_it_runs_under_nohup(handlers):
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    with StopRequest() as stop:
+        for _ in range(2):  # the terminal and its shell
+            signal.raise_signal(signal.SIGHUP)
+        assert stop.number == signal.SIGHUP
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with StopRequest() as stop:
+        signal.raise_signal(signal.SIGHUP)
+        assert not stop
+
+
+PRINTING = """
+import sys
+from alload_jax.errors import print_stderr, run_command
+from alload_jax.training.signals import outlive_output
+
+def main(argv):
+    for _ in range(3):
+        print("saved", "·" * 10000)
+        print_stderr("saved")
+    return 7
+
+if sys.argv[1] == "run":
+    outlive_output()
+sys.exit(run_command(main, []))
+"""
+
+
+def test_a_run_outlives_the_reader_of_its_output():
+    """As Ctrl-C ends `tee` before the run behind which it reads has saved."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-c", PRINTING, "run"]
+    done = subprocess.run(command, stdout=writing, stderr=writing, timeout=PATIENCE)
+    os.close(writing)
+    assert done.returncode == 7
+
+
+def test_commands_print_in_any_encoding():
+    command, ascii = [sys.executable, "-c", PRINTING, ""], {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(
+        command, env={**os.environ, **ascii}, capture_output=True, timeout=PATIENCE
+    )
+    assert done.returncode == 7
+    assert done.stdout.startswith(rb"saved \xb7")
 
 
 IN_CPP = """
