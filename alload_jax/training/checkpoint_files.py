@@ -21,6 +21,7 @@ from alload_jax.errors import InputError, LostConnectionError, first_line, print
 from alload_jax.files import Json, read_json, replacing
 from alload_jax.planning.plan import current_identity
 from alload_jax.sharding.mesh import on_device
+from alload_jax.training.optimizer import NO_AVERAGE
 
 BASE = "base"
 """The checkpoint's part that says which frozen parameters it leaves out."""
@@ -189,8 +190,11 @@ def difference(theirs: object, ours: object, defaults: Mapping[str, object] | No
             was, now = (side.get(key, (defaults or {}).get(key)) for side in (theirs, ours))
             if isinstance(was, dict) and isinstance(now, dict) and was != now:
                 return f"of {key}, {difference(was, now)}"
+            if was != now and key == NO_AVERAGE:
+                key, was, now = "ema_decay", *(None if each else "set" for each in (was, now))
             if was != now:
-                return f"{key} was {was!r} and is now {now!r}"
+                was, now = ("null" if each is None else repr(each) for each in (was, now))
+                return f"{key} was {was} and is now {now}"
     return f"it was {theirs!r} and is now {ours!r}"
 
 

@@ -260,7 +260,7 @@ def test_a_run_without_a_moving_average_samples_from_its_weights(lora, finished)
     np.testing.assert_array_equal(adapters["blocks/self_attention/query/kernel", 1].up, up[1])
     with pytest.raises(InputError, match="keeps no moving average"):
         find_run(folder, "ema")
-    assert "checkpoint of another optimizer: without_ema was True" in lora.refused()
+    assert "checkpoint of another optimizer: ema_decay was null and is now 'set'" in lora.refused()
     lora.train("--run.steps", "6", **average)
     lora.train(folder="next", run={"initial_weights": str(folder), "steps": 1}, **average)
 

@@ -73,7 +73,7 @@ def test_a_recalibrated_run_continues_by_the_models_of_its_checkpoint(runs):
     before = models_of(runs, 33)
     forget_last(runs.folder / "run", 60)
     said = runs.refused(*flags[:2], *flags[4:])
-    assert "another planning: recalibrate was 'epoch' and is now None" in said
+    assert "another planning: recalibrate was 'epoch' and is now null" in said
     runs.finish(*flags)
     after = models_of(runs, 60)
     assert after[: len(before)] == before != []
@@ -122,7 +122,7 @@ def test_a_lost_run_with_all_optimizers_continues_bit_for_bit(runs):
     assert computed(runs.folder / "run") == expected
     said = runs.refused(*SHARDED, "--run.steps", "15", devices=2)
     assert "another optimizer: " in said
-    assert "was None" not in said
+    assert "was null" not in said
 
 
 # ---------------------------------------------------------------- sources, groups, sparse layers

@@ -192,7 +192,7 @@ def test_updates_of_large_gradients_are_skipped_and_counted(runs):
     summary = json.loads((runs.folder / "run" / "summary.json").read_text())
     assert summary["updates_skipped"] == sum(skipped)
     said = runs.refused("--run.steps", "41", *small)
-    assert "checkpoint of another optimizer: skip_above was 'set' and is now None" in said
+    assert "checkpoint of another optimizer: skip_above was 'set' and is now null" in said
 
 
 @pytest.mark.slow
