@@ -142,7 +142,7 @@ TABLE = [
     ("a.png", "a cat"),
     ("sub/b.png", "a, dog" + "x" * 200_000),
     *((name, "x") for name in ("none.png", "../secret.png", "/etc/passwd.png", "C:\\a.png")),
-    *(("out.png", "x"), ("a.doc", "x"), ("", "x")),
+    *(("out.png", "x"), ("a.doc", "x"), ("", "x"), ("x" * 300 + ".png", "x")),
 ]
 
 
@@ -180,8 +180,28 @@ def test_tables_list_media(media, tmp_path, table, names, flags):
     found = [item.reason for item in items]
     assert found[:2] == ["", ""]
     expected = ["no such file", "'..'", "absolute", "absolute", "link out", "suffix .doc", "row"]
+    expected += ["no such file"]
     for reason, part in zip(found[2:], expected, strict=True):
         assert part in reason
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("metadata.csv", 'file_name;text\r\n"sub\\a.png";"ein Hund; ""groß"", nah"\r\n'),
+        ("metadata.csv", 'path\tcaption\nsub/a.png\tein Hund; "groß", nah\n'),
+        ("metadata.jsonl", '{"file": "sub/a.png", "cap": "ein Hund; \\"groß\\", nah"}\r\n'),
+        ("captions.json", '{"sub/a.png": {"caption": "ein Hund; \\"groß\\", nah", "tags": "x"}}'),
+    ],
+)
+def test_tables_are_read_as_spreadsheets_shells_and_trainers_write_them(
+    media, name, content, encoding
+):
+    picture(media / "sub/a.png")
+    (media / name).write_bytes(content.encode(encoding))
+    (item,) = find_items(media)
+    assert (item.name, item.caption, item.reason) == ("sub/a.png", 'ein Hund; "groß", nah', "")
 
 
 TWICE = ["has the columns", "rename or remove one"]
@@ -191,7 +211,10 @@ TWICE = ["has the columns", "rename or remove one"]
     ("name", "content", "named"),
     [
         ("metadata.csv", b"x,y\n1,2\n", ["x, y", "--path-column"]),
-        ("metadata.csv", b"\xff\xfe\n", ["CSV"]),
+        ("metadata.csv", b"\xff\xfe\n", ["save it as UTF-8"]),
+        ("metadata.csv", b"path,caption\na,caf\xe9\n", ["save it as UTF-8"]),
+        ("metadata.csv", b'path,caption\na,b\nc,"d\ne,f\n', ["line 3", "double"]),
+        ("metadata.csv", b'path,caption\na,"b" c\n', ["line 2", "double"]),
         ("metadata.csv", b"path,text\na,b\n", ["no column mine", "--caption-column"]),
         ("metadata.csv", b"path,caption\na,a red, close\n", ["line 2 has more fields"]),
         ("metadata.csv", b"path,caption,caption\na.png,one,two\n", TWICE),

@@ -1,7 +1,9 @@
 """Finds the inputs of a folder, a table, tar files or a set, in an order by their names alone."""
 
+import codecs
 import csv
 import io
+import itertools
 import os
 import random
 import re
@@ -139,6 +141,8 @@ def table_items(
     except (OSError, ValueError, csv.Error, pa.ArrowException, RecursionError) as error:
         if isinstance(error, InputError):
             raise
+        if isinstance(error, UnicodeError):
+            raise InputError(f"{table}: is not UTF-8; save it as UTF-8") from error
         kind = table.suffix[1:].upper()
         raise InputError(f"{table}: cannot be read as {kind} ({short(error)}); fix it") from error
     names = list(dict.fromkeys(name for row in rows for name in row))
@@ -148,17 +152,19 @@ def table_items(
         require_column(table, names, CAPTION_COLUMNS, rule.column, "--caption-column")
     _require_once(table, names, (path, *captions))
     place = (root or table.parent).resolve()
+    folders = [place] if root else [place, place / "videos"]  # where FastVideo keeps them
 
     def find(name: str, row: Json) -> tuple[Source, list[str]]:
         if not name:
             raise UnusableError("row without a path")
         _require_media(name)
         words = rule.of_values(row.get(each) for each in captions)
-        if root is None and not (place / name).exists() and (place / "videos" / name).exists():
-            return checked_source(place / "videos", name), words  # as FastVideo keeps them
-        return checked_source(place, name), words
+        found = (each for each in folders if os.path.exists(each / name))
+        return checked_source(next(found, place), name), words
 
     def within(name: str) -> str:
+        slashed = name.replace("\\", "/")  # as Windows does not write it
+        name = slashed if os.path.exists(place / slashed) else name
         relative = os.path.relpath(name, place) if os.path.isabs(name) else ".."
         return name if relative.startswith("..") else relative
 
@@ -178,39 +184,58 @@ def _require_once(table: Path, names: Iterable[str], used: Iterable[str]) -> Non
             )
 
 
+def _lines(table: Path) -> Iterator[str]:
+    """The lines of a text in UTF-8, or in UTF-16 with a mark as Windows writes it."""
+    with table.open("rb") as file:
+        marked = file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    with table.open(encoding="utf-16" if marked else "utf-8-sig", newline="") as text:
+        yield from text
+
+
 def _csv_rows(table: Path, _: str | None, __: CaptionRule) -> Iterator[Json]:
-    before = csv.field_size_limit(2**24)
+    before, begun, lines = csv.field_size_limit(2**24), 1, _lines(table)
+    header = next(lines, "")
+    # Spreadsheets of languages with a decimal comma put semicolons between values.
+    delimiter = next((each for each in ";\t" if each in header and "," not in header), ",")
     try:
-        with table.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.DictReader(file)
-            fields = [name for name in reader.fieldnames or () if name]
-            _require_once(table, fields, fields)
-            for row in reader:
-                if None in row:
-                    raise InputError(
-                        f"{table}: line {reader.line_num} has more fields than the header; put "
-                        'values with commas in quotes, such as "a red flower, close up"'
-                    )
-                yield {name: value for name, value in row.items() if name}
+        reader = csv.DictReader(itertools.chain([header], lines), delimiter=delimiter, strict=True)
+        fields = [name for name in reader.fieldnames or () if name]
+        _require_once(table, fields, fields)
+        begun = reader.line_num + 1
+        for row in reader:
+            if None in row:
+                raise InputError(
+                    f"{table}: line {reader.line_num} has more fields than the header; put "
+                    'values with commas in quotes, such as "a red flower, close up"'
+                )
+            yield {name: value for name, value in row.items() if name}
+            begun = reader.line_num + 1
+    except csv.Error as error:  # such as a quote that would take in all rows behind it
+        raise InputError(
+            f"{table}: line {begun}: {error}; put values with quotes in quotes and double those "
+            'in them, as in "a ""red"" flower"'
+        ) from error
     finally:
         csv.field_size_limit(before)
 
 
 def _jsonl_rows(table: Path, _: str | None, __: CaptionRule) -> Iterator[Json]:
-    with table.open(encoding="utf-8-sig") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            row = parse_json(line, f"{table}: line {number}", "fix it", finite=False)
-            if not isinstance(row, dict):
-                raise InputError(f"{table}: line {number} is not a JSON object; fix it")
-            yield row
+    for number, line in enumerate(_lines(table), 1):
+        if not line.strip():
+            continue
+        row = parse_json(line, f"{table}: line {number}", "fix it", finite=False)
+        if not isinstance(row, dict):
+            raise InputError(f"{table}: line {number} is not a JSON object; fix it")
+        yield row
 
 
 def _json_rows(table: Path, _: str | None, __: CaptionRule) -> Iterator[Json]:
     rows = parse_json(table.read_bytes(), str(table), "fix it", finite=False)
-    if isinstance(rows, dict):  # captions by path, as diffusion-pipe's captions.json
-        rows = [{"path": path, "caption": caption} for path, caption in rows.items()]
+    if isinstance(rows, dict):  # captions by path: diffusion-pipe's captions.json, kohya's metadata
+        rows = [
+            {"path": path} | (held if isinstance(held, dict) else {"caption": held})
+            for path, held in rows.items()
+        ]
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise InputError(f"{table}: is no list of JSON objects, nor captions by path; fix it")
     yield from rows
@@ -219,8 +244,7 @@ def _json_rows(table: Path, _: str | None, __: CaptionRule) -> Iterator[Json]:
 def _list_rows(table: Path, _: str | None, __: CaptionRule) -> Iterator[Json]:
     texts = next(table.with_name(name) for name in _LISTS[0] if table.with_name(name).is_file())
     paths, captions = (  # not by splitlines, to which U+2028 in a caption ends a line
-        [line.rstrip("\n") for line in io.StringIO(path.read_text("utf-8-sig"))]
-        for path in (table, texts)
+        [line.rstrip("\r\n") for line in _lines(path)] for path in (table, texts)
     )
     if len(paths) != len(captions):
         raise InputError(
