@@ -199,10 +199,14 @@ def replacing(path: Path, mode: int = 0o666) -> Iterator[Path]:
     is that of `path`. It is removed if the content cannot be written. `mode` is of `os.open`.
     """
     unfinished = path.with_name(f".{secrets.token_hex(8)}{_UNFINISHED}{path.suffix}")
-    os.close(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode))
     try:
+        os.close(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode))
         yield unfinished
         unfinished.replace(path)
+    except OSError as error:
+        if error.filename in (None, str(unfinished)):  # that of a full disk has none
+            error.filename = str(path)
+        raise
     finally:
         unfinished.unlink(missing_ok=True)
 

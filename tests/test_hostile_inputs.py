@@ -459,6 +459,8 @@ def test_links_are_replaced_or_refused_and_never_followed(tmp_path):
     with pytest.raises(KeyError), replacing(link) as unfinished:
         raise KeyError
     assert link.read_text() == "new"
+    with pytest.raises(OSError, match=r"link\.json"), replacing(link):
+        os.write(os.open("/dev/full", os.O_RDWR), b"x")  # the error of a full disk names no file
     assert names_in(tmp_path) == ["fifo", "kept", "link.json"]
 
 

@@ -243,8 +243,8 @@ def save_weights(
     ) as scratch:
         unfinished = Path(scratch) / "transformer"
         unfinished.mkdir()
-        (unfinished / "config.json").write_text(described)
         try:
+            (unfinished / "config.json").write_text(described)
             for name, group in zip(names, groups, strict=True):
                 content: dict[str, np.ndarray] = {}
                 for tensor in group:
@@ -254,15 +254,15 @@ def save_weights(
                         content[tensor.key] = np.empty(tensor.stored_shape, target)
                     content[tensor.key][tensor.rows] = value
                 write_safetensors(unfinished / name, content, notes)
-        except safetensors.SafetensorError as error:
+            if count > 1:
+                weight_map = {t.key: name for name, g in zip(names, groups, strict=True) for t in g}
+                total = sum(math.prod(t.shape) for g in groups for t in g) * target.itemsize
+                index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+                (unfinished / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        except (OSError, safetensors.SafetensorError) as error:
             raise InputError(
                 f"{folder}: cannot be written ({error}); free disk space there"
             ) from error
-        if count > 1:
-            weight_map = {t.key: name for name, g in zip(names, groups, strict=True) for t in g}
-            total = sum(math.prod(t.shape) for g in groups for t in g) * target.itemsize
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            (unfinished / INDEX).write_text(json.dumps(index, indent=2) + "\n")
         unfinished.replace(folder)  # replaces an empty folder
     return [folder / name for name in names]
 

@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import os
 import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -115,6 +117,12 @@ def test_nothing_is_written_over_nor_left_by_a_failed_export(tmp_path, monkeypat
     def fail(*_, **__):
         raise KeyboardInterrupt
 
+    with monkeypatch.context() as patch:  # as on a full disk
+        patch.setattr(
+            Path, "write_text", lambda *_: os.write(os.open("/dev/full", os.O_RDWR), b"x")
+        )
+        with pytest.raises(InputError, match=r"out: cannot be written \(.*No space.*; free disk"):
+            save_weights(tmp_path / "out", params, config)
     monkeypatch.setattr(safetensors.numpy, "save_file", fail)
     with pytest.raises(KeyboardInterrupt):
         save_weights(tmp_path / "out", params, config)
