@@ -228,7 +228,7 @@ def _check_values(key: str, value: Any) -> None:
 
     Raises:
       InputError: a number is NaN or infinite, or a whole number beyond 64 bits, or an address holds
-        a password.
+        a password, or a folder has no name.
     """
     parts = value if isinstance(value, dict) else dict(enumerate(value))
     for name, part in parts.items():
@@ -237,6 +237,8 @@ def _check_values(key: str, value: Any) -> None:
             _check_values(place, part)
         elif isinstance(part, float) and not math.isfinite(part) and place not in _UNBOUNDED:
             raise InputError(f"{place} is {part}; give a finite number")
+        elif part == "" and name == "folder":  # of a variable of the shell that is not set
+            raise InputError(f"{place} is empty; name a folder")
         elif isinstance(part, str) and "\0" in part:
             raise InputError(f"{place} is {part!r}; remove the NUL character")
         elif isinstance(part, str) and without_secrets(part) != part:
@@ -396,6 +398,10 @@ class _Parser(ArgumentParser):
             return f"{files}: is empty or holds no sections; start from configs/digits.yaml"
         text = re.sub(r"Expected a typing\.Literal(\[[^\]]*\])", r"expected one of \1", text)
         text = re.sub(r"Expected a <class '(\w+)'>", r"expected \1", text)
+        text = re.sub(r"Expected a dot import path string: \S+", "expected dict", text)
+        union = r"Does not validate .* Errors: (- .*) Given value type: .*? Given value: "
+        text = re.sub(union, _alternatives, text)
+        text = re.sub(r"(?<=expected )\w+", lambda kind: _in_words(kind[0]), text, count=1)
         text = text.replace("Parser key", "key")
         if self.place:
             return f"{self.place}: {text}"
@@ -419,6 +425,21 @@ class _Parser(ArgumentParser):
         if not (near := difflib.get_close_matches(key, self.known_keys, n=1, cutoff=0.5)):
             return f"{place}: key {key} is unknown; `--help` lists all keys"
         return f"{place}: key {key} is unknown; did you mean {near[0]}?"
+
+
+_KINDS = {"int": "a whole number", "float": "a finite number", "str": "text, in quotes"}
+_KINDS |= {"bool": "true or false", "tuple": "a list", "dict": "its keys", "NoneType": "null"}
+"""Kinds of values as a user of YAML knows them."""
+
+
+def _in_words(kind: str) -> str:
+    return _KINDS.get(kind, kind)
+
+
+def _alternatives(union: re.Match[str]) -> str:
+    """What a value of several kinds may be, of jsonargparse's list of all that it is not."""
+    kinds = re.findall(r"- expected (.*?)(?=\.? Got value| - |$)", union[1])
+    return f"expected {' or '.join(map(_in_words, kinds))}. Got value: "
 
 
 def _reason_in_union(message: str) -> str:

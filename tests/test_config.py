@@ -100,6 +100,7 @@ def test_a_wrong_file_is_one_line(text, words, tmp_path):
         ("data.source", "[1]", "--data.source is '[1]'; give its keys"),
         ("data.source", "{", "--data.source is '{'; give its keys"),
         ("data.source", "3", "--data.source is '3'; give its keys"),
+        ("run.folder", "", "run.folder is empty; name a folder"),
     ],
 )
 def test_a_wrong_flag_is_one_line(key, value, words):
@@ -112,14 +113,18 @@ def test_what_is_required_is_named():
     assert refusal(flags) == "an item of a list on the command line lacks parameters; add it"
 
 
+FINITE = "expected a finite number"
+
+
 @pytest.mark.parametrize(
     ("section", "key", "value", "words"),
     [
-        ("model", "dim", "x", 'key "model.dim": expected int. Got value: x'),
-        ("model", "dim", "config", 'key "model.dim": expected int. Got value: config'),
+        ("model", "dim", "x", 'key "model.dim": expected a whole number. Got value: x'),
+        ("model", "dim", "config", 'key "model.dim": expected a whole number. Got value: config'),
         ("run", "stepz", "3", "key run.stepz is unknown; did you mean run.steps?"),
         ("experts", "x", "3", "key experts.x is unknown; did you mean experts?"),
-        ("experts", "boundary", "x", 'key "experts.boundary": expected float. Got value: x'),
+        ("experts", "boundary", "x", f'key "experts.boundary": {FINITE}. Got value: x'),
+        ("validation", "share", "nan", f'key "validation.share": {FINITE} or null. Got value: nan'),
     ],
 )
 def test_the_place_of_what_is_wrong_is_a_file_or_the_command_line(

@@ -182,9 +182,10 @@ def with_samples_of(found: Json, identity: Json) -> Json:
 def difference(theirs: object, ours: object, defaults: Mapping[str, object] | None = None) -> str:
     """Describes the first difference between two JSON values."""
     if isinstance(theirs, dict) and isinstance(ours, dict):
-        # The policy comes first because it determines the other keys; digests of the data and of
-        # its order come last because they follow from other differences.
-        priority = {"policy": -1, "samples": 1, "order": 1}
+        # What the config or the devices give comes first; the rest of a plan follows from it, and
+        # digests of the data and of its order from the rest.
+        first, last = dict.fromkeys(_OF_ANY_SAMPLES, -1), {"policy": -2, "samples": 1, "order": 1}
+        priority = first | last
         keys = sorted(theirs.keys() | ours.keys(), key=lambda key: (priority.get(key, 0), key))
         for key in keys:
             was, now = (side.get(key, (defaults or {}).get(key)) for side in (theirs, ours))
