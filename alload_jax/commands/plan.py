@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_costs(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--config", help="training config; flags override its planning section and model")
+    add("--config", help="training config; flags override its data, planning section and model")
     add(
         "--model",
         choices=model_names(),

@@ -80,6 +80,8 @@ class PlanRequest:
             self.remat = config.model.step_fields().get("remat", AUTO_REMAT)
             self.length = RunLength(config.run.epochs, config.run.steps or 0)
             self.fields = dict(vars(config.planning))
+            if options.workload is None and options.manifest is None:
+                options.manifest = config.data.folder
         self.patch_size = options.patch_size or self.patch_size
         if options.epochs:
             self.length = RunLength(options.epochs)
@@ -322,7 +324,10 @@ def plan_inputs(options: argparse.Namespace) -> PlanInputs:
     request.trained  # noqa: B018 - refuses flags that exclude each other before data are read
     packs = request.packs
     samples, source, paths = _samples(request, policy == AUTO or find_policy(policy).packed)
-    repeated = _repeated_samples(samples, paths)
+    listed = (options.manifest or "").endswith((".csv", ".parquet"))
+    # A data folder has several clips of one video.
+    listed = listed and not holds_samples(options.manifest)
+    repeated = _repeated_samples(samples, paths) if listed else ""
     weights = _weights_of_flags(options)
     if not weights and options.manifest and config is not None:
         weights = config.data.weights

@@ -15,6 +15,7 @@ import pytest
 from alload_jax.commands import plan_inputs
 from alload_jax.commands.plan import LABELS
 from alload_jax.config import read_config
+from alload_jax.data.store import StoreWriter
 from alload_jax.planning.cost import CostFile, MemoryModel, QuadraticCost, write_cost_file
 from alload_jax.planning.metrics import PlanMetrics
 
@@ -188,6 +189,16 @@ def test_a_sample_that_is_listed_twice_is_named(alload, folder):
     assert status == 0
     assert "1 sample has the path and the size of another one, such as row 2 and row 0" in err
     assert "(a.mp4)" in err
+
+
+def test_the_data_of_a_config_are_planned_and_clips_of_one_video_are_no_copies(alload, folder):
+    with StoreWriter(folder / "data", vae_stride=(1, 1, 1)) as writer:
+        for _ in range(2):
+            writer.add(np.zeros((1, 16, 16, 4)), np.zeros(1, int), (1, 16, 16), path="a.mp4")
+    planning = "policy: equal_tokens, m_mem: 100, ranks: 2"
+    status, out, err = alload("plan", *write_config(folder, planning, "in_channels: 4"))
+    assert (status, err) == (0, "")
+    assert "data: data, 2 samples" in out
 
 
 def test_weights_of_sources_are_planned_and_shown(alload, figures):
