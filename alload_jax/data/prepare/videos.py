@@ -450,6 +450,7 @@ def video_clips(
                 decoded = first_frame_at_times(container)
             aspect = stream.sample_aspect_ratio
             expected = float((stream.duration or 0) * (stream.time_base or 0))
+            expected = expected or _end_in_tags(stream)
         if (threshold := settings.cut_threshold) is not None:
             decoded = numbered_scenes(threshold, decoded)
         chosen: list[sources.Bucket] = []
@@ -474,6 +475,16 @@ def video_clips(
                     return
         if clips == 0:
             raise sources.UnusableError(f"too short: {longest} frames at the asked rate")
+
+
+def _end_in_tags(stream: av.VideoStream) -> float:
+    """Seconds of a stream of Matroska or WebM, whose end is a tag as 00:00:02.500; 0 for none."""
+    try:
+        hours, minutes, seconds = map(float, stream.metadata.get("DURATION", "").split(":"))
+    except ValueError:
+        return 0.0
+    begin = float((stream.start_time or 0) * (stream.time_base or 0))
+    return hours * 3600 + minutes * 60 + seconds - begin
 
 
 def _windows(
