@@ -207,10 +207,11 @@ def find_source(
         return find_run(place, weights, step)
     if not place.is_file() and not (place / "config.json").is_file():
         inner = place / "transformer"
-        near = f"; did you mean {inner}?" if (inner / "config.json").is_file() else ""
+        near = inner if (inner / "config.json").is_file() else restore.run_around(place)
         raise InputError(
             f"{place}: is neither a run folder of train.py (config.yaml) nor a transformer folder "
-            f"of diffusers (config.json), nor a file of weights{near or '; name one of them'}"
+            "of diffusers (config.json), nor a file of weights; "
+            f"{f'did you mean {near}?' if near else 'name one of them'}"
         )
     for flag, value in (("--weights", weights), ("--step", step)):
         if value is not None:

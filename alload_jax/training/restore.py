@@ -244,6 +244,8 @@ def described_model(place: Path) -> ModelConfig | None:
     inner = place / "transformer"
     if not (place / "config.json").is_file() and (inner / "config.json").is_file():
         raise InputError(f"{place}: is a whole pipeline; did you mean {inner}?")
+    if run := run_around(place):
+        raise InputError(f"{place}: is a part of a run; did you mean {run}, its newest step?")
     if place.is_file():
         with Checkpoint(place) as checkpoint:
             shapes = {key: checkpoint.header_of(key)[0] for key in checkpoint.keys}
@@ -262,6 +264,11 @@ def described_model(place: Path) -> ModelConfig | None:
 def is_run(place: str | Path) -> bool:
     """Returns whether a path is a run folder with checkpoints."""
     return (Path(place) / CHECKPOINTS).is_dir()
+
+
+def run_around(place: Path) -> Path | None:
+    """The run folder of a path that is its folder of checkpoints, or one of these."""
+    return next((p.parent for p in (place, place.parent) if p.name == CHECKPOINTS), None)
 
 
 def _of_run(

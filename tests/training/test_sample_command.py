@@ -28,7 +28,7 @@ from alload_jax.planning.settings import PlanningConfig
 from alload_jax.sampling import flow
 from alload_jax.sampling.config import SamplingConfig
 from alload_jax.sampling.encoders import read_embeddings
-from alload_jax.training.restore import one_device_mesh
+from alload_jax.training.restore import described_model, one_device_mesh
 
 T2V, I2V = WEIGHTS, WEIGHTS.parents[1] / "i2v" / "transformer"
 STILL = ["--frames", 1, "--height", 8, "--width", 8, "--steps", 2]
@@ -428,6 +428,10 @@ def test_invalid_checkpoints_are_refused(refused, text_run, tmp_path):
     refuse("none: is neither a run folder", "none")
     refuse("did you mean pipeline/transformer?", "pipeline")
     run = shutil.copytree(text_run[0], tmp_path / "run")
+    for part in (run / "checkpoints", next((run / "checkpoints").iterdir())):
+        refuse(f"did you mean {run}?", part)
+        with pytest.raises(InputError, match=f"did you mean {run}, its newest step"):
+            described_model(part)
     for path in (run / "checkpoints" / "7" / "state").rglob("*"):
         if path.is_file() and path.stat().st_size > 2000:
             path.write_bytes(path.read_bytes()[:1000])
