@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from jsonargparse import ArgumentParser, Namespace
 
-from alload_jax.errors import InputError, without_secrets
+from alload_jax.errors import VALUE_KINDS, InputError, without_secrets
 from alload_jax.files import parse_yaml, read_text
 from alload_jax.registry import Registry
 
@@ -401,7 +401,9 @@ class _Parser(ArgumentParser):
         text = re.sub(r"Expected a dot import path string: \S+", "expected dict", text)
         union = r"Does not validate .* Errors: (- .*) Given value type: .*? Given value: "
         text = re.sub(union, _alternatives, text)
-        text = re.sub(r"(?<=expected )\w+", lambda kind: _in_words(kind[0]), text, count=1)
+        text = re.sub(
+            r"(?<=expected )\w+", lambda kind: VALUE_KINDS.get(kind[0], kind[0]), text, count=1
+        )
         text = text.replace("Parser key", "key")
         if self.place:
             return f"{self.place}: {text}"
@@ -427,19 +429,10 @@ class _Parser(ArgumentParser):
         return f"{place}: key {key} is unknown; did you mean {near[0]}?"
 
 
-_KINDS = {"int": "a whole number", "float": "a finite number", "str": "text, in quotes"}
-_KINDS |= {"bool": "true or false", "tuple": "a list", "dict": "its keys", "NoneType": "null"}
-"""Kinds of values as a user of YAML knows them."""
-
-
-def _in_words(kind: str) -> str:
-    return _KINDS.get(kind, kind)
-
-
 def _alternatives(union: re.Match[str]) -> str:
     """What a value of several kinds may be, of jsonargparse's list of all that it is not."""
     kinds = re.findall(r"- expected (.*?)(?=\.? Got value| - |$)", union[1])
-    return f"expected {' or '.join(map(_in_words, kinds))}. Got value: "
+    return f"expected {' or '.join(VALUE_KINDS.get(each, each) for each in kinds)}. Got value: "
 
 
 def _reason_in_union(message: str) -> str:

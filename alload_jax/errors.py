@@ -90,6 +90,11 @@ def require_positive_value(
         raise InputError(f"{name} is {value}; it must be {bound}{otherwise}")
 
 
+VALUE_KINDS = {"int": "a whole number", "float": "a finite number", "str": "text, in quotes"}
+VALUE_KINDS |= {"bool": "true or false", "tuple": "a list", "dict": "its keys", "NoneType": "null"}
+"""Kinds of values, by their names in Python, as a user of YAML knows them."""
+
+
 def print_stderr(line: object) -> None:
     """Prints a line where warnings and errors go, at once."""
     print(line, file=sys.stderr, flush=True)

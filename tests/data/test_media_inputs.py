@@ -185,6 +185,13 @@ def test_tables_list_media(media, tmp_path, table, names, flags):
         assert part in reason
 
 
+def test_a_table_of_a_folder_below_is_named_as_not_read(media):
+    picture(media / "train/a.png")
+    (media / "train/metadata.jsonl").write_text('{"file_name": "a.png", "text": "a cat"}')
+    assert captions(find_items(media))["train/a.png"] is None
+    assert "table of a folder below" in reasons(find_items(media))["train/metadata.jsonl"]
+
+
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
 @pytest.mark.parametrize(
     ("name", "content"),

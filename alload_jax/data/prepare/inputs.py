@@ -43,7 +43,7 @@ from alload_jax.data.prepare.sources import (
     suffix_of,
 )
 from alload_jax.data.selection import SourceWeight
-from alload_jax.errors import InputError
+from alload_jax.errors import VALUE_KINDS, InputError
 from alload_jax.files import Json, parse_json, parse_yaml, read_text, replacing, require_regular
 
 _SILENT = frozenset(
@@ -72,6 +72,10 @@ def folder_items(folder: Path, rule: CaptionRule) -> list[Item]:
     def find(name: str) -> tuple[Source, list[str]]:
         if suffix_of(name) not in MEDIA and (root / name).is_dir():
             raise UnusableError("link to a folder, which is not followed")
+        if is_lower_table(name):
+            raise UnusableError(
+                "table of a folder below, not read; prepare that or list it in a set"
+            )
         _require_media(name)
         source = checked_source(root, name)
         if (text := texts.of(name)) is None:
@@ -85,10 +89,14 @@ def folder_items(folder: Path, rule: CaptionRule) -> list[Item]:
             raise UnusableError(f"its caption {readable_name(text)}: {error}") from error
         return source, rule.of_sidecar(data, suffix_of(text))
 
+    def is_lower_table(name: str) -> bool:
+        folder, _, last = name.rpartition("/")
+        return bool(folder) and last in TABLE_NAMES
+
     return [
         _item(readable_name(name), partial(find, name))
         for name in found
-        if suffix_of(name) in MEDIA or suffix_of(name) not in _SILENT
+        if suffix_of(name) in MEDIA or suffix_of(name) not in _SILENT or is_lower_table(name)
     ]
 
 
@@ -626,6 +634,6 @@ def _checked(kind: type, given: dict[str, object]) -> dict[str, typing.Any]:
         else:
             good = type(value) in kinds or (float in kinds and type(value) is int)
         if not good:
-            words = " or ".join(each.__name__ for each in kinds if each is not type(None))
+            words = " or ".join(VALUE_KINDS[each.__name__] for each in kinds)
             raise InputError(f"{name} is {value!r}; give {words}")
     return found
