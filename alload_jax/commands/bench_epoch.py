@@ -11,7 +11,7 @@ import yaml
 from rich.table import Table
 
 from alload_jax.bench.harness import Record, gigabytes, measured, table_of
-from alload_jax.commands.flags import ABOVE_0, COUNT, require_picture, require_place
+from alload_jax.commands.flags import ABOVE_0, COUNT, require_named, require_place
 from alload_jax.config_parser import read_yaml
 from alload_jax.errors import InputError
 from alload_jax.files import Json
@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
     """Measures each case in a process of its own, prints a table and writes JSON."""
     require_place(_COMMAND, "--out", Path(options.out))
     if options.picture:
-        require_picture(_COMMAND, "--picture", options.picture)
+        require_named(_COMMAND, "--picture", options.picture)
     cases = _cases(options.cases, options.only)
     from alload_jax.config import read_config  # imports JAX
 

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from alload_jax.bench.harness import console
 from alload_jax.commands.flags import (
-    require_picture,
+    require_named,
     require_place,
     source_config,
     triple,
@@ -214,7 +214,7 @@ def _show(options: argparse.Namespace) -> int:
     if options.samples is not None and not options.sheet:
         raise InputError("alload data: --samples needs --sheet FILE; add it")
     if options.sheet:
-        require_picture("alload data", "--sheet", Path(options.sheet))
+        require_named("alload data", "--sheet", Path(options.sheet))
         if Path(options.sheet).exists() and not options.force:
             raise InputError(
                 f"alload data: --sheet {options.sheet}: exists already; give --force to replace "

@@ -280,10 +280,10 @@ def require_place(command: str, flag: str, path: Path) -> None:
         path.unlink()
 
 
-def require_picture(command: str, flag: str, path: Path) -> None:
-    """Raises InputError unless the path can be written as a PNG."""
-    if path.suffix.lower() != ".png":
-        raise InputError(f"{command}: {flag} {path}: is not named .png; rename it")
+def require_named(command: str, flag: str, path: Path, suffix: str = ".png") -> None:
+    """Raises InputError unless the path can be written as a file of a suffix."""
+    if path.suffix.lower() != suffix:
+        raise InputError(f"{command}: {flag} {path}: is not named {suffix}; rename it")
     require_place(command, flag, path)
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from alload_jax.commands import add_command
-from alload_jax.commands.flags import add_settings, require_package, require_place, up_to
+from alload_jax.commands.flags import add_settings, require_named, require_package, up_to
 from alload_jax.data.datasets import DATASETS
 from alload_jax.data.manifest import MANIFEST_NAME, caption_counts, read_manifest
 from alload_jax.data.prepare import inputs, work_folder
@@ -74,7 +74,8 @@ def _add_media_arguments(parser: argparse.ArgumentParser) -> None:
     add("--media-root", type=Path, help="folder that a table's paths are relative to; default: "
         "the table's")  # fmt: skip
     add("--caption-column", help="column or JSON key of captions; default: found by its name")
-    special: dict[str, Json] = {"captions": {"choices": ["one", "all"]}, "area": {"nargs": "+"}}
+    special: dict[str, Json] = {"captions": {"choices": ["one", "all"]}}
+    special["area"] = {"nargs": "+", "action": "extend"}
     add_settings(parser, MediaSettings, special=special)
     add("--workers", type=up_to(_MOST_WORKERS), help="processes that decode; encoders with weights "
         "run in one for each GPU; default 1, with --engine ray one for each CPU of it")  # fmt: skip
@@ -172,7 +173,7 @@ def _check_places(options: argparse.Namespace) -> None:
             )
     if options.report:
         report = Path(options.report)
-        require_place("alload prepare media", "--report", report)
+        require_named("alload prepare media", "--report", report, ".parquet")
         if report.is_file() and report.stat().st_size and not is_skipped_list(report):
             raise InputError(
                 f"alload prepare media: --report {report}: is another file, which would be lost; "

@@ -270,17 +270,19 @@ def test_latents_of_several_frames_unfold_to_the_frames(media, tmp_path, per_lat
         np.testing.assert_array_equal(unfold_frames(folded, per_latent), frames)
 
 
-def test_places_that_make_no_sense_are_refused(media, tmp_path, refused):
+def test_places_that_make_no_sense_are_refused(media, tmp_path, refused, alload):
     pq.write_table(pa.table({"path": ["a.png"], "caption": ["a"]}), media / "mine.parquet")
     before = contents(media)
     for flags, named in (
         (["--out", tmp_path / "out", "--report", media / "mine.parquet"], "would be lost"),
         (["--out", media / "out"], "lies in the input folder"),
         (["--out", "s3://bucket/out"], "--out is s3://bucket/out, no folder of this machine"),
-        (["--out", tmp_path / "out", "--report", tmp_path / "none" / "list"], "--report"),
-        (["--out", tmp_path / "out", "--report", media / "clip 0.txt"], "would be lost"),
+        (["--out", tmp_path / "out", "--report", tmp_path / "none" / "x.parquet"], "folder"),
+        (["--out", tmp_path / "out", "--report", media / "clip 0.txt"], "is not named .parquet"),
     ):
         refused(named, "prepare", "media", media, *flags, *FLAGS)
+    status, _, err = alload("prepare", "media", media, "--out", "out", "--area", "63x63", *FLAGS)
+    assert (status, "--area 63x63" in err) == (2, True)  # beside that of FLAGS
     assert contents(media) == before
 
 
