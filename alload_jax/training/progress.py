@@ -34,8 +34,9 @@ class ProgressBar:
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[note]}"),
                 TimeElapsedColumn(),
-                TextColumn("left"),
+                TextColumn("·"),
                 TimeRemainingColumn(),
+                TextColumn("left"),
                 console=self._console,
             )
             self._task = self._live.add_task(title, total=total, completed=done, note="")
