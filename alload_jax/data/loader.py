@@ -3,6 +3,7 @@
 Storage that is slow is waited for; a step is on the devices while the one before it trains.
 """
 
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +21,7 @@ from alload_jax.data.collate import HostStep
 from alload_jax.data.sources import SampleReader, SampleSource
 from alload_jax.data.store import BadRecordError
 from alload_jax.distributed.cluster import Cluster, Consensus, Decision
-from alload_jax.errors import require_fields, require_positive
+from alload_jax.errors import InputError, print_stderr, require_fields, require_positive
 from alload_jax.planning.epoch import Step, WindowContent
 from alload_jax.planning.plan import Plan
 from alload_jax.processes import allow_workers, follow_parent, waits
@@ -109,13 +110,19 @@ class StepLoader(Iterator[HostStep], AbstractContextManager["StepLoader"]):
         config: LoaderConfig,
     ):
         """Begins to read the plan's steps of these numbers, which are consecutive."""
+        self._plan, self._numbers, self._collate, self._config = plan, numbers, collate, config
+        self._began_again = -1
+        self._iterator: Any = self._begin()
+
+    def _begin(self) -> Any:
         import grain  # where it reads: `train.py --help` needs the config alone
 
+        config = self._config
         reading = grain.ReadOptions(
             num_threads=config.threads, prefetch_buffer_size=config.read_ahead
         )
-        steps = grain.MapDataset.range(numbers.start, numbers.stop).map(plan.step)
-        dataset = steps.map(collate).to_iter_dataset(reading)
+        steps = grain.MapDataset.range(self._numbers.start, self._numbers.stop)
+        dataset = steps.map(self._plan.step).map(self._collate).to_iter_dataset(reading)
         if config.processes:
             allow_workers()
             dataset = dataset.mp_prefetch(
@@ -124,12 +131,35 @@ class StepLoader(Iterator[HostStep], AbstractContextManager["StepLoader"]):
                 ),
                 worker_init_fn=_start_worker,
             )
-        self._iterator: Any = iter(dataset)
-        self._iterator.start_prefetch()
+        iterator = iter(dataset)
+        iterator.start_prefetch()
+        return iterator
 
     @override
     def __next__(self) -> HostStep:
-        return next(self._iterator)
+        """The next step; a worker process that was killed is replaced.
+
+        Raises:
+          InputError: its replacement was killed before it gave a step.
+        """
+        try:
+            step = next(self._iterator)
+        except RuntimeError as error:
+            if not (found := re.search(r"Worker process .*(exit code -?\d+)", str(error))):
+                raise
+            self.close()
+            number = self._numbers.start
+            killed = f"a process of data.loader was killed before step {number + 1} ({found[1]})"
+            if self._began_again == number:
+                raise InputError(
+                    f"{killed}, and again; where the host's memory is full, lower "
+                    "data.loader.processes or data.loader.read_ahead"
+                ) from error
+            print_stderr(f"warning: {killed}; the loader begins again there")
+            self._began_again, self._iterator = number, self._begin()
+            return next(self)
+        self._numbers = self._numbers[1:]
+        return step
 
     @override
     def __exit__(self, *_: object) -> None:

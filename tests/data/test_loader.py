@@ -1,6 +1,7 @@
 """Steps that are read ahead, again where reading fails, and placed on the devices ahead."""
 
 import copy
+import multiprocessing
 import threading
 from types import SimpleNamespace
 
@@ -84,6 +85,35 @@ def test_worker_processes_give_the_same_steps(store):
     stop = plan.steps_per_epoch + 2
     found, expected = (load(plan, collate, 1, stop, processes=number) for number in (1, 0))
     assert_equal_steps(found, expected)
+
+
+@pytest.mark.slow
+def test_a_worker_that_was_killed_is_replaced_and_no_step_is_lost(store, capsys):
+    """As by the kernel where memory is full, or by Ctrl-C while it starts."""
+    manifest = read_manifest(store)
+    plan, collation = plan_over(manifest), BucketedCollation(manifest, classes(2))
+    collate, stop = Collator(StoreReader(manifest), frozenset(), collation), 9
+    config = LoaderConfig(processes=1, read_ahead=1)
+    with StepLoader(plan, range(1, stop), collate, config) as loader:
+        found = [next(loader)]
+        for worker in multiprocessing.active_children():
+            worker.kill()
+        found += loader
+        assert_equal_steps(found, load(plan, collate, 1, stop))
+    assert "of data.loader was killed before step" in capsys.readouterr().err
+
+
+def test_a_worker_that_is_killed_again_ends_the_run(plan, collate, monkeypatch):
+    class Killed:
+        def __next__(self):
+            raise RuntimeError("Worker process was terminated unexpectedly with exit code -9. See")
+
+        def close(self):
+            """Nothing is open."""
+
+    monkeypatch.setattr(StepLoader, "_begin", lambda _: Killed())
+    with pytest.raises(InputError, match=r"before step 3 \(exit code -9\), and again; .* lower"):
+        load(plan, collate, 2, 9)
 
 
 def test_impossible_settings_are_refused():
