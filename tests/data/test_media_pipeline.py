@@ -8,6 +8,7 @@ import signal
 import time
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -129,6 +130,19 @@ def test_folders_of_others_or_of_another_run_are_left_alone(media, tmp_path):
     (tmp_path / "together").mkdir()  # which is empty
     prepare(media, tmp_path / "together", on_files=second)
     assert refusals
+
+
+def test_a_killed_worker_ends_the_command_in_one_line(media, tmp_path):
+    """An `Event` that says stop would wait for all that wait for it, also for the killed one."""
+    start, held = hold(tmp_path, media, tmp_path / "out", "--workers", "2")
+    with start(2) as begun:
+        children = Path(f"/proc/{begun.pid}/task/{begun.pid}/children").read_text().split()
+        workers = [n for n in children if "spawn_main" in Path(f"/proc/{n}/cmdline").read_text()]
+        os.kill(int(workers[-1]), signal.SIGKILL)
+        held.unlink()
+        _, err = begun.communicate(timeout=PATIENCE)
+    assert (begun.returncode, err.count("\n")) == (2, 1)
+    assert "a worker process ended at one of the shards" in err
 
 
 def test_a_new_run_waits_for_the_workers_of_a_killed_one(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Prepares a data folder from media, shard by shard, in one process or in several."""
 
+import ctypes
 import multiprocessing
 import os
 import shutil
@@ -12,7 +13,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
-from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import IO
 
@@ -177,7 +177,8 @@ def _in_processes(
         if job.has_weights:
             processes = stack.enter_context(encoding_processes(job, context))
             jobs = [replace(job, remote=each) for each in processes]
-        stop = context.Event()
+        # An Event's `set` waits for all that wait for it, for ever where one of them was killed.
+        stop = context.RawValue(ctypes.c_bool, False)
         pool = ProcessPoolExecutor(workers, context, _start_worker, (jobs, stop))
         running: dict[Future[str | None], int] = {}
 
@@ -195,34 +196,38 @@ def _in_processes(
             ) from error
         finally:
             with deferred_interrupts():
-                stop.set()
+                stop.value = True
                 pool.shutdown(wait=True, cancel_futures=True)
 
 
-_workers: list[tuple[list[Job], Event, IO[str]]] = []
-"""Of a worker process: its jobs, what tells it to stop, and a mark, open as long as it lives."""
+_workers: list[tuple[list[Job], Callable[[], bool], IO[str]]] = []
+"""Of a worker process: its jobs, whether it has to stop, and a mark, open as long as it lives."""
 
 
-def _start_worker(jobs: list[Job], stop: Event) -> None:
-    _workers.append((jobs, stop, work_folder.join_workers(jobs[0].out)))
+def _start_worker(jobs: list[Job], stop: ctypes.c_bool) -> None:
+    def is_stopped() -> bool:
+        return stop.value
+
+    _workers.append((jobs, is_stopped, work_folder.join_workers(jobs[0].out)))
     follow_parent()  # it would wait for work forever
-    threading.Thread(target=_end_in_time, args=(stop,), daemon=True).start()
+    threading.Thread(target=_end_in_time, args=(is_stopped,), daemon=True).start()
 
 
-def _end_in_time(stop: Event) -> None:
+def _end_in_time(is_stopped: Callable[[], bool]) -> None:
     """Ends this process soon after the first one says stop: an encoder would go on for minutes."""
-    stop.wait()
+    while not is_stopped():
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
     time.sleep(_SECONDS_TO_STOP)
     os._exit(1)
 
 
 def _work(number: int, items: Sequence[Item]) -> None:
-    jobs, stop, _ = _workers[0]
+    jobs, is_stopped, _ = _workers[0]
     job = jobs[number % len(jobs)]
     try:
-        prepare_unit(job, number, items, stop.is_set, work_folder.progress_note(job.out, number))
+        prepare_unit(job, number, items, is_stopped, work_folder.progress_note(job.out, number))
     except KeyboardInterrupt:
-        if not stop.is_set():
+        if not is_stopped():
             raise
 
 
