@@ -399,9 +399,11 @@ def number_repetitions(plan: EpochPlan) -> np.ndarray:
       [P] int64; the parts of a split sample have the same number.
     """
     work, tokens = plan.micro_batch_of_part(), plan.part_tokens()
-    order = np.lexsort((plan.part_offsets(), work, plan.sample))
+    whole = ~plan.packing.is_split if plan.packing else np.ones(len(work), bool)
+    order = np.lexsort((plan.part_offsets(), work, whole, plan.sample))
     sample = plan.sample[order]
-    # In this order the parts of one time lie side by side, and their tokens sum to the sample's.
+    # In this order, split times before whole ones, the parts of one time lie side by side, and
+    # their tokens sum to the sample's.
     opens = np.r_[True, sample[1:] != sample[:-1]]
     before = np.cumsum(tokens[order]) - tokens[order]
     found = np.empty_like(order)

@@ -9,7 +9,7 @@ from math import ceil, floor
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from planning_cases import MODES, cases, examples, manifests, of_lengths, of_shapes, refused
 
@@ -373,6 +373,11 @@ def has_shapes_that_are_known_from_the_start(plan, epochs):
         assert set(zip(epoch.rows.tolist(), epoch.padded_len.tolist(), strict=True)) <= known
 
 
+_TWICE = weighted([36, 17, 10], [1, 1, 2]), Balanced(36, COSTS[0], max_segments=8, context=2)
+
+
+# The last sample is split once, and whole once beside its first part: that was torn.
+@example(Plan(*_TWICE, RankTopology(4), seed=0), 0)
 @given(plans(), st.integers(0, 60))
 @examples(30)
 def test_every_plan_of_weighted_samples_keeps_its_promises(plan, index):
