@@ -144,6 +144,17 @@ def test_the_tokens_of_a_row_are_as_good_as_any(seed):
     assert rate(plan) >= 0.98 * best
 
 
+@pytest.mark.parametrize("seed", [19, 71])
+def test_no_epoch_of_few_samples_takes_a_step_more_by_chance(seed):
+    """Rows that all samples of the first epoch just fit into took half as long again in others."""
+    lengths, ranks, m_mem = drawn_case(seed)
+    plan = make_plan(
+        PlanningConfig("balanced", m_mem=m_mem), of_lengths(*lengths.tolist()), ranks, 7, COSTS
+    )
+    times = [makespan(plan.epoch(number), COSTS.quadratic) for number in range(8)]
+    assert max(times) < 1.05 * min(times)
+
+
 @pytest.mark.parametrize("giants", [1, 4])
 def test_context_and_row_are_chosen_together(giants):
     rng = np.random.default_rng(giants - 1)

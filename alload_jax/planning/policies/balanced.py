@@ -12,7 +12,7 @@ from typing_extensions import override
 from alload_jax.errors import InputError, require_fields, require_positive
 from alload_jax.planning.cost import CostFile, CostModel, empty_row_cost, marginal_cost
 from alload_jax.planning.epoch import EpochPlan, RowShape
-from alload_jax.planning.policies.filling import WindowPlanner
+from alload_jax.planning.policies.filling import ATTEMPTS, WindowPlanner
 from alload_jax.planning.policies.grouping import SampleBounds
 from alload_jax.planning.policies.packed import (
     PackedEpochBuilder,
@@ -21,7 +21,7 @@ from alload_jax.planning.policies.packed import (
     row_shape,
     slots_for,
 )
-from alload_jax.planning.policies.policy import MOST, Policy, RankTopology, predicted_time
+from alload_jax.planning.policies.policy import MOST, Policy, RankTopology, makespan
 from alload_jax.planning.policies.splitting import SplitRule, allowed_split_sizes
 from alload_jax.planning.samples import Samples
 
@@ -168,9 +168,14 @@ class Balanced(Policy):
 
     @override
     def plan_epoch(
-        self, samples: Samples, topology: RankTopology, rng: np.random.Generator
+        self,
+        samples: Samples,
+        topology: RankTopology,
+        rng: np.random.Generator,
+        attempts: int = ATTEMPTS,
     ) -> EpochPlan:
-        planner = self.window_planner(samples, topology, rng)
+        """See `Policy.plan_epoch`; for `attempts`, `WindowPlanner`."""
+        planner = replace(self.window_planner(samples, topology, rng), attempts=attempts)
         footprint = planner.shape.footprint(samples.seq_len)
         epoch = PackedEpochBuilder(planner.shape, topology, samples.seq_len)
         epoch.place(samples.shuffled(rng), footprint, planner.window_tokens, planner.place)
@@ -270,7 +275,7 @@ class Balanced(Policy):
     def _window_steps(self, footprint: np.ndarray, step_tokens: float) -> int:
         """Steps of a window: the look-ahead, or more to hold enough samples; at most an epoch's."""
         per_step = max(1.0, step_tokens / float(footprint.mean()))
-        epoch = int(footprint.sum() // step_tokens)
+        epoch = int(np.ceil(footprint.sum() / step_tokens))
         return max(1, min(epoch, max(self.look_ahead, int(np.ceil(_FEWEST_SAMPLES / per_step)))))
 
     def _rule(
@@ -318,6 +323,9 @@ class Balanced(Policy):
         return replace(rule, segments=min(segments, fit + _EXTRA_SAMPLES))
 
 
+_EPOCHS, _TRIAL_ATTEMPTS = 4, 2
+"""Epochs of few samples that are planned with each row, and attempts at their ends: fewer than a
+plan makes, which so succeeds in all epochs, and not by chance in the first alone."""
 _MOST_SEARCHED, _FEWEST_RANKS = 4_000, 8
 """Samples of the epochs that are tried, and ranks to which those of a larger data set shrink."""
 _STEP, _COARSE = 1.01, 8
@@ -372,16 +380,24 @@ class RowTrials:
             samples = Samples(samples.shape[drawn], samples.seq_len[drawn])
             topology = RankTopology(ranks, micro_batches_per_step=topology.micro_batches_per_step)
         self.policy, self.samples, self.topology = policy, samples, topology
+        self._epochs = max(1, min(_EPOCHS, _MOST_SEARCHED // len(samples)))
 
-    def time(self, tokens: int, slots: int) -> float:
-        """Predicted time of all ranks for a token, with rows of so many tokens and slots."""
+    def time(self, tokens: int, slots: int, most: float = np.inf) -> float:
+        """`time_of` rows of so many tokens and slots."""
         slots = self.policy.max_segments or slots
-        return self.time_of(replace(self.policy, row_tokens=tokens, max_segments=slots))
+        return self.time_of(replace(self.policy, row_tokens=tokens, max_segments=slots), most)
 
-    def time_of(self, policy: Balanced) -> float:
-        """Predicted time of all ranks for a token."""
-        time = predicted_time(policy, self.samples, self.topology, policy.cost)
-        return self._per_token * time
+    def time_of(self, policy: Balanced, most: float = np.inf) -> float:
+        """Predicted time of all ranks for a token, in epochs until their mean is over `most`."""
+        total, mean = 0.0, 0.0
+        for epoch in range(self._epochs):
+            rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([0, epoch])))
+            plan = policy.plan_epoch(self.samples, self.topology, rng, _TRIAL_ATTEMPTS)
+            total += makespan(plan, policy.cost)
+            mean = self._per_token * total / (epoch + 1)
+            if mean > most:
+                break
+        return mean
 
     @property
     def _per_token(self) -> float:
@@ -414,7 +430,9 @@ class RowTrials:
             for place in sorted(places, key=lambda place: float(bound[place])):
                 if trials and np.isinf(times[place]) and bound[place] < min(below, times.min()):
                     slots = slots_for(self.samples, int(values[place]), _AMPLE)
-                    times[place] = float(price[place]) * self.time(int(values[place]), slots)
+                    most = min(below, times.min()) / float(price[place])
+                    time = self.time(int(values[place]), slots, most)
+                    times[place] = float(price[place]) * time
                     trials -= 1
 
         try_out({*range(0, len(values), _COARSE), len(values) - 1}, trials)
@@ -433,7 +451,10 @@ class RowTrials:
         tried = sorted({slots_for(self.samples, tokens, factor) for factor in _SLOT_FACTORS_TRIED})
         times = [self.time(tokens, slots) for slots in tried]
         enough = [n for n, time in enumerate(times) if time <= (1 + _WORTH_OF_SLOTS) * min(times)]
-        return tried[enough[0]]
+        slots, time = tried[enough[0]], times[enough[0]]
+        while self._epochs > 1 and slots > 1 and self.time(tokens, slots - 1, time) <= time:
+            slots -= 1
+        return slots
 
     def _candidates(self, footprint: np.ndarray, least: int, most: int) -> np.ndarray:
         """[K] int64, ascending: T evenly on a logarithmic scale, and sums of common lengths.

@@ -22,6 +22,7 @@ from alload_jax.planning.policies.packed import (
 from alload_jax.planning.policies.splitting import (
     UNPLACED,
     Bins,
+    Need,
     SplitRegions,
     SplitRule,
     assign_greedily,
@@ -34,6 +35,10 @@ FIRST_FIT = "first_fit_decreasing"
 STRATEGIES = ("cost_per_token", FIRST_FIT, "longest_processing_time")
 """Ways to fill rows; a window takes the one whose steps take least time for their work. Only the
 first splits samples and keeps an M_comp."""
+_NEEDS: dict[str, Need] = {"longest_processing_time": "cost"}
+ATTEMPTS = 32
+"""To place an epoch's end, over its steps: if there are few, one step more would take much longer.
+Every other attempt fills rows by free tokens, which more often leaves no sample over."""
 _CLOSE, _RETRY = 0.02, 8
 """A strategy that was this much slower is tried again only in every eighth window."""
 _SHORT_MARGIN = 1.1
@@ -95,6 +100,7 @@ class WindowPlanner:
       step_tokens: that a step holds on average.
       steps: of a window.
       rng: generator of the choice among rows and of the order of groups within a step.
+      attempts: most times that an epoch's end is placed, of which the fastest is taken.
     """
 
     seq_len: np.ndarray
@@ -109,6 +115,7 @@ class WindowPlanner:
     step_tokens: float
     steps: int
     rng: np.random.Generator
+    attempts: int = ATTEMPTS
     _windows: int = 0
     _efficiency: dict[str, float] = field(default_factory=dict)
 
@@ -182,23 +189,30 @@ class WindowPlanner:
             return self._grouped(window, self._filled(window, strategy, steps))
         # One step more at first; where much is missing, soon many more. Even with a row for each
         # sample, more steps than samples would not help.
-        more, attempt, most = 0, 0, len(window.sample)
+        more, growth, most = 0, 0, len(window.sample)
         while True:
-            rows = self._filled(window, strategy, int(np.ceil(wanted)) + more)
-            missing = rows.group == UNPLACED
-            if not missing.any():
-                return self._grouped(window, rows)
+            steps = int(np.ceil(wanted)) + more
+            found: list[_Candidate] = []
+            for attempt in range(max(1, min(self.attempts, ATTEMPTS // steps))):
+                rows = self._filled(window, strategy, steps, "free_tokens" if attempt % 2 else None)
+                missing = rows.group == UNPLACED
+                if not missing.any():
+                    found.append(self._grouped(window, rows))
+            if found:
+                return max(found, key=lambda each: each.efficiency)
             if more == most:
                 break
-            attempt += 1
-            more = min(most, int(_GROWTH**attempt))
+            growth += 1
+            more = min(most, int(_GROWTH**growth))
         raise InputError(
             f"policy balanced: no row has room for a sample of {window.footprint[missing].max()} "
             "tokens; raise planning.m_mem or planning.m_comp"
         )
 
-    def _filled(self, window: Window, strategy: str, steps: int) -> FilledRows:
-        """Samples to groups' split regions, the others to ranks' rows."""
+    def _filled(
+        self, window: Window, strategy: str, steps: int, need: Need | None = None
+    ) -> FilledRows:
+        """Samples to groups' split regions, the others to ranks' rows, by the strategy's need."""
         context, weight = self.rule.context, self.weights[window.sample]
         if strategy == FIRST_FIT:  # without regard to the cost of rows
             row, rows = first_fit_decreasing(window.footprint, self.shape)
@@ -219,7 +233,8 @@ class WindowPlanner:
             free_slots=np.full(len(region_tokens), self.shape.segments),
             max_load=max_load,
         )
-        row = self._assign_whole(window, weight, whole, bins, strategy)
+        need = need or _NEEDS.get(strategy, "cost_per_token")
+        row = self._assign_whole(window, weight, whole, bins, need)
         load = bins.load
         if context > 1 and self.max_load is None:  # else a row that moves may come to cost more
             # Rows of about equal cost come into a group, the costlier ones where split samples
@@ -235,16 +250,15 @@ class WindowPlanner:
         return FilledRows(regions, row, load, group)
 
     def _assign_whole(
-        self, window: Window, weight: np.ndarray, whole: np.ndarray, bins: Bins, strategy: str
+        self, window: Window, weight: np.ndarray, whole: np.ndarray, bins: Bins, need: Need
     ) -> np.ndarray:
         """The row of each sample that is not split, or UNPLACED: [N] int64."""
         row = np.full(len(window.sample), UNPLACED, np.int64)
-        per_token = strategy != "longest_processing_time"
 
         def assign(mask: np.ndarray) -> None:
             target = target_load(weight[mask], len(bins.free), float(bins.load.sum()))
             row[mask] = assign_greedily(
-                window.footprint[mask], weight[mask], bins, target, self.rng, per_token
+                window.footprint[mask], weight[mask], bins, target, self.rng, need
             )
 
         if self.bounds is not None:

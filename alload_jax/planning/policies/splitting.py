@@ -6,6 +6,7 @@ heads and back). Every A is a program to compile, so only a few split sizes are 
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -15,6 +16,8 @@ _CHUNKS = 4
 """Bins are ranked again after each 1/4 of them got a sample: finer gains nothing measurable."""
 _JITTER = 0.3
 """Relative random error of a bin's need: equal windows get new rows, which are as well balanced."""
+
+Need = Literal["cost_per_token", "cost", "free_tokens"]
 
 UNPLACED = -1
 """The bin of an item that is in none."""
@@ -62,7 +65,7 @@ def assign_greedily(
     bins: Bins,
     target: float,
     rng: np.random.Generator | None = None,
-    per_token: bool = True,
+    need_of: Need = "cost_per_token",
 ) -> np.ndarray:
     """Gives each item a bin, the longest first, where cost per free token is needed most.
 
@@ -76,8 +79,8 @@ def assign_greedily(
       bins: what is filled.
       target: cost that every bin should reach.
       rng: varies the choice among bins of about equal need; None for no variation.
-      per_token: where the need is a bin's missing cost per free token; otherwise the missing cost
-        alone decides, which is longest processing time first.
+      need_of: what the bin that is chosen has most of: missing cost per free token, missing cost,
+        which is longest processing time first, or free tokens.
 
     Returns:
       [N] int64, each item's bin, or UNPLACED.
@@ -98,8 +101,10 @@ def assign_greedily(
             first = max(first + 1, shorter)
             continue
         need = target - bins.load[admitted]
-        if per_token:
+        if need_of == "cost_per_token":
             need /= np.maximum(bins.free[admitted], 1)
+        elif need_of == "free_tokens":
+            need = bins.free[admitted].astype(np.float64)
         if rng is not None:
             need *= 1 + _JITTER * rng.standard_normal(len(need), np.float32)
         count = min(chunk, len(footprint) - first, len(admitted))
