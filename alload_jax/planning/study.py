@@ -234,12 +234,13 @@ def _giant(study: Study, case: Case) -> str | None:
     if count == 1:
         samples = f"one sample of {lengths[-1]:,} tokens takes"
     found = (
-        f"{case.name}: {samples} up to {over.max():.1f} times as long as a mean step, and the "
-        "other ranks wait."
+        f"{case.name}: {samples} up to {over.max():.1f} times as long as the mean rank of a step, "
+        "and the other ranks wait."
     )
     topology = case.plan.topology
     best = with_best_context(case.config, study.samples, topology, study.costs)
-    if best.context == 1:
+    split = replace(study, config=best, replay=None).case(case.config.policy, case.ranks)
+    if split.metrics.cost >= case.metrics.cost:  # a group may do no more than avoid odd rows
         return found
     return f"{found} --context {best.context} splits them and has the least predicted time."
 

@@ -184,6 +184,8 @@ def test_a_small_set_gets_rows_of_its_size():
     plan = make_plan(PlanningConfig("balanced", m_mem=60_000), samples, 8, 0, COSTS)
     assert plan.policy.row_tokens == 1200
     assert plan_metrics(plan.epoch(0), COSTS.quadratic, 60_000).padding == 0
+    odd = make_plan(PlanningConfig("balanced", m_mem=32_761), of_lengths(32_760), 8, 0, COSTS)
+    assert odd.policy.row_tokens == 32_760  # of odd rows, matrix products copy operands
     study = Study(samples, PlanningConfig(m_mem=60_000), COSTS)
     for compared in (["sorted", "auto", "balanced"], ["auto", "balanced", "sorted"]):
         names = [case.name for case in study.cases(compared, [8])]

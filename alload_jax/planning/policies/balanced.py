@@ -459,8 +459,8 @@ class RowTrials:
     def _candidates(self, footprint: np.ndarray, least: int, most: int) -> np.ndarray:
         """[K] int64, ascending: T evenly on a logarithmic scale, and sums of common lengths.
 
-        All are whole units, but M_mem may be just the sum of some samples: it is among them as it
-        is, too.
+        All are whole units, but M_mem may be just the sum of some samples, or hardly more than the
+        longest: it is among them as it is, too, and rounded down to a multiple of `_ALIGNED`.
         """
         align, count = self.policy.align, int(np.ceil(np.log(most / least) / np.log(_STEP))) + 1
         even = np.geomspace(least, most, count)
@@ -472,9 +472,9 @@ class RowTrials:
         total = int(footprint.sum())
         rows = self.topology.ranks * np.arange(1, 5)
         found = np.ceil(np.r_[least, even, total / rows, list(sums), most]).astype(np.int64)
-        units = np.lcm(align, _units(found))
+        units, wide = np.lcm(align, _units(found)), np.lcm(align, _ALIGNED)
         found = -(-found // units) * units
-        found = np.r_[found, most // units[-1] * units[-1], most // align * align]
+        found = np.r_[found, [most // unit * unit for unit in (units[-1], wide, align)]]
         return np.unique(found[(found >= least) & (found <= most)])
 
     def _price(self, values: np.ndarray) -> np.ndarray:
