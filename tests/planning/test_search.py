@@ -244,6 +244,11 @@ def test_one_giant_is_named_with_the_context_that_splits_it_which_auto_chooses()
     assert "other ranks wait" not in told(uniform, "balanced")
     chosen = with_best_context(config, samples, RankTopology(4), COSTS).context
     assert f"--context {chosen} splits" in said
+    # A group would only avoid rows of an odd number of tokens, which are predicted to be faster.
+    lengths = of_lengths(26_953, *[5390] * 115)
+    said = told(Study(lengths, replace(config, m_mem=26_953), COSTS), "balanced", 2)
+    assert "other ranks wait" in said
+    assert "--context" not in said
     study = Study(samples, replace(config, context="auto"), COSTS)
     auto = study.case("balanced", 4)
     assert auto.config.context == chosen > 2
