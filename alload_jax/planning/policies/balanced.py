@@ -15,6 +15,7 @@ from alload_jax.planning.epoch import EpochPlan, RowShape
 from alload_jax.planning.policies.filling import ATTEMPTS, WindowPlanner
 from alload_jax.planning.policies.grouping import SampleBounds
 from alload_jax.planning.policies.packed import (
+    SLOTS_UNIT,
     PackedEpochBuilder,
     PackedSettings,
     refuse_unplaceable,
@@ -449,11 +450,17 @@ class RowTrials:
         The fewest that are as good as the best: each slot takes memory.
         """
         tried = sorted({slots_for(self.samples, tokens, factor) for factor in _SLOT_FACTORS_TRIED})
-        times = [self.time(tokens, slots) for slots in tried]
+        times: list[float] = []
+        for slots in tried:
+            most = (1 + _WORTH_OF_SLOTS) * min(times, default=np.inf)
+            times.append(self.time(tokens, slots, most))
         enough = [n for n, time in enumerate(times) if time <= (1 + _WORTH_OF_SLOTS) * min(times)]
         slots, time = tried[enough[0]], times[enough[0]]
-        while self._epochs > 1 and slots > 1 and self.time(tokens, slots - 1, time) <= time:
-            slots -= 1
+        if self._epochs > 1:
+            for fewer in range(slots - 1, max(0, slots - SLOTS_UNIT), -1):
+                if self.time(tokens, fewer, time) > time:
+                    break
+                slots = fewer
         return slots
 
     def _candidates(self, footprint: np.ndarray, least: int, most: int) -> np.ndarray:

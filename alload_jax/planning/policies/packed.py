@@ -126,11 +126,14 @@ def row_shape(
     return RowShape(capacity, segments, align)
 
 
+SLOTS_UNIT = 4
+
+
 def slots_for(samples: Samples, tokens: int, factor: float) -> int:
-    """So many times the samples of a mean row, rounded up to a multiple of 4; at most what fits."""
+    """So many times the samples of a mean row, in whole `SLOTS_UNIT`; at most what fits."""
     mean = tokens / max(1.0, float(samples.seq_len.mean()))
     fit = max(1, tokens // int(samples.seq_len.min()))
-    return min(fit, -(-int(np.ceil(factor * mean)) // 4) * 4)
+    return min(fit, -(-int(np.ceil(factor * mean)) // SLOTS_UNIT) * SLOTS_UNIT)
 
 
 def refuse_unplaceable(
