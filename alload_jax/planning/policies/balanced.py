@@ -390,10 +390,10 @@ class RowTrials:
 
     def time_of(self, policy: Balanced, most: float = np.inf) -> float:
         """Predicted time of all ranks for a token, in epochs until their mean is over `most`."""
-        total, mean = 0.0, 0.0
+        total, mean, attempts = 0.0, 0.0, min(_TRIAL_ATTEMPTS, self._epochs)
         for epoch in range(self._epochs):
             rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([0, epoch])))
-            plan = policy.plan_epoch(self.samples, self.topology, rng, _TRIAL_ATTEMPTS)
+            plan = policy.plan_epoch(self.samples, self.topology, rng, attempts)
             total += makespan(plan, policy.cost)
             mean = self._per_token * total / (epoch + 1)
             if mean > most:
