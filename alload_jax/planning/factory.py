@@ -115,7 +115,7 @@ def with_best_context(
 ) -> PlanningConfig:
     """The config with the context-parallel group and the rows of the least predicted time.
 
-    All sizes of a group are tried roughly, each with rows that suit it, and the best two well.
+    All sizes of a group are tried roughly, each with rows that suit it, and the best three well.
 
     Args:
       config: the settings, of a policy that splits samples; their `context` is not read.
@@ -138,7 +138,7 @@ def with_best_context(
         if topology.ranks % context == 0:
             rough[context] = best_tokens(context, math.inf, _ROUGH)[1]
     best, tokens, least = 1, config.row_tokens, math.inf
-    for context in sorted(sorted(rough, key=lambda context: rough[context])[:2]):
+    for context in sorted(sorted(rough, key=lambda context: rough[context])[:3]):
         bound = (1 - _WORTH) * least
         found, time = best_tokens(context, bound, TRIALS)
         if time < bound:
