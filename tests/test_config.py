@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import re
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,12 @@ from alload_jax.config import (
     write_config,
 )
 from alload_jax.config_parser import build_named, read_yaml
+from alload_jax.data.prepare.inputs import MediaFolder
+from alload_jax.data.prepare.settings import MediaSettings
+from alload_jax.distributed.initialize import ClusterConfig
 from alload_jax.errors import InputError
 from alload_jax.models.common.lora import LoraConfig
+from alload_jax.models.families import FAMILIES
 from alload_jax.models.weights import read_transformer
 
 DIGITS = str(Path(__file__).parents[1] / "configs" / "digits.yaml")
@@ -42,7 +48,6 @@ WRONG_FILES = [
     ("callbacks: [{name: profil}]", "callback 'profil' is unknown; choose one of profile, "),
     ("callbacks: [{name: profile, stepz: 3}]", "callbacks: profile: key stepz is unknown"),
     ("callbacks: [{name: profile, steps: 0}]", "callbacks: profile: steps is 0; it must be at"),
-    ("callbacks: [{name: time_limit, minutes: 0}]", "minutes is 0.0; it must be above 0"),
     ("optimizer: {groups: [head]}", "optimizer.groups holds 'head'; give mappings"),
     ("optimizer: {groups: [{clip_norm: 1}]}", "groups: {'clip_norm': 1} lacks parameters"),
     ("optimizer: {groups: [{parameters: [a], clip_norm: 0}]}", "optimizer.clip_norm is 0"),
@@ -285,3 +290,55 @@ def test_wrong_values_in_lists_of_named_parts_are_refused():
             for field in dataclasses.fields(registry.get(name)):
                 with suppress(InputError):
                     build_named(key, {"name": name, field.name: {"a": 1}}, registry)
+
+
+def sections():
+    """Configs with bounds, each class once."""
+    parts = {f"--model.{name}": "{dim: 8}" for name in ("text", "image")}
+    parts |= {"--model.sparse_attention": "{}", "--model.lora": "{}"}
+    one = read_config([*BASE, *chain(*parts.items())])
+    for section in (one, one.data, one.objective, one.model):
+        yield from filter(dataclasses.is_dataclass, vars(section).values())
+    yield from (FAMILIES.get(name).config() for name in FAMILIES.names())
+    for name in ("sorted", "balanced"):
+        yield read_config([*BASE, "--planning.policy", name]).planning
+    for registry in _LISTS.values():
+        yield from (registry.get(name)() for name in registry.names())
+    yield from (MediaSettings(), MediaFolder("x"), ClusterConfig("host:9", 9, 0))
+
+
+def bound_of(section, name, value):
+    """What a value of a field must be, as its refusal says; empty if it is allowed."""
+    try:
+        dataclasses.replace(section, **{name: value})
+    except InputError as error:
+        words = name.replace("_", "[-_]") + " is .*; it must be (.*)"
+        return (re.findall(words, str(error)) or [""])[0]
+    except (ArithmeticError, AttributeError, TypeError, ValueError):  # it is no number
+        return ""
+    return ""
+
+
+LEAST = r"(?:above|at least|from|between) (-?[\d.]+)|^([\d.]+) (?:to|or more)"
+MOST = r"(?:below|at most) ([\d.,^]+)|(?:to|and) (-?\d[\d.,]*)"
+
+
+def test_bounds_are_those_that_are_told():
+    bounded = set()
+    for section in sections():
+        for name in (field.name for field in dataclasses.fields(section)):
+            for far, pattern, out in ((-1e30, LEAST, -1), (1e30, MOST, 1)):
+                words = bound_of(section, name, far)
+                if not (found := re.search(pattern, words)):
+                    continue
+                bound = next(filter(None, found.groups())).rstrip(".,").replace(",", "")
+                bound = float(eval(bound.replace("^", "**")))  # such as 2^32
+                step = out * (2 if "even" in words else 0.01)
+                allowed = "above" not in found[0] and "below" not in found[0]
+                allowed &= "between" not in words
+                given = {bound + step: False, bound: allowed, bound - step: True}
+                told = {value: bound_of(section, name, value) != words for value in given}
+                assert told == given, (section, name, words)
+                assert bound_of(section, name, float("nan")), (section, name)
+                bounded.add((type(section), name, out))
+    assert len(bounded) > 130

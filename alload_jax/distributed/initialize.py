@@ -95,7 +95,7 @@ class ClusterConfig:
         require_positive("cluster.", self, "processes")
         count = self.processes or 1
         bound = f"0 to {count - 1} (cluster.processes - 1)"
-        require_fields("cluster.", self, "process", lambda value: 0 <= value < count, bound)
+        require_fields("cluster.", self, "process", lambda value: 0 <= value <= count - 1, bound)
         require_fields("cluster.", self, "lost_after", lambda value: value >= 2, "at least 2")
 
 

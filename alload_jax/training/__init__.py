@@ -41,7 +41,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         require_fields(
-            "run.", self, "status_when_stopped", lambda value: 0 <= value < 126, "0 to 125"
+            "run.", self, "status_when_stopped", lambda value: 0 <= value <= 125, "0 to 125"
         )
         if self.steps is not None and self.epochs is not None:
             raise InputError(

@@ -140,19 +140,14 @@ NAN, INFINITE = float("nan"), float("inf")
 FINITE = ("mean", "std", "mode_scale", "shift", "shift_seq_len", "shift_power")
 RANGE = r"lowest is .*they must be from 0 to 1"
 NARROW = "lowest is .* too narrow for float32.* widen the range"
-MODE = r"mode_scale is .*; it must be from -1 to 1\.75"
 
 
 @pytest.mark.parametrize(
     ("values", "words"),
     [
         *(({name: value}, f"{name} is {value}") for name in FINITE for value in (NAN, INFINITE)),
-        *(({name: 0}, f"{name} is 0; it must be above 0") for name in ("std", "shift")),
-        ({"shift_seq_len": 0}, "shift_seq_len is 0; it must be above 0"),
         *(({"lowest": low, "highest": 0.5}, RANGE) for low in (0.5, -0.1, 0.9, NAN)),
         ({"highest": 1.1}, RANGE),
-        ({"mode_scale": 1.76}, MODE),
-        ({"mode_scale": -1.01}, MODE),
         ({"distribution": "uniform", "lowest": 0.5, "highest": 0.5 + 255 * 2**-24}, NARROW),
         ({"lowest": 1 - 1e-8}, NARROW),
         ({"highest": 1e-320, "distribution": "uniform"}, NARROW),

@@ -35,11 +35,6 @@ def cost_file(tmp_path):
 
 def test_settings_that_make_no_sense_are_refused():
     for fields, said in (
-        *(({name: 0}, [f"planning.{name} is 0", "at least 1"]) for name in ("m_mem", "ranks")),
-        ({"micro_batches_per_step": -7}, ["planning.micro_batches_per_step is -7", "at least 1"]),
-        ({"p": 0.0}, ["planning.p is 0.0", "above 0"]),
-        ({"policy": "dual_constraint", "m_comp": -1.5}, ["m_comp is -1.5", "above 0"]),
-        ({"p": float("nan")}, ["planning.p is nan", "above 0"]),
         ({"policy": "fixed"}, ["planning.policy is fixed", "planning.rows"]),
         ({"policy": "equal_tokens", "m_mem": None}, ["planning.m_mem", "planning.cost_model"]),
         ({"policy": "dual_constraint", "m_mem": None}, ["planning.m_mem", "planning.cost_model"]),

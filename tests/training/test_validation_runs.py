@@ -172,16 +172,12 @@ def test_samples_to_leave_out_are_numbered_as_in_the_folder(runs, train, tmp_pat
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (("--validation.share", "1"), "validation.share is 1.0; it must be above 0 and below 1"),
         ((*SHARE, "--validation.folder", "x"), "validation.folder is x and validation.share 0.4"),
         (("--validation.folder", "none"), "validation.folder: none/manifest.parquet: no such"),
         ((*SHARE, "--validation.noise_levels", "[0.5,1.5]"), "noise_levels has 1.5"),
         ((*SHARE, "--validation.noise_levels", "[]"), "noise_levels is empty"),
         ((*SHARE, "--validation.noise_levels", "[0.5,0.5]"), "leave out levels that are given"),
-        ((*SHARE, "--validation.every", "0"), "validation.every is 0"),
-        ((*SHARE, "--validation.seed", "4294967296"), "it must be from 0 to below 2^32"),
         (("--checkpoint.keep_best", "1"), "checkpoint.keep_best is 1, but nothing is validated"),
-        (("--checkpoint.minutes", "0"), "checkpoint.minutes is 0.0; it must be a number above"),
         (("--run.epochs", "2"), "run.steps is 8 and run.epochs 2; give one, and null for the"),
         (("--run.epochs", "0", "--run.steps", "null"), "run.epochs is 0"),
         (("--validation.source.name", "store"), "validation.source is given without"),

@@ -103,7 +103,11 @@ class WanConfig(TransformerConfig):
                 "given ones; set it to velocity"
             )
         require_fields(
-            "model.", self, "freq_dim", lambda value: value >= 2 and value % 2 == 0, "even"
+            "model.",
+            self,
+            "freq_dim",
+            lambda value: value >= 2 and value % 2 == 0,
+            "even, and at least 2",
         )
         if self.image and not self.text:
             raise InputError("model.image is set without model.text; set both, or neither")

@@ -170,12 +170,7 @@ def test_a_new_model_with_dora_computes_what_the_kernels_do():
 
 def test_wrong_settings_are_refused():
     for fields, words in (
-        ({"rank": 0}, r"model.lora.rank is 0"),
-        ({"alpha": -1.0}, r"model.lora.alpha is -1.0"),
-        ({"alpha": 0.0}, r"model.lora.alpha is 0.0"),
         ({"alpha": float("inf")}, r"model.lora.alpha is inf"),
-        ({"dropout": 1.0}, r"model.lora.dropout is 1.0"),
-        ({"dropout": -0.1}, r"model.lora.dropout is -0.1"),
         ({"targets": ("(",)}, "is not a regular expression"),
         ({"groups": (LoraGroup(("^head",), 2),)}, r"groups: '\^head' matches no layer that has an"),
         ({"targets": ("to_q",)}, r"'to_q' matches no linear layer; names are.*blocks/"),

@@ -641,8 +641,6 @@ def test_invalid_values_are_named():
     for fields, message in (
         ({"selector": "best"}, "selector is best; choose one of predictor, pooled, random, all"),
         ({"block": 32}, "block is 32; it must be 64 or 128"),
-        ({"rank": 0}, "rank is 0; it must be at least 1"),
-        ({"coverage": 0.0}, "coverage is 0.0; it must be above 0"),
         ({"capacities": (0.0,)}, r"capacities is \(0.0,\); each must be above 0 and at most 1"),
         ({"min_sparsity": 0.4}, r"min_sparsity is 0.4; it must be at least 1 - max_density, 0.7: "),
         ({"min_density": 0.6}, "min_density is 0.6; it must be at most max_density, 0.3"),
