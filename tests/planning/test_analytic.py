@@ -6,7 +6,6 @@ import math
 import re
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
@@ -236,20 +235,24 @@ def test_flops_are_the_formula_and_those_of_the_kernels_that_each_token_meets():
     d, f, t, s = 6, 10, 7, 11
     block = 12 * s * d**2 + 4 * s * d * f + 4 * s**2 * d + 4 * t * d**2 + 4 * s * t * d
     assert shape.forward_flops(s) == 4 * block
-    # A token of either stream meets its stream's kernels but the modulation's, once a layer.
-    flops = from_fields(FULL.architecture()).flops()
-    for stream in ("video", "condition"):
-        leaves = jax.tree_util.tree_leaves_with_path(abstract_model(FULL).params["blocks"][stream])
-        met = {jax.tree_util.keystr(path): leaf.size for path, leaf in leaves}
-        kernels = [size for name, size in met.items() if "kernel" in name and "modul" not in name]
-        assert 2 * sum(kernels) == flops.matmul_per_token
-    assert flops.attention_per_pair == 4 * FULL.num_layers * FULL.dim
-    shape, met = from_fields(SINGLE.architecture()), 0
-    for path, leaf in flatten_dict(abstract_model(SINGLE).params, sep="/").items():
-        in_blocks = re.match("(blocks/video|single_blocks)/(?!modulation).*kernel", path)
-        met += 2 * leaf.size * bool(in_blocks)
-    assert shape.flops().matmul_per_token == met
-    assert shape.flops().attention_per_pair == 4 * (4 + 4) * SINGLE.dim
+    # A token meets its stream's kernels, a sample the modulations, its text those of the refiner.
+    for config, layers in ((FULL, 3), (SINGLE, 4 + 4)):
+        flops, text = from_fields(config.architecture()).flops(), config.text.length
+        leaves = flatten_dict(abstract_model(config).params, sep="/")
+        sizes = {path: 2 * leaf.size for path, leaf in leaves.items() if path.endswith("kernel")}
+
+        def met(pattern, sizes=sizes):
+            return sum(size for path, size in sizes.items() if re.match(pattern, path))
+
+        for stream in ("video", "condition"):
+            each = met(rf"(blocks/{stream}|single_blocks)/(?!modulation)")
+            assert each == flops.matmul_per_token
+        refined = text * met("condition_embedding/text/blocks/(?!gates)")
+        assert flops.matmul_per_sequence == refined + met(".*blocks/.*modulation")
+        assert flops.attention_per_pair == 4 * layers * config.dim
+        assert flops.attention_per_sequence == 4 * config.refiner_layers * config.dim * text**2
+        written = met("(blocks/video|single_blocks)/feed_forward/out")
+        assert flops.feed_forward_output == written
     # The refiner and the modulation are little of a picture of 720p, with a text.
     flops, picture = HUNYUAN_VIDEO_1_5.flops(), 45 * 80 + 300
     bare = dataclasses.replace(flops, matmul_per_sequence=0.0, attention_per_sequence=0.0)

@@ -21,6 +21,8 @@ from alload_jax.models.common.stored import (
     with_slots,
 )
 from alload_jax.models.families import abstract_model, config_from_fields, gradient_dtypes
+from alload_jax.planning.architecture import from_fields
+from alload_jax.planning.remat import LADDER
 from alload_jax.sharding.mesh import HOST_MEMORY, MeshConfig, make_mesh
 from alload_jax.training.parameters import ParametersConfig
 from alload_jax.training.state import abstract_state
@@ -73,6 +75,31 @@ def test_the_backward_pass_keeps_no_weights_that_are_in_the_hosts_memory(family)
     of_all_layers = [(3, 32, 32), (3, 32, 64), (3, 64, 32)]
     assert loops
     assert not [v for each in loops for v in each.outvars if v.aval.shape in of_all_layers]
+
+
+@pytest.mark.parametrize("remat", LADDER[:-1])  # kernels keep less than what is differentiated
+@pytest.mark.parametrize("family", [*FAMILIES, "hunyuan_video_13b"])
+def test_layers_keep_the_values_that_their_costs_count(family, remat):
+    single = {"single_layers": 5} if family == "hunyuan_video_13b" else {}
+    config = config_of(family, remat=remat, text={"dim": 24, "length": 9}, **single)
+    graph, shapes = abstract_model(config)[:2]
+
+    def residuals(params):
+        _, height, width = config.patch_size
+        batch = random_batch(config, (1, 1, height, 37 * width), 9)
+        given = batch.latents, jnp.zeros(1), batch.condition
+        return jax.vjp(lambda params: nnx.merge(graph, params)(*given), params)[1]
+
+    kept = dict.fromkeys((37, 37 + 9, 9), 0)
+    for leaf in jax.tree.leaves(jax.eval_shape(residuals, shapes)):
+        for tokens in kept.keys() & set(leaf.shape if leaf.shape[:1] in ((3,), (5,)) else ()):
+            kept[tokens] += leaf.size // tokens
+    counts = from_fields(config.architecture())
+    assert kept[37] + kept[46] == counts.kept_activations(remat)
+    rising = [counts.kept_activations(each) for each in LADDER]
+    assert rising == sorted(rising)
+    if family == "wan":  # whose texts have no other layers
+        assert 9 * kept[9] == counts.kept_condition(remat)
 
 
 def blocks_of(config):
