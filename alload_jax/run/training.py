@@ -40,7 +40,7 @@ from alload_jax.processes import waits
 from alload_jax.report import summary as report
 from alload_jax.run.prepare import RunData, make_collator, plan_run, read_data
 from alload_jax.sampling.samples import SampleWriter
-from alload_jax.sharding.mesh import group_meshes, make_mesh, ranks_of
+from alload_jax.sharding.mesh import group_meshes, make_mesh
 from alload_jax.training import EXPERTS, RunConfig, memory, restore, run_files
 from alload_jax.training.callbacks import Callback, CallbackContext
 from alload_jax.training.callbacks.telemetry import DeviceProbe, DeviceSpeeds, LayerLog, Telemetry
@@ -451,7 +451,7 @@ def _callbacks(
     tracker = Trackers(config.trackers, TrackerContext(folder, start, values_of(config)))
     checkpointing = Checkpointing(checkpoints, config.checkpoint, run.plan)
     evaluation = Evaluation(config.evaluators, run.writer, config.sampling.seed)
-    validating, speeds = list[Validating](), list[DeviceSpeeds]()
+    validating = list[Validating]()
     if validator:
         best = BestCheckpoints(folder, config.checkpoint.keep_best, checkpoints, cluster)
         every, save = config.validation.every, checkpointing.save
@@ -466,15 +466,12 @@ def _callbacks(
     most_bad = config.data.loader.max_bad_records
     schedule = learning_rate_schedule(config.optimizer, total)
     every, progress = config.sampling.every, run.writer.progress(start)
-    # Devices of a CPU share its cores.
-    unlike = ranks_of(mesh) > 1 and mesh.devices.flat[0].platform != "cpu"
-    if unlike and config.planning.recalibrate == "window":
-        speeds = [DeviceSpeeds(run.plan, mesh, cluster, DeviceProbe(mesh, cluster))]
     callbacks: list[Callback] = [
         run.watchdog,
         Telemetry(run.plan, schedule, log, tracker, bad_records, most_bad, bar, guard),
         LayerLog(folder, config.model, start),
-        *speeds,  # before the state is saved, which then has what they found
+        # Before the state is saved, which then has what it found.
+        DeviceSpeeds(run.plan, mesh, cluster, DeviceProbe(mesh, cluster)),
         checkpointing,
         *validating,
         Drawing(run.writer, every, tracker, progress),

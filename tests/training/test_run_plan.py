@@ -442,9 +442,14 @@ def test_a_folder_whose_captions_have_all_changed_is_that_of_the_checkpoint():
 def test_slow_devices_are_found_and_named_once(planning, capsys, monkeypatch):
     """Ranks are those of the plan, whichever process has their devices."""
     run = run_plan(planning(recalibrate="window", ranks=8), ranks=8)
-    devices = [SimpleNamespace(id=n, process_index=n // 2 % 2) for n in range(8)]
-    sizes = {"data": 4, "fsdp": 1, "context": 1, "tensor": 2}
-    mesh = SimpleNamespace(devices=np.array(devices).reshape(4, 1, 1, 2), shape=sizes)
+
+    def mesh_of(platform="gpu", data=4):
+        one = partial(SimpleNamespace, platform=platform)
+        devices = [one(id=n, process_index=n // 2 % 2) for n in range(2 * data)]
+        sizes = {"data": data, "fsdp": 1, "context": 1, "tensor": 2}
+        return SimpleNamespace(devices=np.array(devices).reshape(data, 1, 1, 2), shape=sizes)
+
+    mesh = mesh_of()
     now = [0.0]
     other = [0.05, 0.1, 1.0, 1.0, 1.0, 1.25]  # process 1, whose device 7 is slow
     cluster = SimpleNamespace(all_gather=lambda value: [value, other])
@@ -470,6 +475,9 @@ def test_slow_devices_are_found_and_named_once(planning, capsys, monkeypatch):
     assert said.count("warning") == said.count("\n") == 1
     assert "rank 6 (device 6 of process 1) takes 25% longer" in said
     assert "rows are planned to that" in said
+    others = ((run_plan(planning(recalibrate="epoch")), mesh), (run, mesh_of("cpu")))
+    for plan, place in (*others, (run, mesh_of(data=1))):
+        assert not DeviceSpeeds(plan, place, cluster, probe).due(loop)
 
 
 def test_devices_do_the_same_work_each_by_itself(monkeypatch):

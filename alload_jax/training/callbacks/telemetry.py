@@ -273,13 +273,19 @@ def _work(rounds: jax.Array) -> jax.Array:
 
 
 class DeviceSpeeds(Callback):
-    """Measures devices every 32 steps, or as rarely as it takes a thousandth of the time."""
+    """Measures devices every 32 steps, or as rarely as it takes a thousandth of the time.
+
+    Where the plan follows windows of steps, and the mesh has several ranks. Not on CPUs, whose
+    devices share the cores.
+    """
 
     def __init__(self, plan: RunPlan, mesh: Mesh, cluster: Cluster, probe: Probe):
         """Tells the plan of the run what its ranks take on the devices of a mesh."""
         self._plan, self._mesh, self._cluster, self._probe = plan, mesh, cluster, probe
         self._first, self._named = True, set[int]()
         self._due, self._since, self._step = 0, 0.0, 0
+        unlike = ranks_of(mesh) > 1 and mesh.devices.flat[0].platform != "cpu"
+        self._measures = unlike and plan.planning.recalibrate == "window"
 
     @override
     def on_start(self, run: Loop) -> None:
@@ -287,7 +293,7 @@ class DeviceSpeeds(Callback):
 
     @override
     def due(self, run: Loop) -> bool:
-        return run.done >= self._due
+        return self._measures and run.done >= self._due
 
     @override
     def act(self, run: Loop) -> None:
