@@ -318,7 +318,7 @@ def _model_of_weights(argv: Sequence[str]) -> Json:
     model = described_model(Path(found)) if os.path.exists(found) else None
     besides = {"family", "lora", "sparse_attention"}
     # Neither does a length of texts tell which model it is.
-    if model is None and given <= besides | {"text", *ModelConfig.arithmetic_fields}:
+    if model is None and not given.difference(besides, ("text", *ModelConfig.arithmetic_fields)):
         raise InputError(
             f"{key} is {place}, "
             + ("which is not there" if gone else "and no config.json there describes the model")

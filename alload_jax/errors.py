@@ -96,8 +96,8 @@ VALUE_KINDS |= {"bool": "true or false", "tuple": "a list", "dict": "its keys", 
 
 
 def print_stderr(line: object) -> None:
-    """Prints a line where warnings and errors go, at once."""
-    print(line, file=sys.stderr, flush=True)
+    """Prints a line where warnings and errors go, which Python writes at once."""
+    print(line, file=sys.stderr)
 
 
 _SECRETS = re.compile(

@@ -147,7 +147,7 @@ def checked_source(root: Path, relative: str) -> Source:
         by a link, or names no regular file that has content.
     """
     parts = PurePosixPath(relative.replace("\\", "/"))
-    windows = len(relative) > 1 and relative[1] == ":"
+    windows = relative[1:2] == ":"
     if windows or (parts.is_absolute() and not Path(relative).resolve().is_relative_to(root)):
         raise UnusableError("absolute path out of the table's folder; name --media-root")
     if ".." in parts.parts:
