@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+import time
 from collections import Counter
 from types import SimpleNamespace
 
@@ -31,6 +32,7 @@ from alload_jax.training.trial_step import (
     random_batch,
     square_latents,
     training_spec,
+    with_density,
     without_zeros,
 )
 
@@ -68,9 +70,11 @@ ONE_STEP = ["--model", "tiny", "--layers", "1", "--latents", "1", "4", "4", "--s
 def test_a_step_is_measured_and_what_auto_keeps_is_told(in_process, tmp_path, capsys):
     out = tmp_path / "step.json"
     flags = ["--remat", "auto", "--memory-budget", "2", "--out", str(out)]
+    began = time.perf_counter()
     assert main(["bench", "step", *ONE_STEP, *flags]) == 0
+    most = time.perf_counter() - began
     [case] = json.loads(out.read_text())["cases"]
-    assert 0 < case["seconds_least"] <= case["seconds"] <= case["seconds_most"]
+    assert 0 < case["seconds_least"] <= case["seconds"] <= case["seconds_most"] < most
     assert (case["tokens"], case["tokens_beside"], case["policies"]) == (4, 0, ["none"])
     printed = capsys.readouterr().out
     assert "auto keeps none" in printed
@@ -161,6 +165,12 @@ def test_what_does_not_fit_has_no_time(monkeypatch):
     assert found == {each: 1.5 for each in LADDER if each not in ("none", "matmuls_and_attention")}
     monkeypatch.setattr(trial_step, "Step", out_of_memory)
     assert layer_seconds(AUTO, (2, 1, 4, 4)) is None
+
+
+def test_a_density_is_that_of_all_layers():
+    assert with_density(AUTO, 0.5) is AUTO
+    sparse = config_from_fields(FIELDS | {"sparse_attention": {"selector": "pooled"}})
+    assert with_density(sparse, 0.5).sparse_attention.forced == (0.5,) * 5
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 17, 1000, 32_760, 99_991])

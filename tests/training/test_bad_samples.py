@@ -174,6 +174,21 @@ def test_a_step_all_of_whose_samples_are_bad_is_no_matter_of_samples(tmp_path):
     assert json.loads((tmp_path / "ours" / "bad_step.json").read_text())["step"] == 1
 
 
+@given(st.sets(st.integers(0, 40), max_size=11))
+def test_the_search_names_every_bad_sample_up_to_a_bound(tmp_path_factory, bad):
+    class Known(BadSamples):
+        def _is_finite(self, samples, number):
+            return bad.isdisjoint(samples)
+
+    plan, folder = SimpleNamespace(content=lambda number: []), tmp_path_factory.mktemp("run")
+    search = Known(None, plan, None, None, folder, 0, None)
+    if len(bad) <= 8:
+        assert search._search(range(41), [], {}) == sorted(bad)
+        return
+    with pytest.raises(InputError, match="for more than 8 samples: training diverges"):
+        search._search(range(41), [], {})
+
+
 @pytest.mark.parametrize("bad", [2, SAMPLES])
 def test_a_step_of_one_sample_is_compared_with_others(bad, tmp_path, monkeypatch):
     """As long clips are trained: bad ones are named, and if all are bad the run diverges."""

@@ -1,7 +1,9 @@
 """Checkpoints: what comes back, which are kept, and what is told of damaged and other ones."""
 
 import argparse
+import dataclasses
 import json
+import os
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from alload_jax.commands.flags import add_run_flags
 from alload_jax.distributed.cluster import Cluster
 from alload_jax.errors import InputError, LostConnectionError
+from alload_jax.models.common.sparse_attention.config import SparseAttentionConfig
 from alload_jax.models.wan.transformer import WanConfig
 from alload_jax.training import CheckpointConfig
 from alload_jax.training.checkpoint import (
@@ -31,9 +34,17 @@ from alload_jax.training.checkpoint_files import (
     checksum,
     damage,
 )
-from alload_jax.training.parameters import ALL_TRAINED
-from alload_jax.training.restore import find_step, one_device_mesh, restore_weights
-from alload_jax.training.state import abstract_state
+from alload_jax.training.parameters import ALL_TRAINED, ParametersConfig, merge_parameters
+from alload_jax.training.restore import (
+    CHECKPOINTS,
+    described_model,
+    find_step,
+    given_parameters,
+    one_device_mesh,
+    read_identity,
+    restore_weights,
+)
+from alload_jax.training.state import Weights, abstract_state, init_state, training_spec
 
 MODEL = WanConfig(dim=16, ffn_dim=16, num_heads=2, num_layers=1, freq_dim=8)
 ARCHITECTURE = MODEL.architecture()
@@ -122,9 +133,9 @@ def test_the_newest_and_the_best_and_every_so_many_are_kept(tmp_path, made):
 
 
 def test_a_held_checkpoint_stays_and_later_ones_can_be_set_aside(copies, made):
-    folder = copies(3, 5)
+    folder = copies(2, 3, 5)
     with opened(folder, keep=1) as checkpoints:
-        assert checkpoints.hold(3) is None
+        assert checkpoints.hold(2) is None
         assert checkpoints.hold(5) == 3
         for step in (7, 9):
             checkpoints.save(step, made[0])
@@ -282,6 +293,37 @@ def test_a_damaged_checkpoint_is_one_line(copies, made, harm):
     with pytest.raises(InputError, match="choose another with --step") as refused:
         restore_weights(folder, 3, MODEL, ALL_TRAINED, one_device_mesh())
     assert "\n" not in str(refused.value)
+
+
+def test_what_belongs_to_no_model_and_what_is_no_file_is_named(copies):
+    place = copies(3) / "3"
+    change_identity(place, lambda identity: identity.pop("model"))
+    with pytest.raises(InputError, match=r"cannot be read \(its identity names no model\)"):
+        read_identity(place)
+    os.mkfifo(place / "pipe")
+    with pytest.raises(InputError, match=r"cannot be read \(pipe is not a regular file\)"):
+        read_identity(place)
+
+
+def test_a_run_gives_another_its_model_and_its_weights_in_parts(tmp_path):
+    sparse = SparseAttentionConfig(selector="pooled")
+    model = dataclasses.replace(MODEL, sparse_attention=sparse)
+    parameters, mesh = ParametersConfig(trained=("head",)), one_device_mesh()
+    spec = training_spec(model, parameters=parameters)
+    state, run = init_state(spec, mesh, 0), tmp_path / "run"
+    identity = {"model": model.architecture(), "parameters": dataclasses.asdict(parameters)}
+    with opened(run / CHECKPOINTS, identity) as checkpoints:
+        checkpoints.save(3, state)
+    whole = Weights(state.params, state.frozen, state.variables)
+    assert all(jax.tree.leaves(part) for part in whole)
+    for alone, expected in ((False, whole), (True, Weights(state.params, {}, {}))):
+        found = restore_weights(
+            run / CHECKPOINTS, 3, model, parameters, mesh, "raw", trained_only=alone
+        )
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert described_model(run).architecture() == model.architecture()
+    given = given_parameters(run, model, ALL_TRAINED, mesh)
+    jax.tree.map(np.testing.assert_array_equal, given, merge_parameters(state.params, state.frozen))
 
 
 @pytest.mark.parametrize(

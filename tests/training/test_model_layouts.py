@@ -5,6 +5,7 @@ Joint attention, images and given frames, and sparse attention.
 
 import dataclasses
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +40,8 @@ from alload_jax.data.condition import conditions_for, samples_for
 from alload_jax.errors import InputError
 from alload_jax.models.common import attention
 from alload_jax.models.common.config import ImageConfig, TextConfig
+from alload_jax.models.common.parts import Output
+from alload_jax.models.common.segments import to_tokens
 from alload_jax.models.common.sparse_attention import config
 from alload_jax.models.common.sparse_attention.config import SparseAttentionConfig
 from alload_jax.models.families import abstract_model, build_model
@@ -169,6 +172,32 @@ def write_given(folder, text=True):
         return size, normal(rng, n % 5, 6), more
 
     return write_samples(folder, 9, sample)
+
+
+class Echo:
+    """A model whose velocity is what it is given, and the first frame's timestep."""
+
+    config = CLASSES
+
+    def forward(self, latents, timestep, condition, *, first_frame_timestep, **_):
+        return Output(latents + first_frame_timestep[:, None, None, None, None] / 1000, {})
+
+    def forward_packed(
+        self, tokens, positions, metadata, timestep, condition, *, first_frame_timestep, **_
+    ):
+        first = to_tokens(first_frame_timestep, metadata.tokens.ids)
+        return Output(tokens + first[..., None] / 1000, {})
+
+
+def test_first_frames_count_and_are_given_in_packed_rows_as_in_bucketed_ones(tmp_path):
+    manifest, key = write_given(tmp_path / "data", text=False), jax.random.key(3)
+    for objective in (FIRST, dataclasses.replace(FIRST, weighting="token")):
+        of_batch = jax.jit(partial(objective, Echo(), key=key, sharding=None))
+        losses = {}
+        for policy in ("fixed", "balanced"):
+            sums = [of_batch(batch=batch) for batch in batches_of(manifest, CLASSES, policy)]
+            losses[policy] = [float(sum(each[n] for each in sums)) for n in (1, 2)]
+        np.testing.assert_allclose(losses["balanced"], losses["fixed"], rtol=1e-5)
 
 
 def model_of(config):

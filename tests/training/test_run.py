@@ -24,6 +24,7 @@ from training_runs import COMPUTED, computed, errors, lines_of
 from alload_jax.config import read_config
 from alload_jax.data.loader import PlacedStep
 from alload_jax.distributed.cluster import Cluster
+from alload_jax.distributed.initialize import ClusterConfig
 from alload_jax.errors import InputError
 from alload_jax.models.wan.transformer import WanConfig
 from alload_jax.planning.cost import CostFile
@@ -34,7 +35,7 @@ from alload_jax.sharding.mesh import make_mesh
 from alload_jax.training import progress
 from alload_jax.training.callbacks.telemetry import LayerLog, Telemetry
 from alload_jax.training.progress import ProgressBar
-from alload_jax.training.run_files import LOCK_NAME, BadRecords, MetricsLog, locked
+from alload_jax.training.run_files import LOCK_NAME, BadRecords, MetricsLog, after_loss, locked
 from alload_jax.training.trackers import TensorBoard
 
 
@@ -139,7 +140,6 @@ BAD = [
         ("--planning.ranks_mode", "independent", "--planning.ranks_per_group", "3"),
         "planning.ranks_per_group is 3, which does not divide the plan's",
     ),
-    (("--planning.ranks", "0"), "planning.ranks is 0"),
     (("--run.steps", "0"), "run.steps is 0"),
     (("--sampling.grids", "[{frames: 1, height: 9, width: 8}]"), "is not a multiple"),
 ]
@@ -247,6 +247,15 @@ def test_a_second_run_is_refused_until_the_first_one_ends(tmp_path, holder):
             assert str(os.getpid()) in (tmp_path / LOCK_NAME).read_text()
 
 
+def test_what_follows_the_loss_of_a_process_is_told_with_its_step(tmp_path):
+    for name in ("5", "20", "diverged-30"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    given = (tmp_path, tmp_path, ClusterConfig())
+    assert after_loss(*given) == "start all processes again"
+    (tmp_path / "config.yaml").touch()
+    assert after_loss(*given).endswith(f"{tmp_path}/config.yaml (continues from step 20)")
+
+
 def test_file_systems_without_locks_are_noted(tmp_path, monkeypatch, capsys):
     def refuse(*_):
         raise OSError(95, "Operation not supported")
@@ -322,17 +331,17 @@ def test_between_steps_nothing_is_computed_on_the_devices(tmp_path):
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_steps_done_before_count_for_no_speed(monkeypatch, terminal):
-    now = [0.0]
+    now = [5.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     written = io.StringIO()
-    console = Console(file=written, force_terminal=terminal, width=200)
+    console = Console(file=written, force_terminal=terminal, width=200 if terminal else 20)
     with ProgressBar("work", total=110, console=console) as bar:
         bar.skip(90)
         for _ in range(10):
             now[0] += 1.5
-            bar.advance("note")
+            bar.advance("[b]")
     lines = written.getvalue()
     if terminal:
         assert "100/110" in lines
     else:  # the 10 left take as long as the 10 done
-        assert re.findall(r"\d+/110 · note · \d+ s left", lines) == ["97/110 · note · 20 s left"]
+        assert lines == "work 97/110 · [b] · 20 s left\n"

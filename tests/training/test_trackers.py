@@ -6,6 +6,7 @@ import json
 import struct
 import sys
 import threading
+import time
 from dataclasses import dataclass
 from types import SimpleNamespace
 from unittest.mock import ANY, Mock, call
@@ -335,6 +336,7 @@ def test_mlflow_gets_every_step_once_and_the_config_once(tmp_path, monkeypatch):
     ]
     follow(MlflowConfig(experiment="e", run_name="mine"), tmp_path)
     assert [(step, value) for _, value, _, step in logged] == EXPECTED
+    assert all(0 <= time.time() - at / 1000 < 3600 for _, _, at, _ in logged)
     told = [call for call in client.mock_calls if "metrics" not in call.kwargs]
     expected = [
         call.get_experiment_by_name("e"),
