@@ -344,8 +344,12 @@ def test_heads_and_splits_that_kernels_cannot_take_are_refused_or_run_in_xla():
     mesh = jax.make_mesh((2,), ("a",), devices=jax.devices()[:2])
     x, weight, rotary, _ = norm_arrays((1, 2, 32), 8)
     sharding = NamedSharding(mesh, P(None, None, "a"))
+    split = partial(rms_norm_rotary, head_dim=8, interpret=True, sharding=sharding)
     with pytest.raises(NotImplementedError, match="a token's statistics need all of it"):
-        rms_norm_rotary(x, weight, rotary, head_dim=8, interpret=True, sharding=sharding)
+        split(x, weight, rotary)
+    x, weight, rotary, _ = norm_arrays((1, 2, 24), 8, per_head=True)
+    with pytest.raises(ValueError, match=r"2 shards over a do not divide 3 of x \(1, 2, 24\)"):
+        split(x, weight, rotary)
 
 
 # ---------------------------------------------------------------- both
@@ -405,12 +409,12 @@ def gelu_shapes(then):
     return (*given, {"factor": x, "flips": abstract(x.shape, jnp.int8)}) if then else given
 
 
-def norm_shapes(shape, per_head, table):
+def norm_shapes(shape, per_head, table, dtype=BF16):
     batch, tokens, dim = shape
     angles = abstract((tokens, 64) if table == "shared" else (batch, tokens, 64), F32)
     weight, rotary = abstract((128 if per_head else dim,), F32), (angles, angles)
-    cotangent = abstract((batch, tokens, dim // 128, 128), BF16)
-    return abstract(shape, BF16), weight, rotary if table else None, cotangent
+    cotangent = abstract((batch, tokens, dim // 128, 128), dtype)
+    return abstract(shape, dtype), weight, rotary if table else None, cotangent
 
 
 @pytest.mark.usefixtures("for_cuda")
@@ -431,13 +435,29 @@ def test_forward_and_backward_are_a_kernel_each_and_a_sum(name, shapes):
 
 @pytest.mark.usefixtures("for_cuda")
 @pytest.mark.parametrize(
-    ("dim", "per_head", "table"), [(1280, False, "own"), (2560, True, "own"), (3584, True, None)]
+    ("dim", "per_head", "table", "dtype"),
+    [
+        (1280, False, "own", BF16),
+        (2560, True, "own", BF16),
+        (3584, True, None, BF16),
+        (12544, False, None, F32),
+    ],
 )
-def test_mosaic_lowers_where_pieces_could_differ_and_where_groups_are_many(dim, per_head, table):
+def test_mosaic_lowers_where_pieces_could_differ_and_where_groups_are_many(
+    dim, per_head, table, dtype
+):
     """Mosaic has 32 barriers for the slots of a program's groups."""
     run = partial(run_norm, head_dim=128, implementation="mosaic")
-    text = lowered_for_cuda(run, *norm_shapes((1, 2048, dim), per_head, table))
+    text = lowered_for_cuda(run, *norm_shapes((1, 2048, dim), per_head, table, dtype))
     assert text.count("@mosaic_gpu_v2") == 2
+
+
+@pytest.mark.usefixtures("for_cuda")
+@pytest.mark.parametrize(("dim", "dtype"), [(18432, BF16), (14336, F32)])
+def test_rows_of_more_threads_or_bytes_than_a_program_has_are_refused(dim, dtype):
+    run = partial(run_norm, head_dim=128, implementation="mosaic")
+    with pytest.raises(ValueError, match=f"groups of threads cannot share {dim} channels"):
+        lowered_for_cuda(run, *norm_shapes((1, 2048, dim), False, None, dtype))
 
 
 GELU = {"x": jnp.zeros((1, 4, 8)), "bias": jnp.zeros(8)}

@@ -1,6 +1,7 @@
 """Condition tokens whose number differs by sample, and rows in which they attend with others."""
 
 import dataclasses
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -10,7 +11,8 @@ import pytest
 from attention_oracle import graded, laid_out, masked, same_sample
 from jax.sharding import NamedSharding
 
-from alload_jax.models.common.attention import attention
+from alload_jax.models.common import attention as attentions
+from alload_jax.models.common.attention import attention, triton_packed
 from alload_jax.models.common.embedding import ConditionTokens, mean_by_sample, side_by_side
 from alload_jax.models.common.segments import (
     PADDING,
@@ -82,7 +84,7 @@ class Sample(NamedTuple):
         return int(np.prod(self.grid))
 
 
-LONG, OTHER = Sample((4, 9, 10), 70, 75), Sample((5, 8, 8), 0, 3)
+LONG, OTHER = Sample((4, 9, 10), 70, 75), Sample((5, 8, 8), 1, 3)
 SHORT = Sample((1, 5, 5), 9, 9)
 
 
@@ -97,7 +99,7 @@ def packed_case():
     layout = dataclasses.replace(
         layout, longest=6, covers_all=False, condition_blocks=4, longest_condition=2
     )
-    condition = laid_out([[(0, 70), (70, 9), (79, 0)], []], 4, 90)
+    condition = laid_out([[(0, 70), (70, 9), (79, 1)], []], 4, 90)
     metadata = PackedMetadata(
         *(laid_out([latents, []], 4, tokens), condition, None, (9, 9, 9)),
         lengths=((0, 4), (500, 0)),
@@ -154,7 +156,9 @@ def allowed_pairs(rows, samples, heads, density):
         pytest.param(packed_case, "all", marks=pytest.mark.slow),
     ],
 )
-def test_latents_attend_to_chosen_tiles_and_conditions_to_all(make, selector):
+def test_latents_attend_to_chosen_tiles_and_conditions_to_all(make, selector, monkeypatch):
+    # Unlike XLA's attention, the kernels' needs the bounds of lengths.
+    monkeypatch.setattr(attentions, "xla_packed", partial(triton_packed, implementation="xla"))
     rows, samples = make()
     settings = SparseAttentionConfig(forced=(DENSITY,), min_tokens=100, selector=selector)
     density, ids = 1.0 if selector == "all" else DENSITY, rows.packed.tokens.ids
