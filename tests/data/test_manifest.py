@@ -6,6 +6,7 @@ import os
 import shutil
 from functools import partial
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
@@ -103,7 +104,7 @@ TABLES = [
         (partial(appended, name, value), f"row 0 has {name} {value}", "prepare the data again")
         for name, value in (
             *(("weight", 0.0), ("weight", float("nan")), ("caption_dropout", 1.5)),
-            *(("joined", -1), ("number", -1)),
+            *(("joined", -1), ("joined", 2**32), ("number", -1), ("number", np.uint64(2**63))),
         )
     ),
     *(
