@@ -98,7 +98,7 @@ def test_figures_scale_the_seconds_of_all_steps_but_the_first_to_the_epoch(tmp_p
     expected["spread"] = (max(speeds) - min(speeds)) * counted / sum(tokens[late])
     expected["loss"] = np.dot(losses[-4:], samples[-4:]) / sum(samples[-4:])
     assert found == pytest.approx(expected)
-    run_files(tmp_path, *([1.0] * 8 for _ in range(5)))
+    run_files(tmp_path, range(1, 9), *([1.0] * 8 for _ in range(4)))
     assert figures_of(tmp_path, 0.0)["with_cost"] is None
     run_files(tmp_path, *([1.0] * 7 for _ in range(5)))
     with pytest.raises(InputError, match=r"only 7 steps were run, and 8 are needed"):

@@ -24,6 +24,7 @@ from alload_jax.models.common.segments import (
     empty_layout,
     lay_out,
     packed_joint_rows,
+    to_samples,
 )
 from alload_jax.models.common.sparse_attention.config import SparseAttentionConfig
 from alload_jax.models.common.sparse_attention.layer import Choice, Heads, attend
@@ -97,7 +98,7 @@ def packed_case():
     layout = empty_layout(2, tokens, 14, BLOCK)
     lay_out(layout, 0, [TiledSegment(n, offsets[n], samples[n].grid) for n in (0, 2)])
     layout = dataclasses.replace(
-        layout, longest=6, covers_all=False, condition_blocks=4, longest_condition=2
+        layout, longest=6, covers_all=False, condition_blocks=5, longest_condition=2
     )
     condition = laid_out([[(0, 70), (70, 9), (79, 1)], []], 4, 90)
     metadata = PackedMetadata(
@@ -146,6 +147,19 @@ def allowed_pairs(rows, samples, heads, density):
                 keys = np.concatenate([*chosen, condition])
                 allowed[np.ix_([row], [head], tile, keys)] = True
     return jnp.asarray(allowed)
+
+
+def test_conditions_that_attend_to_their_samples_keep_the_bounds_of_lengths():
+    packed = packed_case()[0].packed
+    found = to_samples(packed.row_tiles.condition, packed.within_tokens())
+    for side in (found.query, found.key):
+        for row, places in enumerate(zip(*side[:2], strict=True)):
+            for slot, (offset, length) in enumerate(zip(*places, strict=True)):
+                own = np.flatnonzero(side.ids[row] == slot)
+                np.testing.assert_array_equal(own, offset + np.arange(length))
+    assert found.query.length.tolist() == [[70, 0, 1, 0], [0] * 4]
+    assert found.lengths == ((0, 4), (2 * BLOCK, 0))
+    assert found.key.length.max() <= found.longest_key
 
 
 @pytest.mark.parametrize(
