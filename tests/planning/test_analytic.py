@@ -263,6 +263,15 @@ def test_flops_are_the_formula_and_those_of_the_kernels_that_each_token_meets():
     assert ((ratio > 1) & (ratio < 4)).all()
 
 
+def test_a_condition_takes_its_values_and_those_of_each_layer_of_the_refiner():
+    def values(**changes):
+        return from_fields(dataclasses.replace(FULL, **changes).architecture()).condition_values()
+
+    layer = values() - values(refiner_layers=2)
+    assert values(refiner_layers=1) - layer == 6 * 9 + 5 * 7 == values(glyphs=None) - 3 * layer + 35
+    assert values(dim=32) - values() == 3 * layer > 0
+
+
 def test_costs_are_those_of_the_counts():
     counts = ForwardFlops(1.0, 20.0, 300.0, 4000.0, 5e4)
     assert counts.of(10) == 1 * 10 + 20 + 300 * 100 + 4000 * 10 + 5e4

@@ -311,6 +311,7 @@ def test_a_run_gives_another_its_model_and_its_weights_in_parts(tmp_path):
     parameters, mesh = ParametersConfig(trained=("head",)), one_device_mesh()
     spec = training_spec(model, parameters=parameters)
     state, run = init_state(spec, mesh, 0), tmp_path / "run"
+    state = state._replace(ema=jax.tree.map(lambda leaf: leaf + 1, state.params))
     identity = {"model": model.architecture(), "parameters": dataclasses.asdict(parameters)}
     with opened(run / CHECKPOINTS, identity) as checkpoints:
         checkpoints.save(3, state)
@@ -323,7 +324,7 @@ def test_a_run_gives_another_its_model_and_its_weights_in_parts(tmp_path):
         jax.tree.map(np.testing.assert_array_equal, found, expected)
     assert described_model(run).architecture() == model.architecture()
     given = given_parameters(run, model, ALL_TRAINED, mesh)
-    jax.tree.map(np.testing.assert_array_equal, given, merge_parameters(state.params, state.frozen))
+    jax.tree.map(np.testing.assert_array_equal, given, merge_parameters(state.ema, state.frozen))
 
 
 @pytest.mark.parametrize(
