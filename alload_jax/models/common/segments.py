@@ -506,7 +506,7 @@ def with_condition_blocks(lists: BlockLists, layout: TileLayout, queries: TileLa
     tiles = layout.condition
     assert tiles is not None
     same = queries.segments[:, :, None] == tiles.segments[:, None]
-    same &= (queries.tokens[:, :, None] > 0) & (tiles.tokens[:, None] > 0)
+    same &= queries.tokens[:, :, None] > 0  # others are of no sample, as empty blocks are
     count = same.sum(axis=-1, dtype=jnp.int32)[:, None]
     first = layout.blocks + jnp.argmax(same, axis=-1).astype(jnp.int32)[:, None]
     indices = jnp.pad(lists.indices, ((0, 0),) * 3 + ((0, tiles.longest),))
