@@ -15,8 +15,10 @@ from alload_jax.data.prepare.sources import Source, decode_image
 from alload_jax.data.record import fold_frames
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ImageConfig, TextConfig
+from alload_jax.models.common.sparse_attention.config import SparseAttentionConfig
 from alload_jax.models.hunyuan_video.transformer import HunyuanVideoConfig
 from alload_jax.models.wan.transformer import WanConfig
+from alload_jax.sampling import requests
 from alload_jax.sampling.encoders import Encoders, as_latent, find_encoders, read_picture
 from alload_jax.sampling.requests import (
     RawRequest,
@@ -27,6 +29,7 @@ from alload_jax.sampling.requests import (
     decoded,
     family_fps,
     read_list,
+    require_memory,
 )
 
 MODEL = WanConfig(in_channels=3, text=TextConfig(64, 16), patch_size=(1, 4, 4))
@@ -275,3 +278,17 @@ def test_what_is_no_picture_is_one_line(tmp_path):
             read_picture(path, 16, 16)
         assert str(error.value).startswith(f"{path}: cannot be read as an image (")
         assert "\n" not in str(error.value)
+
+
+def test_drawing_takes_a_layers_tensors_and_float32_of_all_pairs_at_least(monkeypatch):
+    dense = WanConfig(dim=64, num_heads=2)
+    sparse = dataclasses.replace(dense, sparse_attention=SparseAttentionConfig())
+    of_layer, of_pairs = 4 * 2 * 64 * 1000, 4 * 2 * 1000**2
+    for model, least in ((dense, of_layer + of_pairs), (sparse, of_layer)):
+        monkeypatch.setattr(requests, "host_bytes", lambda least=least: 3 * least)
+        require_memory("it", model, 1000, 3)
+        with pytest.raises(InputError, match=r"it takes more than .*, or draw fewer at a time"):
+            require_memory("it", model, 1000, 4)
+        monkeypatch.setattr(requests, "host_bytes", lambda least=least: 3 * least - 1)
+        with pytest.raises(InputError, match=r"it takes more than .* for 3 at a time"):
+            require_memory("it", model, 1000, 3)
