@@ -204,7 +204,8 @@ def replacing(path: Path, mode: int = 0o666) -> Iterator[Path]:
         yield unfinished
         unfinished.replace(path)
     except OSError as error:
-        if error.filename in (None, str(unfinished)):  # that of a full disk has none
+        # That of a full disk has no name; an error of words alone would lose them.
+        if error.strerror and error.filename in (None, str(unfinished)):
             error.filename = str(path)
         raise
     finally:
