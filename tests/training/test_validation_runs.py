@@ -114,7 +114,7 @@ def test_held_out_samples_are_not_trained_on_and_another_share_is_refused(runs, 
     assert last["validation/samples"] == held_out
     config = read_config(["--config", str(folder / "config.yaml")])
     assert config.run.epochs == 1
-    for share, now in ((("--validation.share", "0.3"), "0.3"), ((), "None")):
+    for share, now in ((("--validation.share", "0.3"), "0.3"), ((), "null")):
         said = runs.refused(*share, *flags, "2")
         assert f"of another validation: share was 0.4 and is now {now}" in said
 
