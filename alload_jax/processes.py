@@ -1,18 +1,21 @@
 """What programs and the processes that they start have in common.
 
-Imports, Ctrl-C, their end, and what a thread waits for, by the functions that it is in.
+Imports, Ctrl-C, their output and end, and what a thread waits for, by the functions that it is in.
 """
 
+import io
 import multiprocessing
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import PurePath
 from types import CodeType, FrameType, FunctionType
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
+
+from typing_extensions import override
 
 
 @contextmanager
@@ -31,6 +34,32 @@ def quiet_imports() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+class _LastingFile(io.FileIO):
+    @override
+    def write(self, data: Any) -> int:
+        with suppress(OSError):  # the pipe has no reader, the terminal is closed, the disk is full
+            return super().write(data)
+        return memoryview(data).nbytes
+
+
+def lasting(descriptor: int, like: TextIO) -> TextIO:
+    """A text stream to a descriptor that drops what cannot be written there, rather than to fail.
+
+    Ctrl-C reaches `tee` behind a run as well, which then has no reader while it saves. Characters
+    that the encoding of `like` lacks are escaped.
+    """
+    file = io.BufferedWriter(_LastingFile(descriptor, "wb", closefd=False))
+    return io.TextIOWrapper(file, like.encoding, "backslashreplace", line_buffering=True)
+
+
+def outlive_output() -> None:
+    """Makes what this process prints `lasting`."""
+    for name in ("stdout", "stderr"):
+        stream = lasting(getattr(sys, name).fileno(), getattr(sys, name))
+        for place in (name, f"__{name}__"):
+            setattr(sys, place, stream)
 
 
 def allow_workers() -> None:

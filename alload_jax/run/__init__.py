@@ -7,9 +7,9 @@ from functools import partial
 
 from alload_jax.config import read_config
 from alload_jax.errors import run_command
-from alload_jax.processes import quiet_imports
+from alload_jax.processes import outlive_output, quiet_imports
 from alload_jax.sharding.host_memory import set_xla_flags
-from alload_jax.training.signals import leave, outlive_output, silence_threads
+from alload_jax.training.signals import leave, silence_threads
 
 
 def main(argv: Sequence[str], prog: str = "train.py") -> int:

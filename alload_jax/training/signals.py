@@ -1,10 +1,9 @@
-"""Ctrl-C, SIGTERM and other reasons to stop; how the program ends, and what it prints.
+"""Ctrl-C, SIGTERM and other reasons to stop; how the program ends, and what it keeps quiet.
 
 Orbax and TensorBoard write in threads of their own. What fails there fails in the main thread as
 well, which says it in one line.
 """
 
-import io
 import logging
 import os
 import signal
@@ -12,11 +11,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Self
-
-from typing_extensions import override
 
 from alload_jax.distributed.initialize import on_signals
 from alload_jax.errors import Terminated, print_stderr
@@ -117,26 +114,6 @@ class StopRequest:
 
 
 _LIBRARIES = ("/orbax/", "/asyncio/", "/tensorstore/", "/tensorboardX/", "/humanize/")
-
-
-class _Output(io.FileIO):
-    @override
-    def write(self, data: Any) -> int:
-        with suppress(OSError):  # the pipe has no reader, the terminal is closed, the disk is full
-            return super().write(data)
-        return memoryview(data).nbytes
-
-
-def outlive_output() -> None:
-    """Drops what the program prints where it cannot be written, rather than to end a run for it.
-
-    Ctrl-C reaches `tee` behind a run as well, which then has no reader while it saves.
-    """
-    for name in ("stdout", "stderr"):
-        buffered = io.BufferedWriter(_Output(getattr(sys, name).fileno(), "wb", closefd=False))
-        encoding = getattr(sys, name).encoding
-        stream = io.TextIOWrapper(buffered, encoding, "backslashreplace", line_buffering=True)
-        setattr(sys, name, stream)
 
 
 def silence_threads() -> None:

@@ -91,7 +91,7 @@ def test_a_closed_terminal_stops_a_run_which_saves_unless_it_runs_under_nohup(ha
 PRINTING = """
 import sys
 from alload_jax.errors import print_stderr, run_command
-from alload_jax.training.signals import outlive_output
+from alload_jax.processes import outlive_output
 
 def main(argv):
     for _ in range(3):
