@@ -12,7 +12,7 @@ import os
 import secrets
 import stat
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any
@@ -209,7 +209,8 @@ def replacing(path: Path, mode: int = 0o666) -> Iterator[Path]:
             error.filename = str(path)
         raise
     finally:
-        unfinished.unlink(missing_ok=True)
+        with suppress(OSError):  # it is not there, or the file system is read-only by now
+            unfinished.unlink()
 
 
 _UNFINISHED = ".unfinished"

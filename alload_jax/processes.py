@@ -40,24 +40,27 @@ class _LastingFile(io.FileIO):
     @override
     def write(self, data: Any) -> int:
         with suppress(OSError):  # the pipe has no reader, the terminal is closed, the disk is full
-            return super().write(data)
+            if (written := super().write(data)) is not None:  # None: it is full and does not wait
+                return written
         return memoryview(data).nbytes
 
 
-def lasting(descriptor: int, like: TextIO) -> TextIO:
+def lasting(descriptor: int, encoding: str) -> TextIO:
     """A text stream to a descriptor that drops what cannot be written there, rather than to fail.
 
     Ctrl-C reaches `tee` behind a run as well, which then has no reader while it saves. Characters
-    that the encoding of `like` lacks are escaped.
+    that the encoding lacks are escaped.
     """
     file = io.BufferedWriter(_LastingFile(descriptor, "wb", closefd=False))
-    return io.TextIOWrapper(file, like.encoding, "backslashreplace", line_buffering=True)
+    return io.TextIOWrapper(file, encoding, "backslashreplace", line_buffering=True)
 
 
 def outlive_output() -> None:
-    """Makes what this process prints `lasting`."""
+    """Makes what this process prints `lasting`, and drops what it prints to a stream it lacks."""
     for name in ("stdout", "stderr"):
-        stream = lasting(getattr(sys, name).fileno(), getattr(sys, name))
+        given: TextIO | None = getattr(sys, name)
+        descriptor = given.fileno() if given else os.open(os.devnull, os.O_WRONLY)
+        stream = lasting(descriptor, given.encoding if given else "utf-8")
         for place in (name, f"__{name}__"):
             setattr(sys, place, stream)
 
@@ -78,8 +81,9 @@ def allow_workers() -> None:
 
 
 def follow_parent() -> None:
-    """Leaves Ctrl-C to the first process, and ends this one when the first is killed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Leaves Ctrl-C and a closed terminal to the first process; ends when that one is killed."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 

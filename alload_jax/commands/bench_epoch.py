@@ -56,11 +56,12 @@ def run(options: argparse.Namespace) -> int:
     with TemporaryDirectory() as folder:
         commands: dict[str, list[str]] = {}
         for name, given in cases.items():
-            commands[name] = ["--config", options.config, "--data.folder", str(options.data)]
+            commands[name] = ["--config", options.config]
             if given:
                 file = Path(folder) / f"{name}.yaml"
                 file.write_text(yaml.safe_dump(given))
                 commands[name] += ["--config", str(file)]
+            commands[name] += ["--data.folder", str(options.data)]
             config = read_config(commands[name], _COMMAND)
         _require_data(options, config.model)
         record = Record(options.out, ["jax", "jaxlib", "flax"], added=cases)

@@ -131,7 +131,7 @@ def initialize(config: ClusterConfig, folder: str | Path) -> Cluster:
     # A notebook's stdout is not that file, and stays.
     if process.process_id == 0 and (out := sys.__stdout__) is sys.stdout and out:
         out.flush()
-        sys.stdout = lasting(os.dup(1), out)
+        sys.stdout = lasting(os.dup(1), out.encoding)
     if process.process_id != 0 or "NCCL_DEBUG" not in os.environ:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     seal = agree_on_seal(process.process_id, process.num_processes, Path(folder))

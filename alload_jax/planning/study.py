@@ -239,6 +239,8 @@ def _giant(study: Study, case: Case) -> str | None:
     )
     topology = case.plan.topology
     best = with_best_context(case.config, study.samples, topology, study.costs)
+    if best.context == 1:
+        return found
     split = replace(study, config=best, replay=None).case(case.config.policy, case.ranks)
     if split.metrics.cost >= case.metrics.cost:  # a group may do no more than avoid odd rows
         return found

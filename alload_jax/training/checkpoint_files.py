@@ -199,13 +199,23 @@ def difference(theirs: object, ours: object, defaults: Mapping[str, object] | No
     return f"it was {theirs!r} and is now {ours!r}"
 
 
+_GIVEN = ("policy", "m_mem", "samples", "ranks", "context")
+"""Of a plan, what no version chooses by itself."""
+
+
 def _remedy(theirs: object, ours: object) -> str:
     plans = [each if isinstance(each, dict) else {} for each in (theirs, ours)]
     ranks = [each.get("ranks") for each in plans]
-    rows, given = plans[0].get("row_tokens"), ("policy", "m_mem", "samples", "ranks", "context")
-    chosen = rows not in (None, plans[1].get("row_tokens"))
-    if chosen and all(plans[0].get(name) == plans[1].get(name) for name in given):
-        return f"another version chose those rows: give --planning.row_tokens {rows}"
+    unlike = {name for name, was in plans[0].items() if was != plans[1].get(name)}
+    if unlike == {"order"}:
+        return (
+            "another version planned this run: go on with that one, or begin another run with this "
+            "one as run.initial_weights"
+        )
+    rows = {name: plans[0].get(name) for name in ("row_tokens", "max_segments") if name in unlike}
+    if rows and None not in rows.values() and not unlike.intersection(_GIVEN):
+        flags = " ".join(f"--planning.{name} {value}" for name, value in rows.items())
+        return f"another version chose those rows: give {flags}"
     if any(each.get("context", 1) != 1 for each in plans):
         return "restore the config, with mesh and number of devices, or choose another run.folder"
     if ranks[0] is None or ranks[0] == ranks[1]:

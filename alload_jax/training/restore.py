@@ -268,7 +268,8 @@ def is_run(place: str | Path) -> bool:
 
 def run_around(place: Path) -> Path | None:
     """The run folder of a path that is its folder of checkpoints, or one of these."""
-    return next((p.parent for p in (place, place.parent) if p.name == CHECKPOINTS), None)
+    near = (each for each in (place, place.parent) if each.name == CHECKPOINTS and place.is_dir())
+    return next((each.parent for each in near if (each.parent / "config.yaml").is_file()), None)
 
 
 def _of_run(

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -99,11 +99,9 @@ class StopRequest:
 
     def _note(self, number: int, _: FrameType | None) -> None:
         self.number = number
-        print(
-            f"\n{signal.Signals(number).name}: finishing and saving; "
-            "repeat the signal to quit immediately",
-            flush=True,
-        )
+        again = "" if number == signal.SIGHUP else "; repeat the signal to quit immediately"
+        with suppress(RuntimeError, OSError):  # the signal came while this thread printed
+            print(f"\n{signal.Signals(number).name}: finishing and saving{again}", flush=True)
         self._restore()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)

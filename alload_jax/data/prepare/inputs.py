@@ -172,7 +172,7 @@ def table_items(
 
     def within(name: str) -> str:
         slashed = name.replace("\\", "/")  # as Windows does not write it
-        name = slashed if os.path.exists(place / slashed) else name
+        name = slashed if any(os.path.exists(each / slashed) for each in folders) else name
         relative = os.path.relpath(name, place) if os.path.isabs(name) else ".."
         return name if relative.startswith("..") else relative
 
@@ -202,11 +202,14 @@ def _lines(table: Path) -> Iterator[str]:
 
 def _csv_rows(table: Path, _: str | None, __: CaptionRule) -> Iterator[Json]:
     before, begun, lines = csv.field_size_limit(2**24), 1, _lines(table)
-    header = next(lines, "")
+    # Excel may begin with a line that names the delimiter.
+    header = next((line for line in lines if line.strip() and not line.startswith("sep=")), "")
     # Spreadsheets of languages with a decimal comma put semicolons between values.
     delimiter = next((each for each in ";\t" if each in header and "," not in header), ",")
     try:
-        reader = csv.DictReader(itertools.chain([header], lines), delimiter=delimiter, strict=True)
+        # Tables with tabs seldom quote.
+        rows, strict = itertools.chain([header], lines), delimiter != "\t"
+        reader = csv.DictReader(rows, delimiter=delimiter, strict=strict)
         fields = [name for name in reader.fieldnames or () if name]
         _require_once(table, fields, fields)
         begun = reader.line_num + 1
