@@ -91,6 +91,13 @@ def test_weights_arrive_on_the_meshs_shardings():
     jax.tree.map(np.testing.assert_array_equal, params, golden_params("wan/t2v"))
 
 
+def test_weights_may_be_in_a_folder_of_any_name(tmp_path):
+    place = tmp_path / "checkpoints" / "wan"  # as ComfyUI and the runs of others have them
+    shutil.copytree(T2V, place)
+    assert described_model(place) == read_model_config(place / "config.json")
+    assert find_source(place).config == described_model(T2V)
+
+
 def test_bfloat16_files_are_half_as_large_and_know_how_long_their_texts_were(tmp_path):
     config, params = golden_config("wan/t2v", text=TextConfig(10, 7)), golden_params("wan/t2v")
     [file] = save_weights(tmp_path / "half", params, config, dtype="bfloat16")

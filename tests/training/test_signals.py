@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,22 @@ def test_a_run_outlives_the_reader_of_its_output():
     command = [sys.executable, "-c", PRINTING, "run"]
     done = subprocess.run(command, stdout=writing, stderr=writing, timeout=PATIENCE)
     os.close(writing)
+    assert done.returncode == 7
+
+
+def test_a_run_needs_no_output():
+    """As of a shell's `>&-`, and of a pipe that is full and does not wait."""
+    command = [sys.executable, "-c", PRINTING, "run"]
+    closed = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", *command]
+    assert subprocess.run(closed, timeout=PATIENCE).returncode == 7
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(writing, bytes(65_536))
+    done = subprocess.run(command, stdout=writing, stderr=writing, timeout=PATIENCE)
+    os.close(writing)
+    os.close(reading)
     assert done.returncode == 7
 
 
