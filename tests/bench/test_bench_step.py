@@ -67,6 +67,7 @@ def test_what_fails_in_a_process_is_told_in_a_line(tmp_path):
 ONE_STEP = ["--model", "tiny", "--layers", "1", "--latents", "1", "4", "4", "--steps", "1"]
 
 
+@pytest.mark.slow
 def test_a_step_is_measured_and_what_auto_keeps_is_told(in_process, tmp_path, capsys):
     out = tmp_path / "step.json"
     flags = ["--remat", "auto", "--memory-budget", "2", "--out", str(out)]

@@ -100,6 +100,7 @@ def float8_products(config, frames):
     return text.count("new_dtype=float8_e4m3fn"), text.count("new_dtype=float8_e5m2")
 
 
+@pytest.mark.slow
 def test_layers_of_blocks_round_all_products_over_many_tokens():
     config = dataclasses.replace(CONFIG, matmul="float8")
     for each in (config, dataclasses.replace(config, lora=LoraConfig(rank=2))):

@@ -467,8 +467,8 @@ def test_fewer_ranks_exchange_heads_where_waiting_costs_more_than_sending():
 @pytest.mark.parametrize(
     ("ranks", "num_heads", "exchanged", "selector", "joint"),
     [
-        (3, 4, 1, "pooled", True),
         (8, 12, 4, "predictor", False),
+        pytest.param(3, 4, 1, "pooled", True, marks=pytest.mark.slow),
         pytest.param(8, 4, 2, "pooled", True, marks=pytest.mark.slow),
         pytest.param(2, 4, 2, "pooled", False, marks=pytest.mark.slow),
         pytest.param(4, 4, 1, "random", False, marks=pytest.mark.slow),
