@@ -56,9 +56,14 @@ def lasting(descriptor: int, encoding: str) -> TextIO:
 
 
 def outlive_output() -> None:
-    """Makes what this process prints `lasting`, and drops what it prints to a stream it lacks."""
+    """Makes what this process prints `lasting`, and drops what it prints to a stream it lacks.
+
+    A stream that is not Python's own, such as a notebook's, stays.
+    """
     for name in ("stdout", "stderr"):
         given: TextIO | None = getattr(sys, name)
+        if given is not getattr(sys, f"__{name}__"):
+            continue
         descriptor = given.fileno() if given else os.open(os.devnull, os.O_WRONLY)
         stream = lasting(descriptor, given.encoding if given else "utf-8")
         for place in (name, f"__{name}__"):

@@ -324,9 +324,9 @@ def plan_inputs(options: argparse.Namespace) -> PlanInputs:
     request.trained  # noqa: B018 - refuses flags that exclude each other before data are read
     packs = request.packs
     samples, source, paths = _samples(request, policy == AUTO or find_policy(policy).packed)
-    listed = (options.manifest or "").endswith((".csv", ".parquet"))
+    is_table = (options.manifest or "").endswith((".csv", ".parquet"))
     # A data folder has several clips of one video.
-    listed = listed and not holds_samples(options.manifest)
+    listed = is_table and not holds_samples(options.manifest)
     repeated = _repeated_samples(samples, paths) if listed else ""
     weights = _weights_of_flags(options)
     if not weights and options.manifest and config is not None:

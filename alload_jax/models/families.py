@@ -439,6 +439,8 @@ class TransformerFamily(Family):
 
     The sparse attention of its blocks is their module `sparse_attention`. Blocks have a leading
     layer axis. `tensor` splits heads and the hidden width as in Megatron-LM (arXiv 1909.08053).
+    `fsdp` splits inputs: outputs vary fastest in memory, and to gather and scatter along them XLA
+    copies the kernels and the gradients of all layers.
 
     Attributes:
       model: the class of the model, made of config and `rngs`.

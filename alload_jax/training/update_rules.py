@@ -10,7 +10,6 @@ blocks of which each has a part.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Literal, NamedTuple
 
 import jax
@@ -162,10 +161,8 @@ def scale_by_adam8bit(beta1: float, beta2: float, eps: float) -> optax.GradientT
     """
 
     def init(params: optax.Params) -> Adam8bitState:
-        mu, nu = (jax.tree.map(partial(zeros_like, signed=each), params) for each in (True, False))
-        return Adam8bitState(
-            jnp.zeros((), jnp.int32), *_parts(2, params, mu), *_parts(2, params, nu)
-        )
+        zeros = jax.tree.map(lambda x: (*zeros_like(x, True), *zeros_like(x, False)), params)
+        return Adam8bitState(jnp.zeros((), jnp.int32), *_parts(4, params, zeros))
 
     def update(
         updates: optax.Updates, state: Adam8bitState, params: optax.Params | None = None

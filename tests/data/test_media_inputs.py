@@ -197,6 +197,7 @@ def test_a_table_of_a_folder_below_is_named_as_not_read(media):
     ("name", "content"),
     [
         ("metadata.csv", 'file_name;text\r\n"sub\\a.png";"ein Hund; ""groß"", nah"\r\n'),
+        ("metadata.csv", 'sep=;\n\npath;caption\nsub/a.png;"ein Hund; ""groß"", nah"\n'),
         ("metadata.csv", 'path\tcaption\nsub/a.png\tein Hund; "groß", nah\n'),
         ("metadata.jsonl", '{"file": "sub/a.png", "cap": "ein Hund; \\"groß\\", nah"}\r\n'),
         ("captions.json", '{"sub/a.png": {"caption": "ein Hund; \\"groß\\", nah", "tags": "x"}}'),
@@ -221,7 +222,7 @@ TWICE = ["has the columns", "rename or remove one"]
         ("metadata.csv", b"\xff\xfe\n", ["save it as UTF-8"]),
         ("metadata.csv", b"path,caption\na,caf\xe9\n", ["save it as UTF-8"]),
         ("metadata.csv", b'path,caption\na,b\nc,"d\ne,f\n', ["line 3", "double"]),
-        ("metadata.csv", b'path,caption\na,"b" c\n', ["line 2", "double"]),
+        ("metadata.csv", b'sep=,\n\npath,caption\na,"b" c\n', ["line 4", "double"]),
         ("metadata.csv", b"path,text\na,b\n", ["no column mine", "--caption-column"]),
         ("metadata.csv", b"path,caption\na,a red, close\n", ["line 2 has more fields"]),
         ("metadata.csv", b"path,caption,caption\na.png,one,two\n", TWICE),

@@ -201,26 +201,29 @@ def _lines(table: Path) -> Iterator[str]:
 
 
 def _csv_rows(table: Path, _: str | None, __: CaptionRule) -> Iterator[Json]:
-    before, begun, lines = csv.field_size_limit(2**24), 1, _lines(table)
+    before, lines = csv.field_size_limit(2**24), _lines(table)
     # Excel may begin with a line that names the delimiter.
-    header = next((line for line in lines if line.strip() and not line.startswith("sep=")), "")
+    found = (each for each in enumerate(lines) if each[1].strip() and each[1][:4] != "sep=")
+    skipped, header = next(found, (0, ""))
     # Spreadsheets of languages with a decimal comma put semicolons between values.
     delimiter = next((each for each in ";\t" if each in header and "," not in header), ",")
+    begun = skipped + 1
     try:
         # Tables with tabs seldom quote.
         rows, strict = itertools.chain([header], lines), delimiter != "\t"
         reader = csv.DictReader(rows, delimiter=delimiter, strict=strict)
         fields = [name for name in reader.fieldnames or () if name]
         _require_once(table, fields, fields)
-        begun = reader.line_num + 1
+        begun = skipped + reader.line_num + 1
         for row in reader:
             if None in row:
+                number = skipped + reader.line_num
                 raise InputError(
-                    f"{table}: line {reader.line_num} has more fields than the header; put "
+                    f"{table}: line {number} has more fields than the header; put "
                     'values with commas in quotes, such as "a red flower, close up"'
                 )
             yield {name: value for name, value in row.items() if name}
-            begun = reader.line_num + 1
+            begun = skipped + reader.line_num + 1
     except csv.Error as error:  # such as a quote that would take in all rows behind it
         raise InputError(
             f"{table}: line {begun}: {error}; put values with quotes in quotes and double those "

@@ -127,6 +127,7 @@ def row_shape(
 
 
 SLOTS_UNIT = 4
+"""Slots of a row are a multiple of this, unless fewer are as good."""
 
 
 def slots_for(samples: Samples, tokens: int, factor: float) -> int:
