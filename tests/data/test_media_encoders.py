@@ -188,6 +188,7 @@ def test_captions_can_be_classes(tmp_path, texts, expected, classes):
     assert manifest.origin["text"]["classes"] == classes
     assert "no caption" in skipped(tmp_path / "out")["3.png"]
     assert len(ClassText.make(EncoderOptions(captions=["9999"])).classes) == 10_000
+    assert ClassText.make(EncoderOptions(captions=["12345678"])).classes == ("12345678",)
     for captions, words in ((["10000"], "10,001 classes, more than 10,000"), ([""], "no file has")):
         with pytest.raises(InputError, match=words):
             ClassText.make(EncoderOptions(captions=captions))

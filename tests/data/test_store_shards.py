@@ -285,6 +285,22 @@ def one_sample(folder, channels=1, text=None, stride=(1, 1, 1), **options):
     return folder
 
 
+def test_a_merged_store_has_the_rate_of_its_videos_where_they_share_one(tmp_path):
+    def store(name, frames, fps):
+        with StoreWriter(tmp_path / name, vae_stride=(1, 1, 1), origin={"of": name} | fps) as one:
+            latents, condition = np.zeros((frames, 1, 1, 1), np.float16), np.zeros(1, np.int32)
+            one.add(latents, condition, (frames, 1, 1))
+        return tmp_path / name
+
+    clips, others = store("clips", 5, {"fps": 8}), store("others", 5, {})
+    stills, more = store("stills", 1, {}), store("more", 1, {})
+    for number, (parts, fps) in enumerate(
+        (((clips, stills), 8), ((clips, others), None), ((stills, more), None))
+    ):
+        merge_stores(parts, tmp_path / str(number))
+        assert read_manifest(tmp_path / str(number)).fps == fps
+
+
 def test_stores_that_differ_or_are_none_are_not_merged(tmp_path):
     a, b = (one_sample(tmp_path / name) for name in "ab")
     cases = [

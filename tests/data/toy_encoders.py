@@ -62,7 +62,9 @@ class WeighedPixels(Pixels):
             raise InputError("the weights are damaged")
         if weights == "picky" and frames.max() == 255:
             raise UnusableError("white")
-        return super().encode(frames) * np.float16(np.nan if weights == "nan" else 0.5)
+        latents = super().encode(frames) * np.float16(0.5)
+        latents.flat[0] += np.nan if weights == "nan" else 0
+        return latents
 
 
 class GivenEnds:

@@ -156,11 +156,15 @@ def test_auto_keeps_a_given_mode_of_ranks_and_refuses_one_that_nothing_can_run()
         options = {"packs": False, "independent": independent}
         said = ["ranks_mode is independent, but one rank", "leave it out"]
         refused(said, choose_policy, given, lambda _: samples, ranks, costs, **options)
-    said = ["shorter than sample 0 (1000 tokens)"]
+    said = ["m_mem is 100 tokens, shorter than sample 0 (1000 tokens)"]
     long = PlanningConfig(m_mem=100)
     refused(said, choose_policy, long, lambda _: of_lengths(1000), 2, costs, packs=True)
     with pytest.raises(ValueError, match="choose_policy"):
         make_policy(given)
+    follows = PlanningConfig(m_mem=1000, recalibrate="window")
+    given = follows, lambda _: samples, 2, costs
+    assert choose_policy(*given, packs=True).config.policy == "balanced"
+    refused(["window, which needs packed rows"], choose_policy, *given, packs=False)
 
 
 COST = QuadraticCost(1.0, 1e-3, 1e-6)

@@ -291,6 +291,11 @@ def test_hunyuan_videos_own_keys_and_comfyuis_come_back_as_they_were(
             np.testing.assert_array_equal(bias, np.arange(12 * n, 12 * n + 12))
         with_length = read.adapters[Target("blocks/video/key/kernel", 1)] if lora.dora else None
         assert with_length is None or with_length.magnitude is not None
+        if lora.dora:
+            target = Target("blocks/video/key/kernel", 1)
+            partly = adapters | {target: dataclasses.replace(adapters[target], magnitude=None)}
+            with pytest.raises(InputError, match="with DoRA all of them need one"):
+                write_lora(tmp_path / "partly.safetensors", partly, config, keys)
         both |= {f"{stem}lokr_w{n}": np.ones((6, 6), np.float32) for n in (1, 2)}
         safetensors.numpy.save_file(both, tmp_path / "both.safetensors")
         with pytest.raises(InputError, match="img_attn_qkv has LoKr for several layers at once"):
@@ -446,6 +451,36 @@ def test_files_that_do_not_fit_are_refused_in_one_line(tmp_path):
         assert str(file) in str(error.value)
 
 
+def test_a_folder_stands_for_its_lora_and_a_file_there_stays(tmp_path):
+    file = tmp_path / "mine.safetensors"
+    safetensors.numpy.save_file(PAIR, file)
+    adapters = read_lora(tmp_path, PLAIN).adapters
+    assert list(adapters) == [Target("blocks/self_attention/query/kernel", 0)]
+    with pytest.raises(InputError, match="mine.safetensors: exists"):
+        write_lora(file, adapters, PLAIN, "diffusers")
+    safetensors.numpy.save_file(
+        PAIR | {f"{QUERY}.alpha": np.array(4, "f4")}, tmp_path / "other.safetensors"
+    )
+    with pytest.raises(InputError, match="holds 2 safetensors files; name the LoRA file"):
+        read_lora(tmp_path, PLAIN)
+    (tmp_path / "other.safetensors").rename(tmp_path / "adapter_model.safetensors")
+    (found,) = read_lora(tmp_path, PLAIN).adapters.values()
+    assert found.scale == 2.0  # its alpha over its rank
+
+
+def test_an_adapter_of_the_patch_embedding_is_a_convolution(tmp_path):
+    rng, key = np.random.default_rng(0), "transformer.patch_embedding.lora_{}.weight"
+    down = rng.normal(size=(2, PLAIN.in_channels, *PLAIN.patch_size)).astype(np.float32)
+    up = rng.normal(size=(16, 2, 1, 1, 1)).astype(np.float32)
+    file = tmp_path / "x.safetensors"
+    safetensors.numpy.save_file({key.format("A"): down, key.format("B"): up}, file)
+    (adapter,) = read_lora(file, PLAIN).adapters.values()
+    np.testing.assert_array_equal(adapter.up, up[..., 0, 0, 0].T)
+    safetensors.numpy.save_file({key.format("A"): down, key.format("B"): up[..., 0]}, file)
+    with pytest.raises(InputError, match=r"up has shape \(16, 2, 1, 1\), not \(16, 2, 1, 1, 1\)"):
+        read_lora(file, PLAIN)
+
+
 def test_adapters_that_a_model_lacks_or_of_another_rank_are_refused(tmp_path):
     file = tmp_path / "x.safetensors"
     safetensors.numpy.save_file(PAIR, file)
@@ -463,6 +498,7 @@ def test_adapters_that_a_model_lacks_or_of_another_rank_are_refused(tmp_path):
     # Layers that the file lacks can still learn.
     query = given_adapters(read, with_lora(rank=2))["blocks"]["self_attention"]["query"]
     assert (query["lora_down"][1:] != 0).all()
+    assert 0.2 < np.abs(query["lora_down"][1:]).max() <= 16**-0.5  # as a new adapter's
     assert not query["lora_up"].any()
     nameless = {Target("other/kernel", None): Adapter(ZEROS.T, ZEROS, 1.0)}
     with pytest.raises(InputError, match="no keys of diffusers for that layer"):
