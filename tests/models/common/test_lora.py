@@ -456,7 +456,7 @@ def test_a_folder_stands_for_its_lora_and_a_file_there_stays(tmp_path):
     safetensors.numpy.save_file(PAIR, file)
     adapters = read_lora(tmp_path, PLAIN).adapters
     assert list(adapters) == [Target("blocks/self_attention/query/kernel", 0)]
-    with pytest.raises(InputError, match="mine.safetensors: exists"):
+    with pytest.raises(InputError, match=r"mine\.safetensors: exists"):
         write_lora(file, adapters, PLAIN, "diffusers")
     safetensors.numpy.save_file(
         PAIR | {f"{QUERY}.alpha": np.array(4, "f4")}, tmp_path / "other.safetensors"
