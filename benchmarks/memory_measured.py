@@ -104,7 +104,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
         folder = Path(scratch)
         for name in {case.config for case in cases}:
-            write_weights(folder / name, _model(name))
+            config = read_config(["--config", str(ROOT / "configs" / f"{name}.yaml")])
+            write_weights(folder / name, config.model)
         for case in cases:
             write_clips(folder / case.clips, case.latents)
         command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
@@ -114,10 +115,6 @@ def main() -> int:
             record.add(run(case, folder, folder / f"run_{number}", total))
             print(json.dumps(record.content["cases"][-1]), flush=True)
     return 0
-
-
-def _model(name: str) -> ModelConfig:
-    return read_config(["--config", str(ROOT / "configs" / f"{name}.yaml")]).model
 
 
 def write_weights(folder: Path, config: ModelConfig) -> None:

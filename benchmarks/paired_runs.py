@@ -11,6 +11,8 @@ compared with the first kind of run. Flags that the program does not know are gi
 `float8`: products in float8 and in bfloat16, 100 million parameters on moving digits; runs share
 GPUs. A control says what chance does: bfloat16 with a learning rate that is 0.01 % larger.
 
+`plans`: the digits planned by a gradient noise scale, and otherwise, for a minute each.
+
 `sparse`: dense attention, layers that become sparse by themselves, and eight of twelve layers with
 a density of 0.2; 120 million parameters on clips of benchmarks/simulator.py, of 65 frames and
 52,224 tokens. All runs go on from one that was trained with dense attention on shorter clips. Each
@@ -22,7 +24,6 @@ import csv
 import itertools
 import json
 import os
-import re
 import signal
 import statistics
 import subprocess
@@ -49,15 +50,13 @@ LEVEL = f"{VALIDATION}loss/sigma_"
 """What names of held-out losses at a noise level begin with."""
 VALIDATIONS, LEAST_STEPS = 2, 8
 """Of a run, evenly spaced."""
-MIX = ((17, 16, 16, 3000), (17, 16, 32, 3000))
-"""Frames, height, width and number of the digits' clips, of 80 and 160 tokens."""
 FRAMES, SIZE = 65, (120, 160)
 """Of the walks that are taken, height and width."""
 
 
 def digits_data(place: Path, _: argparse.Namespace) -> None:
-    """Moving digits, of which train.py holds out a share."""
-    Digits(mix=MIX).write(place / "data")
+    """Moving digits of 80 and 160 tokens, of which train.py holds out a share."""
+    Digits(mix=((17, 16, 16, 3000), (17, 16, 32, 3000))).write(place / "data")
 
 
 def walks_data(place: Path, options: argparse.Namespace) -> None:
@@ -142,6 +141,21 @@ STUDIES = {
         digits_data,
         1000,
     ),
+    "plans": Study(
+        NO_OTHERS
+        + """--config configs/digits.yaml --planning.m_mem 1280 --optimizer.schedule constant
+        --sampling.grids [] --checkpoint.every null --run.steps 1000000 --validation.share 0.03
+        --validation.every 25 --callbacks [{"name":"time_limit","minutes":1}]""",
+        {
+            "balanced": "--planning.policy balanced",
+            "noise_scale": "--planning.policy balanced --planning.noise_scale 100",
+            "equal_tokens": "--planning.policy equal_tokens --planning.ranks_mode independent",
+            "sorted": "--planning.policy sorted --planning.ranks_mode independent",
+        },
+        lambda *_: None,  # train.py writes the digits of the config
+        50,
+        alone=True,
+    ),
     "sparse": Study(
         NO_OTHERS
         + """--config configs/walks.yaml --model.patch_size [1,2,2] --planning.policy equal_tokens
@@ -197,7 +211,8 @@ def result_of(folder: Path, rows: list[Json]) -> Json:
     found: Json = {"last_quarter_step_seconds": last, "held_out": []}
     for row in filter(is_validation, rows):
         losses = {name.removeprefix(LEVEL): loss for name, loss in row.items() if LEVEL in name}
-        so_far = {"step": row["step"], "seconds": sum(seconds[3 : row["step"]])}
+        mean = statistics.geometric_mean(losses.values())
+        so_far = {"step": row["step"], "seconds": sum(seconds[3 : row["step"]]), "loss": mean}
         found["held_out"].append(so_far | {"losses": losses})
     if (layers := folder / "layers.jsonl").exists():
         found["layers"] = json.loads(layers.read_text().splitlines()[-1])
@@ -207,14 +222,14 @@ def result_of(folder: Path, rows: list[Json]) -> Json:
 def ratios_of(cases: list[Json], first: str) -> Json:
     """Of each kind of run over the `first`, by seed: seconds, and last losses at noise levels.
 
-    `loss` is their geometric mean: that of losses would be the ratio where they are largest.
+    `loss` is their geometric mean: of other means the ratio would be that of the largest.
     """
     last = {(case["arm"], case["seed"]): case | case["held_out"][-1] for case in cases}
     ratios: Json = {}
     for (arm, seed), case in sorted(last.items()):
         than = last[first, seed]
-        losses = {name: loss / than["losses"][name] for name, loss in case["losses"].items()}
-        found = losses | {"loss": statistics.geometric_mean(losses.values())}
+        found = {name: loss / than["losses"][name] for name, loss in case["losses"].items()}
+        found["loss"] = statistics.geometric_mean(found.values())
         for name in ("seconds", "last_quarter_step_seconds"):
             found[name] = case[name] / than[name]
         for name, ratio in found.items():
@@ -227,8 +242,8 @@ def gpus() -> list[str | None]:
     """Numbers of the GPUs that may be used; None for a CPU."""
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     if listed is None and which("nvidia-smi"):
-        said = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
-        listed = ",".join(map(str, range(len(re.findall("^GPU ", said, re.MULTILINE)))))
+        command = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+        listed = ",".join(subprocess.run(command, capture_output=True, text=True).stdout.split())
     return [*filter(None, (listed or "").split(","))] or [None]
 
 
@@ -246,9 +261,9 @@ def runs_of(
 
     def run(pair: tuple[int, str]) -> Json:
         seed, arm = pair
-        words = [*flags, *study.arms[arm].split(), *more, "--data.folder", str(place / "data")]
-        words += ["--run.seed", str(seed), "--run.steps", str(steps)]
-        words += ["--validation.every", str(steps // VALIDATIONS)]
+        words = ["--run.steps", str(steps), "--validation.every", str(steps // VALIDATIONS)]
+        words += [*flags, *study.arms[arm].split(), "--data.folder", str(place / "data")]
+        words += ["--run.seed", str(seed), *more]
         folder, device = place / f"{arm}_{seed}", free.get()
         try:
             rows = trained(folder, words, device, study.alone)

@@ -208,13 +208,9 @@ def learn(options: argparse.Namespace) -> None:
     """Trains the reader and writes its weights."""
     reader = train(read_clips(options.train, options.workers), options.steps)
     options.reader.parent.mkdir(parents=True, exist_ok=True)
-    safetensors.numpy.save_file(jax.tree.map(np.asarray, _weights(reader)), options.reader)
-
-
-def _weights(reader: Reader) -> dict[str, jax.Array]:
-    """The arrays of the reader by their names."""
     flat = nnx.to_flat_state(nnx.state(reader, nnx.Param))
-    return {".".join(map(str, path)): variable[...] for path, variable in flat}
+    arrays = {".".join(map(str, path)): np.asarray(variable[...]) for path, variable in flat}
+    safetensors.numpy.save_file(arrays, options.reader)
 
 
 def read_reader(path: Path) -> Reader:

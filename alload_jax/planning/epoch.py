@@ -135,6 +135,12 @@ class EpochPlan:
             repetition=None if self.repetition is None else self.repetition[parts],
         )
 
+    def samples_per_step(self) -> np.ndarray:
+        """[steps] float64: samples of each step; a split sample counts by its parts."""
+        share = self.part_tokens() / self.seq_len[self.sample]
+        step = self.step[self.micro_batch_of_part()]
+        return np.bincount(step, weights=share, minlength=self.steps)
+
     def parts_of(self, micro_batch: int) -> slice:
         """The parts of the micro-batch at one position of the columns [W], as a slice of [P]."""
         return slice(int(self.offsets[micro_batch]), int(self.offsets[micro_batch + 1]))

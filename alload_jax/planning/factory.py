@@ -13,7 +13,13 @@ from alload_jax.planning.metrics import programs_of
 from alload_jax.planning.plan import Plan
 from alload_jax.planning.policies import PORTFOLIO, find_policy
 from alload_jax.planning.policies.balanced import TRIALS, Balanced, RowTrials
-from alload_jax.planning.policies.policy import Policy, RankTopology, makespan, predicted_time
+from alload_jax.planning.policies.policy import (
+    Policy,
+    RankTopology,
+    makespan,
+    predicted_time,
+    time_to_loss,
+)
 from alload_jax.planning.samples import Samples
 from alload_jax.planning.settings import PlanningConfig, case_name, policy_config, with_policy
 from alload_jax.processes import waits
@@ -326,6 +332,7 @@ def choose_policy(
     """
     found: list[tuple[float, PlanningConfig]] = []
     refusals: list[InputError] = []
+    first_effort: float | None = None
     unit = in_seconds(config.predictor(costs))
     for name in PORTFOLIO:
         policy, _, mode = name.partition(":")
@@ -350,6 +357,10 @@ def choose_policy(
         epoch, share = plan.epoch(0), len(samples_of(policy)) / len(samples)
         time = share * makespan(epoch, each.predictor(costs))
         time *= (packed and costs.packed_ratio) or 1.0
+        if config.noise_scale is not None:  # of as much progress as the first makes in an epoch
+            made = time_to_loss(epoch, each.predictor(costs), config.noise_scale)
+            effort = made / makespan(epoch, each.predictor(costs))
+            time *= effort / (first_effort := first_effort or effort)
         if unit:
             first_step = costs.first_step_seconds(programs_of(epoch))
             time = length.seconds(time, max(1, round(share * epoch.steps)), first_step)

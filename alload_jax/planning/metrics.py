@@ -133,7 +133,7 @@ def plan_metrics(plan: EpochPlan, cost_model: CostModel, m_mem: int | None) -> P
     tokens = int(plan.part_tokens().sum())
     placed = times_placed(plan)
     wanted = np.ones(len(plan.seq_len), np.int64) if plan.counts is None else plan.counts
-    per_step, total = samples_per_step(plan), float(makespan.sum())
+    per_step, total = plan.samples_per_step(), float(makespan.sum())
     step, length = plan.step[plan.micro_batch_of_part()], plan.seq_len[plan.sample]
     lengths, kind = np.unique(length, return_inverse=True)
     count = np.bincount(step, minlength=plan.steps)
@@ -168,13 +168,6 @@ def plan_metrics(plan: EpochPlan, cost_model: CostModel, m_mem: int | None) -> P
     )
 
 
-def samples_per_step(plan: EpochPlan) -> np.ndarray:
-    """[steps] float64: samples of each step."""
-    share = plan.part_tokens() / plan.seq_len[plan.sample]
-    step = plan.step[plan.micro_batch_of_part()]
-    return np.bincount(step, weights=share, minlength=plan.steps)
-
-
 def weight_of_longest(plan: EpochPlan, by_step: bool) -> float:
     """Weight of the longest tenth of the samples in an epoch, over that of the shortest tenth.
 
@@ -188,7 +181,7 @@ def weight_of_longest(plan: EpochPlan, by_step: bool) -> float:
     seq_len = plan.seq_len
     share = plan.part_tokens() / seq_len[plan.sample]
     if by_step:
-        share = share / samples_per_step(plan)[plan.step[plan.micro_batch_of_part()]]
+        share = share / plan.samples_per_step()[plan.step[plan.micro_batch_of_part()]]
     weight = np.bincount(plan.sample, weights=share, minlength=len(seq_len))
     if plan.counts is not None:
         weight, seq_len = (column[plan.counts > 0] for column in (weight, seq_len))
@@ -293,7 +286,7 @@ def step_metrics(
     tokens = int(part.part_tokens().sum())
     computed = int((part.rows * part.padded_len).sum())
     return StepMetrics(
-        samples=round(float(samples_per_step(part).sum())),
+        samples=round(float(part.samples_per_step().sum())),
         tokens=tokens,
         predicted_cost=float(cost.max()),
         imbalance=float(imbalance(cost)),

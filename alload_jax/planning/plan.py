@@ -33,7 +33,7 @@ from alload_jax.planning.policies.windows import place_again
 from alload_jax.planning.samples import Samples, digest
 from alload_jax.processes import waits
 
-_LATER = {"split_above": 1.0, "ranks_per_group": 1, "refitted": None}
+_LATER = {"split_above": 1.0, "ranks_per_group": 1, "refitted": None, "noise_scale": None}
 """Fields that identities in the first checkpoints lack → their values for those plans."""
 _RENAMED = {"anchor_seconds": "seconds_per_split_token"}
 """Names of fields in old checkpoints → their present names."""

@@ -28,6 +28,7 @@ from alload_jax.planning.plan import Plan
 from alload_jax.planning.policies import AUTO, find_policy
 from alload_jax.planning.policies.balanced import Balanced, RowTrials
 from alload_jax.planning.policies.packed import slots_for
+from alload_jax.planning.policies.policy import time_to_loss
 from alload_jax.planning.samples import Samples
 from alload_jax.planning.settings import PlanningConfig, case_name, policy_config
 
@@ -189,12 +190,12 @@ _SLOTS = 4.0
 def advice(study: Study, cases: Sequence[Case]) -> list[str]:
     """Sentences about the cases of one number of ranks.
 
-    They say which plans are the same and why, which sample holds up a plan and what would help, and
-    what the bound on a step's samples costs.
+    They say which plans are the same and why, which sample holds up a plan and what would help,
+    what the bound on a step's samples costs, and the time to a loss.
     """
     found = []
     for case in cases:
-        for tell in (_same_as_equal_tokens, _giant, _price_of_spread):
+        for tell in (_same_as_equal_tokens, _giant, _price_of_spread, _time_to_loss):
             if sentence := tell(study, case):
                 found.append(sentence)
     return found
@@ -252,6 +253,8 @@ def _price_of_spread(study: Study, case: Case) -> str | None:
     policy, wanted = case.plan.policy, case.config.sample_spread
     if not isinstance(policy, Balanced) or wanted in (None, np.inf) or case.metrics.steps < 2:
         return None
+    if policy.noise_scale is not None:  # the bound is chosen for the time to a loss
+        return None
     trials = RowTrials(policy, study.samples.typical(), case.plan.topology)
     free = trials.time_of(replace(policy, sample_spread=None))
     least, most = case.metrics.step_samples_min, case.metrics.step_samples_max
@@ -268,6 +271,19 @@ def _price_of_spread(study: Study, case: Case) -> str | None:
     if m_mem := _free_of_charge(policy, trials, wanted, free):
         found += f"; --m-mem {m_mem} makes it free"
     return found + "."
+
+
+def _time_to_loss(study: Study, case: Case) -> str | None:
+    """How far a step comes with the noise of its gradient."""
+    if (scale := case.config.noise_scale) is None:
+        return None
+    time, model = case.metrics.cost / case.metrics.steps, study.predictor
+    share = time / time_to_loss(case.epoch, model, scale)
+    unit = " s" if case.in_seconds else ""
+    return (
+        f"{case.name}: {case.metrics.samples / case.metrics.steps:,.1f} samples a step make "
+        f"{share:.0%} of the progress of one without noise; as much takes {time / share:.4g}{unit}."
+    )
 
 
 def _free_of_charge(policy: Balanced, trials: RowTrials, spread: float, time: float) -> int | None:

@@ -299,6 +299,10 @@ class Loop:
         """Whether all steps of the run are done."""
         return self.done >= self.total
 
+    def noise_scale(self, steps: Sequence[PlacedStep]) -> float:
+        """See `Trainer.noise_scale`."""
+        return self._trainer.noise_scale(steps)
+
     def refuse(self, reason: str) -> None:
         """Stops the run before the step that is about to start."""
         self.refusal = self.refusal or reason

@@ -6,6 +6,7 @@ plan's steps, so that each sample counts the same over the run, or by the step's
 auxiliary values are means over the step.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -199,6 +200,61 @@ def make_is_finite(spec: TrainingSpec, mesh: Mesh, *, grouped: bool = False) -> 
         return jax.lax.with_sharding_constraint(finite, replicated(mesh)), zeroed
 
     return is_finite
+
+
+class NoiseSums(NamedTuple):
+    """Sums over steps whose gradients are those of the same weights.
+
+    Attributes:
+      grads: of the mean gradients of steps, like the trained parameters, float32.
+      squares: of their squared norms, float32 scalar.
+      inverse: of the inverses of the steps' weights, float32 scalar.
+      steps: their number, float32 scalar.
+    """
+
+    grads: PyTree
+    squares: Float[Array, ""]
+    inverse: Float[Array, ""]
+    steps: Float[Array, ""]
+
+    def noise_scale(self) -> float:
+        """The weight of a step at which noise equals signal: tr Σ / |G|² (arXiv 1812.06162).
+
+        With mean gradients g of K steps, |G|² is estimated as (K²·|mean g|² − Σ|g|²) / (K·(K − 1)),
+        free of bias, and the noise of a step as what its squared norm has beyond that. May be below
+        0, infinite or NaN where K is too small to tell.
+        """
+        count, squares = float(self.steps), float(self.squares)
+        whole = float(optax.tree.norm(self.grads, squared=True))
+        signal = (whole - squares) / (count * (count - 1))
+        noise = squares / count - signal
+        return noise / signal / (float(self.inverse) / count) if signal else math.inf
+
+
+def make_add_noise(spec: TrainingSpec, mesh: Mesh, *, grouped: bool = False) -> Wrapped:
+    """Builds a jitted function (sums, accumulator) → (sums with the step's, zeroed accumulator).
+
+    Both arguments are donated; sums of None are those of no steps. `grouped` as in `make_update`.
+    """
+
+    @partial(jax.jit, donate_argnums=(0, 1))
+    def add(
+        sums: NoiseSums | None, accumulator: GradientAccumulator
+    ) -> tuple[NoiseSums, GradientAccumulator]:
+        total = _total(spec, mesh, accumulator) if grouped else accumulator
+        inverse = 1 / jnp.maximum(total.weight, 1e-20)
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32) * inverse, total.grads)
+        one = NoiseSums(grads, optax.tree.norm(grads, squared=True), inverse, jnp.ones(()))
+        found = one if sums is None else jax.tree.map(jnp.add, sums, one)
+        shardings: PyTree = jax.tree.map(lambda _: replicated(mesh), found)
+        shardings = shardings._replace(grads=zero_shardings(grads, mesh, spec.rules))
+        zeroed = jax.lax.with_sharding_constraint(
+            jax.tree.map(jnp.zeros_like, accumulator),
+            accumulator_shardings(accumulator, spec, mesh, grouped=grouped),
+        )
+        return jax.lax.with_sharding_constraint(found, shardings), zeroed
+
+    return add
 
 
 def _total(spec: TrainingSpec, mesh: Mesh, accumulator: GradientAccumulator) -> GradientAccumulator:

@@ -39,8 +39,10 @@ from alload_jax.training.state import (
 from alload_jax.training.step import (
     GradientAccumulator,
     Metrics,
+    NoiseSums,
     accumulator_shardings,
     make_accumulate,
+    make_add_noise,
     make_is_finite,
     make_update,
     zero_accumulator,
@@ -86,6 +88,7 @@ class Trainer:
             spec, mesh, single=self._single, grouped=grouped
         )
         self._empty = make_is_finite(spec, mesh, grouped=grouped)
+        self._add_noise = make_add_noise(spec, mesh, grouped=grouped)
         self._accumulate = make_accumulate(
             spec, groups[0].abstract_mesh if grouped else mesh, single=self._single, grouped=grouped
         )
@@ -202,6 +205,20 @@ class Trainer:
         self._accumulate_all(step)
         finite, self._accumulator = self._empty(self._accumulator)
         return bool(finite)
+
+    def noise_scale(self, steps: Sequence[PlacedStep]) -> float:
+        """The gradient noise scale by steps of other samples, at the present weights.
+
+        In samples, or in tokens where the objective weighs by tokens; see `NoiseSums`. Changes
+        nothing; waits for the result.
+        """
+        _, self._accumulator = self._empty(self._accumulator)
+        sums: NoiseSums | None = None
+        for step in steps:
+            self._accumulate_all(step)
+            sums, self._accumulator = self._add_noise(sums, self._accumulator)
+        assert sums is not None
+        return sums.noise_scale()
 
     def _accumulate_all(self, step: PlacedStep) -> None:
         if self._single and len(step.batches) != 1:

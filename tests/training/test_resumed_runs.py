@@ -1,6 +1,7 @@
 """Runs that are killed, stopped or cut short, and continued: they are the run never stopped."""
 
 import json
+import re
 import shutil
 import signal
 import sys
@@ -148,6 +149,10 @@ def weighted(tmp_path):
     return runs
 
 
+NOISE = ("--callbacks", "[{name: gradient_noise, every: 2, steps: 2}]")
+"""What measures and changes nothing."""
+
+
 def test_a_lost_run_of_weighted_sources_continues_bit_for_bit(weighted):
     flags = ("--planning.policy", "balanced", "--planning.micro_batches_per_step", "1")
     whole = weighted.finish(*flags)
@@ -158,7 +163,8 @@ def test_a_lost_run_of_weighted_sources_continues_bit_for_bit(weighted):
     forget_last(folder, 20)
     said = weighted.refused(*flags, "--data.weights", "[{path: rare, weight: 2}]")
     assert "another mixture: data.weights was [{'path': 'rare', 'weight': 2.5}" in said
-    weighted.finish(*flags, "--data.loader.processes", "1")
+    said = weighted.finish(*flags, "--data.loader.processes", "1", *NOISE).stdout
+    assert re.search(r"gradient noise scale at step 1[68]: (\S+ samples|unknown)", said)
     assert computed(folder) == expected
 
 
@@ -174,8 +180,9 @@ def test_independent_ranks_train_and_resume_bit_for_bit(runs):
     assert sum(row["samples"] for row in epoch) == 21
     assert max(row["imbalance"] for row in rows) > 0
     forget_last(folder, 9)
-    again = runs.finish(*flags, devices=2)
+    again = runs.finish(*flags, *NOISE, devices=2)
     assert "weights: checkpoint of step 5" in again.stdout
+    assert "gradient noise scale at step 8: " in again.stdout
     assert computed(folder) == expected
 
 

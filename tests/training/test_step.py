@@ -19,6 +19,7 @@ from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.state import TrainingSpec, init_state
 from alload_jax.training.step import (
     make_accumulate,
+    make_add_noise,
     make_is_finite,
     make_update,
     zero_accumulator,
@@ -272,3 +273,20 @@ def test_after_a_step_that_is_not_finite_nothing_changes_until_it_is_cleared(mad
     state, _, metrics = update(state, gradient(state.weights, sums, good, state.key))
     assert np.isfinite(metrics["loss"])
     assert norm_of(jax.tree.map(jnp.subtract, state.params, made.state.params)) > 0
+
+
+def test_the_noise_scale_is_what_steps_gradients_do_not_share(made):
+    """By its definition: products of two steps are signal, and what squares have beyond, noise."""
+    add, steps = make_add_noise(SPEC, made.mesh), [[0, 1, 3], [5, 6], [2, 4]]
+    accumulators = [sums_of(made, batch_of(samples)) for samples in steps]
+    grads = [np.concatenate([g.ravel() for g in jax.tree.leaves(mean_of(each)[1])]) for each in
+             accumulators]  # fmt: skip
+    products = np.float64(grads) @ np.float64(grads).T
+    signal = products[~np.eye(3, dtype=bool)].mean()
+    noise = np.diag(products).mean() - signal
+    inverse = np.mean([1 / sum(1 + n / 10 for n in samples) for samples in steps])
+    sums = None
+    for each in accumulators:
+        sums, zeroed = add(sums, each)
+        assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(zeroed))
+    np.testing.assert_allclose(sums.noise_scale(), noise / signal / inverse, rtol=1e-3)

@@ -22,7 +22,13 @@ from alload_jax.planning.policies.packed import (
     row_shape,
     slots_for,
 )
-from alload_jax.planning.policies.policy import MOST, Policy, RankTopology, makespan
+from alload_jax.planning.policies.policy import (
+    MOST,
+    Policy,
+    RankTopology,
+    makespan,
+    time_to_loss,
+)
 from alload_jax.planning.policies.splitting import SplitRule, allowed_split_sizes
 from alload_jax.planning.samples import Samples
 
@@ -36,6 +42,8 @@ MOST_PRICE = 0.03
 """Share of the time that the bound on a step's samples may cost."""
 _WIDER, _WIDENINGS = 1.15, 32
 """Factor between the bounds that are tried, and their number."""
+_TIGHTER = (0.5, 0.25)
+"""Of the bound's part beyond 1, what tighter ones have."""
 
 _EXTRA_SAMPLES = 4
 """Short samples that a group's split regions hold beside as many split samples as fit."""
@@ -86,6 +94,7 @@ class Balanced(Policy):
       cost: the cost model.
       m_comp: maximum cost of a row with more than one sample; None for no bound.
       align, sample_spread, look_ahead, split_above: see `BalancedSettings`.
+      noise_scale: see `PlanSettings`.
       row_tokens: T, tokens of a row; None for M_mem.
       max_segments: M, most whole samples of a row, and most split samples of a group (of each
         of its ranks, where all is split); None for 2.5 times the mean.
@@ -113,6 +122,7 @@ class Balanced(Policy):
     seconds_per_split_token: float = 0.0
     split_above: float = 1.0
     refitted: CostModel | None = None
+    noise_scale: float | None = None
 
     @classmethod
     @override
@@ -135,6 +145,7 @@ class Balanced(Policy):
             context=config.context_value,
             seconds_per_split_token=config.seconds_per_split_token(costs),
             split_above=config.split_above,
+            noise_scale=config.noise_scale,
         )
 
     def fitted(
@@ -143,7 +154,8 @@ class Balanced(Policy):
         """The row with the least predicted time, of as many tokens as M_mem or fewer.
 
         Where the bound on a step's samples costs more than `MOST_PRICE` of time, it is the tightest
-        that does not.
+        that does not. With a noise scale, time is that to a loss, and so is the bound chosen, among
+        tighter ones and none.
         """
         del program_share  # rows of one size are one program
         trials = RowTrials(self, samples, topology)
@@ -152,6 +164,10 @@ class Balanced(Policy):
         fitted, spread = replace(self, row_tokens=tokens, max_segments=slots), self.sample_spread
         if spread is None or spread == np.inf:
             return replace(fitted, sample_spread=None)
+        if self.noise_scale is not None:
+            bounds = (spread, *(1 + (spread - 1) * share for share in _TIGHTER), None)
+            tried = [replace(fitted, sample_spread=bound) for bound in bounds]
+            return min(tried, key=trials.time_of)
         most = (1 + MOST_PRICE) * trials.time_of(replace(fitted, sample_spread=None))
 
         def affordable(spread: float) -> bool:
@@ -368,7 +384,7 @@ class RowTrials:
 
     def __init__(self, policy: Balanced, samples: Samples, topology: RankTopology):
         """Draws the samples of the epochs from those of a typical one."""
-        context = policy.context
+        context, ranks_planned = policy.context, topology.ranks
         factor = len(samples) / _MOST_SEARCHED
         if factor > 1:
             least = min(topology.ranks, max(context, _FEWEST_RANKS // context * context))
@@ -380,6 +396,9 @@ class RowTrials:
             drawn = order[np.linspace(0, len(order) - 1, count).astype(np.int64)]
             samples = Samples(samples.shape[drawn], samples.seq_len[drawn])
             topology = RankTopology(ranks, micro_batches_per_step=topology.micro_batches_per_step)
+        # Steps of fewer ranks hold fewer samples.
+        scale = policy.noise_scale
+        self._noise = None if scale is None else scale * topology.ranks / ranks_planned
         self.policy, self.samples, self.topology = policy, samples, topology
         self._epochs = max(1, min(_EPOCHS, _MOST_SEARCHED // len(samples)))
 
@@ -389,13 +408,19 @@ class RowTrials:
         return self.time_of(replace(self.policy, row_tokens=tokens, max_segments=slots), most)
 
     def time_of(self, policy: Balanced, most: float = np.inf) -> float:
-        """Predicted time of all ranks for a token, in epochs until their mean is over `most`."""
+        """Predicted time of all ranks for a token, in epochs until their mean is over `most`.
+
+        With a noise scale it is `time_to_loss`.
+        """
         total, mean, attempts = 0.0, 0.0, min(_TRIAL_ATTEMPTS, self._epochs)
         for epoch in range(self._epochs):
             rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([0, epoch])))
             plan = policy.plan_epoch(self.samples, self.topology, rng, attempts)
-            total += makespan(plan, policy.cost)
-            mean = self._per_token * total / (epoch + 1)
+            if self._noise is None:
+                total += self._per_token * makespan(plan, policy.cost)
+            else:
+                total += time_to_loss(plan, policy.cost, self._noise)
+            mean = total / (epoch + 1)
             if mean > most:
                 break
         return mean
@@ -499,7 +524,12 @@ class RowTrials:
             # The costliest samples of all steps: those of one step hide ranks − 1 others.
             upto = np.cumsum(weight[::ranks])
             least = np.maximum(least, upto[np.minimum(steps, len(upto)) - 1])
-        return np.asarray(self._per_token * (steps * empty + least))
+        if self._noise is None:
+            return np.asarray(self._per_token * (steps * empty + least))
+        # More steps of fewer samples may reach a loss sooner.
+        share = self._noise / len(footprint)
+        steps = np.maximum(steps, np.sqrt(least / (share * empty)))
+        return np.asarray((steps * empty + least) * (1 / steps + share))
 
 
 def _units(tokens: np.ndarray) -> np.ndarray:

@@ -104,6 +104,10 @@ class PlanSettings:
         programs; window does so before every 32 to 128 steps, also for the measured speeds of
         ranks, and moves the samples of these steps alone; null plans all epochs by `cost_model`
         and the layers of the first step.
+      noise_scale: samples of a step at which its gradient has as much noise as signal, as the
+        callback `gradient_noise` measures them: the policy, the rows of `balanced` and its bound
+        on a step's samples are then those with the least predicted time to a loss; null for the
+        least time of an epoch.
       options: settings of a registered policy that has options.
     """
 
@@ -120,6 +124,7 @@ class PlanSettings:
     context: int | Literal["auto"] = 1
     link_bandwidth: float = 76e9
     recalibrate: Literal["epoch", "window"] | None = None
+    noise_scale: float | None = None
     options: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -140,7 +145,7 @@ class PlanSettings:
         counts += [] if self.context == "auto" else ["context"]
         require_positive("planning.", self, *counts, most=MOST)
         require_positive("planning.", self, "ranks", most=MOST_RANKS)
-        for name in ("m_comp", "p", "link_bandwidth"):
+        for name in ("m_comp", "p", "link_bandwidth", "noise_scale"):
             value = getattr(self, name)
             if isinstance(value, str) and value not in ("auto", "longest"):
                 raise InputError(f"planning.{name} is {value!r}; give a number, auto or longest")
@@ -355,6 +360,25 @@ def predicted_time(
     """
     rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence([0, 0])))
     return makespan(policy.plan_epoch(samples, topology, rng), model)
+
+
+def time_to_loss(epoch: EpochPlan, model: CostModel, noise_scale: float) -> float:
+    """Predicted time of as much progress as a step without noise makes, in the model's unit.
+
+    A step whose gradient has noise of r times the signal, in squares, makes 1/(1 + r) of that
+    progress with the learning rate that suits it (arXiv 1812.06162, eq. 2.7). Gradients are divided
+    by the mean number n of samples of a step. Then r = (B + var(n_t)/n)/n, with the noise scale B:
+    samples differ, and so do their numbers n_t.
+
+    Args:
+      epoch: the plan.
+      model: predicts times.
+      noise_scale: B, in samples.
+    """
+    samples = epoch.samples_per_step()
+    mean = samples.mean()
+    noise = (noise_scale + samples.var() / mean) / mean
+    return float((1 + noise) * makespan(epoch, model) / epoch.steps)
 
 
 def makespan(epoch: EpochPlan, model: CostModel) -> float:

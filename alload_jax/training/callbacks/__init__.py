@@ -1,6 +1,8 @@
-"""The registry of callbacks, and two that a config can add: profile, time limit."""
+"""The registry of callbacks, and those that a config can add: profile, time limit, noise."""
 
+import math
 import time
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
@@ -9,6 +11,7 @@ import jax
 from typing_extensions import override
 
 from alload_jax.data.loader import PlacedStep
+from alload_jax.distributed.cluster import first_process
 from alload_jax.errors import require_fields
 from alload_jax.registry import Registry
 from alload_jax.training.loop import Callback, Loop
@@ -40,6 +43,7 @@ CALLBACKS: Registry[type[Any]] = Registry(
     {
         "profile": "alload_jax.training.callbacks:ProfileConfig",
         "time_limit": "alload_jax.training.callbacks:TimeLimitConfig",
+        "gradient_noise": "alload_jax.training.callbacks:GradientNoiseConfig",
     },
 )
 """Config classes, each a `CallbackConfig`, that `callbacks` in the config can name."""
@@ -135,3 +139,51 @@ class TimeLimit(Callback):
     def on_step_end(self, run: Loop, step: PlacedStep, metrics: dict[str, jax.Array]) -> None:
         if time.monotonic() > self._ends:
             self._stop.request(TIME_LIMIT)
+
+
+@dataclass(frozen=True)
+class GradientNoiseConfig(CallbackConfig):
+    """When the gradient noise scale (arXiv 1812.06162) is measured, for `planning.noise_scale`.
+
+    Attributes:
+      name: `gradient_noise`.
+      every: number of steps between measurements.
+      steps: number of steps whose samples are taken, the last ones; a measurement takes as long.
+    """
+
+    name: Literal["gradient_noise"] = "gradient_noise"
+    every: int = 500
+    steps: int = 16
+
+    def __post_init__(self) -> None:
+        place = "callbacks: gradient_noise: "
+        require_fields(place, self, "steps", lambda value: value >= 2, "at least 2")
+        most = f"at least steps = {self.steps}"
+        require_fields(place, self, "every", lambda value: value >= self.steps, most)
+
+    @override
+    def make(self, context: CallbackContext) -> "GradientNoise":
+        return GradientNoise(self.every, self.steps)
+
+
+class GradientNoise(Callback):
+    """Measures the gradient noise scale with the samples of the last steps, and prints it."""
+
+    def __init__(self, every: int, steps: int):
+        """Measures after every `every` steps, with the samples of the last `steps`."""
+        self._every, self._last = every, deque[PlacedStep](maxlen=steps)
+
+    @override
+    def on_step_end(self, run: Loop, step: PlacedStep, metrics: dict[str, jax.Array]) -> None:
+        self._last.append(step)
+
+    @override
+    def due(self, run: Loop) -> bool:
+        return run.done % self._every == 0 and len(self._last) == self._last.maxlen
+
+    @override
+    def act(self, run: Loop) -> None:
+        scale = run.noise_scale(self._last)
+        found = f"{scale:,.0f} samples" if 0 < scale < math.inf else "unknown; raise steps"
+        if first_process():
+            print(f"gradient noise scale at step {run.done}: {found}", flush=True)
