@@ -15,6 +15,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+import yaml
 from jsonargparse import ArgumentParser, Namespace
 
 from alload_jax.errors import VALUE_KINDS, InputError, without_secrets
@@ -201,7 +202,7 @@ def parse_config(
     parser.add_class_arguments(typed)
     parser.set_defaults(dict(defaults))
     try:
-        given = parser.parse_args(list(argv))
+        given = parser.parse_args(_sections_as_configs(argv, typed))
         _check_values("", given.as_dict())
         parsed = parser.instantiate(given)
     except InputError:
@@ -217,6 +218,23 @@ def parse_config(
     for key, registry in lists.items():
         values[key] = tuple(build_named(key, item, registry) for item in values[key])
     return values
+
+
+def _sections_as_configs(argv: Sequence[str], kind: type[Any]) -> list[str]:
+    """A command line whose `--section '{key: value}'` are configs: they keep what they do not name.
+
+    Jsonargparse would begin an optional part of the section anew.
+    """
+    result = list(argv)
+    for index, (flag, text) in enumerate(flags_of(argv)):
+        section = as_section(text) if flag[2:] in typing.get_type_hints(kind) else None
+        if isinstance(section, dict):
+            content = yaml.safe_dump({flag[2:]: section}, default_flow_style=True)
+            one = argv[index] != flag  # --section={...}
+            result[index : index + 2 - one] = (
+                ["--config=" + content] if one else ["--config", content]
+            )
+    return result
 
 
 _UNBOUNDED = ("planning.m_comp", "planning.sample_spread")
@@ -404,7 +422,7 @@ class _Parser(ArgumentParser):
         text = re.sub(
             r"(?<=expected )\w+", lambda kind: VALUE_KINDS.get(kind[0], kind[0]), text, count=1
         )
-        text = text.replace("Parser key", "key")
+        text = text.replace("Parser key", "key").replace('key "config.', 'key "')
         if self.place:
             return f"{self.place}: {text}"
         # jsonargparse reads items by parsers of this class that know no command line.
@@ -418,7 +436,7 @@ class _Parser(ArgumentParser):
         return text if typed or not files else f"{files}: {text}; `--help` explains every key"
 
     def _unknown(self, key: str) -> str:
-        typed = any(part.split("=")[0] == f"--{key}" for part in self.command_line)
+        typed = any(f"--{key}.".startswith(part.split("=")[0] + ".") for part in self.command_line)
         files = " or ".join(config_files(self.command_line))
         place = self.place or ("command line" if typed or not files else files)
         for old, new in self.renamed.items():

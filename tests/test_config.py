@@ -188,6 +188,9 @@ def test_the_last_file_and_the_flags_win_and_aliases_are_values(tmp_path, monkey
     Path("digits").write_text("run: {steps: &n 7}\ncheckpoint: {every: *n}\n")
     assert read_yaml("digits")["checkpoint"]["every"] == 7
     assert read_config(["--config", DIGITS, "--config=digits"]).run.steps == 7
+    for section in (["--model", "{lora: {alpha: 4}}"], ["--model={lora: {alpha: 4}}"]):
+        argv = [*BASE, "--model.lora.rank", "32", *section, "--model.lora.dropout", "0.5"]
+        assert read_config(argv).model.lora == LoraConfig(32, 4.0, dropout=0.5)
 
 
 @pytest.mark.parametrize("folder", sorted(GOLDEN.glob("*/*/transformer")))
