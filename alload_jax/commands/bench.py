@@ -5,7 +5,6 @@ from collections.abc import Callable
 from functools import partial
 
 from alload_jax.commands import add_command, bench_epoch, bench_kernels, bench_step
-from alload_jax.errors import InputError
 from alload_jax.sharding.host_memory import set_xla_flags
 
 _KERNEL = "Measure kernels on this device against XLA's fusion."
@@ -24,19 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("tune", _TUNE, bench_kernels.add_tune_arguments, bench_kernels.run_tune),
     ):
         add(add_command(choices, name, words, partial(_run, run)))
-    gone = choices.add_parser("balance", add_help=False, prefix_chars="\0")  # takes any flags
-    gone.add_argument("flags", nargs="*")
-    gone.set_defaults(run=_balance)
 
 
 def _run(measure: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
     """Runs a benchmark with the flags of XLA that training has."""
     set_xla_flags()
     return measure(options)
-
-
-def _balance(options: argparse.Namespace) -> int:
-    del options
-    raise InputError(
-        "alload bench balance: is gone; alload bench epoch compares policies in whole epochs"
-    )

@@ -16,7 +16,7 @@ NO_GPU = "the backend is 'cpu'; kernels are measured on a GPU: install the extra
 @pytest.mark.parametrize(
     ("command", "flags", "words"),
     [
-        ("balance", ["--steps", 4, "--one-aspect"], "is gone; alload bench epoch compares"),
+        ("balance", ["--steps", 4], "'balance' (choose from 'kernel', 'step', 'epoch', 'sparse-"),
         ("calibrate", ["--config", "none.yaml"], "none.yaml: no such config"),
         ("calibrate", ["--out", "no/x.json"], NO_FOLDER),
         ("calibrate", ["--seconds", 0], "--seconds: '0' is not a number above 0"),
