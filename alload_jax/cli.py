@@ -31,6 +31,25 @@ _COMMANDS = {
 _TRAINING = "alload_jax.run"
 
 
+class _Store(argparse.Action):
+    """Stores values; those of a flag given again follow the first: `--lora A --lora B`."""
+
+    before: Sequence[Any] = ()
+
+    def __call__(self, parser, namespace, values, option_string=None):  # type: ignore[no-untyped-def]
+        if self.nargs == "+":
+            values = self.before = [*self.before, *values]
+        setattr(namespace, self.dest, values)
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser, *given):  # type: ignore[no-untyped-def]
+        from importlib.metadata import version  # takes as long as the rest of the command
+
+        print(f"alload {version('alload-jax')}")
+        parser.exit()
+
+
 class _Parser(argparse.ArgumentParser):
     """Raises an InputError of one line for an invalid command line.
 
@@ -39,6 +58,7 @@ class _Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
+        self.register("action", None, _Store)
 
     def error(self, message: str) -> NoReturn:
         raise InputError(f"{self.prog}: {message}; `{self.prog} --help` lists what there is")
@@ -65,6 +85,7 @@ def main(argv: Sequence[str]) -> int:
         prog="alload",
         description="Plan, prepare and measure the training of video DiTs, and sample from them.",
     )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for each, text in _COMMANDS.items():
         sub = commands.add_parser(each, help=text, description=text)

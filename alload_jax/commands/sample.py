@@ -40,7 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--class", dest="classes", metavar="N", nargs="+", type=int,
         help="classes of one sample")  # fmt: skip
-    what.add_argument("--prompt", metavar="WORDS", help="what the sample shows, in words")
+    what.add_argument("--prompt", action="append", metavar="WORDS", help="what the sample shows, "
+        "in words")  # fmt: skip
     what.add_argument("--prompt-embeds", metavar="FILE",
         help="safetensors with `text` [L, width]; padded with zeros")  # fmt: skip
     what.add_argument("--list", metavar="FILE", help=_LIST)
@@ -118,6 +119,9 @@ def _check_flags(options: argparse.Namespace) -> None:
     Raises:
       InputError: flags do not go together, or --vae-stride is wrong.
     """
+    if len(options.prompt or ()) > 1:
+        raise InputError("alload sample: --prompt is given twice; --list draws several samples")
+    options.prompt = options.prompt and options.prompt[0]
     both = len(expert_places(options.checkpoint)) > 1
     if both and options.low_noise_checkpoint:
         raise InputError(

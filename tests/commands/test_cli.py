@@ -4,6 +4,7 @@ import argparse
 import json
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -32,8 +33,16 @@ def test_an_incomplete_command_line_is_refused(refused):
         (["prepare"], ["KIND", "required"]),
         (["prepare", "letters", "--out", "x"], ["letters", "digits"]),
         (["prepare", "digits", "--out", "data", "--seed", "-1"], ["seed"]),
+        (["sample", "--checkpoint", "x", "--prompt", "a", "--prompt=b"], ["given twice; --list"]),
     ):
         refused(named, *argv)
+
+
+def test_values_of_a_flag_given_again_follow_the_first():
+    parser = cli._Parser()
+    parser.add_argument("--lora", nargs="+", default=[])
+    assert parser.parse_args(["--lora", "a", "b", "--lora", "c"]).lora == ["a", "b", "c"]
+    assert parser.parse_args([]).lora == []
 
 
 def test_prepare_writes_a_folder_that_can_be_planned_and_leaves_one_that_exists(
@@ -96,6 +105,12 @@ def test_the_module_runs_as_a_command(tmp_path):
     done = shell("-m", "alload_jax.cli", *PLAN, "--m-men", "100", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: alload plan: --m-men is unknown; did you mean --m-mem?\n"
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["--version"])
+    assert (end.value.code, capsys.readouterr().out) == (0, f"alload {version('alload-jax')}\n")
 
 
 def test_neither_planning_nor_help_needs_jax(tmp_path):
