@@ -72,6 +72,7 @@ class _Parser(argparse.ArgumentParser):
             longer = [flag for flag in flags if typed[:2] == "--" and flag.startswith(typed)]
             near = longer or difflib.get_close_matches(typed, flags, n=1)
             hint = f"did you mean {near[0]}?" if near else f"`{parsed.parser.prog} --help` helps"
+            hint = hint if typed[:1] == "-" else "put several words in quotation marks"
             raise InputError(f"{parsed.parser.prog}: {unknown[0]} is unknown; {hint}")
         return parsed
 

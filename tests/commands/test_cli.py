@@ -34,6 +34,7 @@ def test_an_incomplete_command_line_is_refused(refused):
         (["prepare", "letters", "--out", "x"], ["letters", "digits"]),
         (["prepare", "digits", "--out", "data", "--seed", "-1"], ["seed"]),
         (["sample", "--checkpoint", "x", "--prompt", "a", "--prompt=b"], ["given twice; --list"]),
+        (["sample", "--checkpoint", "x", "--prompt", "a", "cat"], ["cat is unknown; put several"]),
     ):
         refused(named, *argv)
 
