@@ -24,11 +24,15 @@ from alload_jax.distributed.cluster import Cluster, Consensus, Decision
 from alload_jax.errors import InputError, print_stderr, require_fields, require_positive
 from alload_jax.planning.epoch import Step, WindowContent
 from alload_jax.planning.plan import Plan
+from alload_jax.planning.stream import StreamPlan
 from alload_jax.processes import allow_workers, follow_parent, waits
 from alload_jax.sharding.mesh import batch_sharding
 
 WAITS = (0.1, 0.5, 2.0)
 """Seconds before the second and later attempts."""
+
+_REPLACEMENTS = 5
+"""Most replacements of worker processes in a row."""
 
 
 class PatientReader(SampleReader):
@@ -111,7 +115,7 @@ class StepLoader(Iterator[HostStep], AbstractContextManager["StepLoader"]):
     ):
         """Begins to read the plan's steps of these numbers, which are consecutive."""
         self._plan, self._numbers, self._collate, self._config = plan, numbers, collate, config
-        self._began_again = -1
+        self._began_again, self._replaced = -1, 0
         self._iterator: Any = self._begin()
 
     def _begin(self) -> Any:
@@ -140,7 +144,8 @@ class StepLoader(Iterator[HostStep], AbstractContextManager["StepLoader"]):
         """The next step; a worker process that was killed is replaced.
 
         Raises:
-          InputError: its replacement was killed before it gave a step.
+          InputError: its replacement was killed before it gave a step, or the last of several in a
+            row, each before it gave as many steps as are read ahead.
         """
         try:
             step = next(self._iterator)
@@ -148,14 +153,18 @@ class StepLoader(Iterator[HostStep], AbstractContextManager["StepLoader"]):
             if not (found := re.search(r"Worker process .*(exit code -?\d+)", str(error))):
                 raise
             self.close()
-            number = self._numbers.start
+            number, ahead = self._numbers.start, self._config.read_ahead * self._config.processes
+            in_a_row = self._began_again >= 0 and number - self._began_again <= ahead
+            self._replaced = self._replaced + 1 if in_a_row else 1
             killed = f"a process of data.loader was killed before step {number + 1} ({found[1]})"
-            if self._began_again == number:
+            if self._began_again == number or self._replaced > _REPLACEMENTS:
                 raise InputError(
                     f"{killed}, and again; where the host's memory is full, lower "
                     "data.loader.processes or data.loader.read_ahead"
                 ) from error
             print_stderr(f"warning: {killed}; the loader begins again there")
+            if isinstance(self._plan, StreamPlan):  # else workers plan from the run's start
+                self._plan = self._plan.starting_at(self._plan.round_start(number))
             self._began_again, self._iterator = number, self._begin()
             return next(self)
         self._numbers = self._numbers[1:]

@@ -1,5 +1,6 @@
 """Steps that are read ahead, again where reading fails, and placed on the devices ahead."""
 
+import contextlib
 import copy
 import multiprocessing
 import threading
@@ -114,6 +115,30 @@ def test_a_worker_that_is_killed_again_ends_the_run(plan, collate, monkeypatch):
     monkeypatch.setattr(StepLoader, "_begin", lambda _: Killed())
     with pytest.raises(InputError, match=r"before step 3 \(exit code -9\), and again; .* lower"):
         load(plan, collate, 2, 9)
+
+
+@pytest.mark.parametrize("between", [1, 3])
+def test_workers_that_are_killed_again_and_again_end_the_run(between, plan, monkeypatch):
+    """But not those between which as many steps are read as are ahead."""
+
+    class KilledSoon:
+        def __init__(self):
+            self.left = between
+
+        def __next__(self):
+            self.left -= 1
+            if self.left < 0:
+                raise RuntimeError("Worker process was terminated unexpectedly with exit code -9.")
+
+        def close(self):
+            """Nothing is open."""
+
+    monkeypatch.setattr(StepLoader, "_begin", lambda _: KilledSoon())
+    loader = StepLoader(plan, range(100), None, LoaderConfig(processes=1, read_ahead=2))
+    ends = pytest.raises(InputError, match=r"before step 7 .*, and again; .* lower")
+    with ends if between == 1 else contextlib.nullcontext():
+        for _ in range(50):
+            next(loader)
 
 
 def test_impossible_settings_are_refused():

@@ -11,7 +11,7 @@ from absl import flags
 from data_helpers import PATCH, classes, says
 
 from alload_jax.data.collate import Collator, collation_for
-from alload_jax.data.loader import PatientReader
+from alload_jax.data.loader import LoaderConfig, PatientReader, StepLoader
 from alload_jax.data.sources import grain_samples
 from alload_jax.data.sources.grain_samples import GrainStream
 from alload_jax.data.store import damaged_records
@@ -193,3 +193,24 @@ def test_a_stream_that_ends_while_it_is_planned_says_so():
     with says("stream: has an end"):
         for number in itertools.count():
             plan.step(number)
+
+
+def test_a_worker_that_replaces_another_plans_from_the_round_of_its_step(monkeypatch):
+    def begin(loader):
+        begun.append(loader._plan)
+        return map(loader._plan.step, loader._numbers) if len(begun) > 1 else Killed()
+
+    class Killed:
+        def __next__(self):
+            raise RuntimeError("Worker process was terminated unexpectedly with exit code -9.")
+
+        def close(self):
+            """Nothing is open."""
+
+    begun, plan = [], plan_of(stream(listed()))
+    monkeypatch.setattr(StepLoader, "_begin", begin)
+    number = plan.first_step(9)  # rounds have eight windows
+    loader = StepLoader(plan, range(number, number + 2), None, LoaderConfig(processes=1))
+    expected = [plan.step(each).micro_batches for each in (number, number + 1)]
+    assert [step.micro_batches for step in loader] == expected
+    assert begun[1].beginning.epoch == 8
