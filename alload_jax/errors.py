@@ -170,7 +170,7 @@ def run_command(main: Callable[[list[str]], int], argv: list[str]) -> int:
             return main(argv)
     except BrokenPipeError:  # the reader closed the pipe, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return 128 + signal.SIGPIPE  # as programs that the signal ends: the rest was not done
     except KeyboardInterrupt as error:
         print(reason_of(error), file=sys.stderr)
         return error.status if isinstance(error, Terminated) else 130
