@@ -221,8 +221,8 @@ def _remedy(theirs: object, ours: object) -> str:
     if ranks[0] is None or ranks[0] == ranks[1]:
         return "restore the config or choose another run.folder"
     return (
-        f"on another number of devices give --planning.ranks {ranks[0]}; else restore the config "
-        "or choose another run.folder"
+        f"on a number of devices that divides {ranks[0]} give --planning.ranks {ranks[0]}; else "
+        "restore the config or choose another run.folder"
     )
 
 

@@ -153,7 +153,7 @@ def test_a_held_checkpoint_stays_and_later_ones_can_be_set_aside(copies, made):
         ({"plan": {"m_mem": 80, "seed": 0, "ranks": 4}}, "m_mem was 40 and is now 80; restore"),
         (
             {"plan": {"m_mem": 40, "seed": 0, "ranks": 2, "ladder": [1], "m_comp": 9.0}},
-            "plan: ranks was 4 and is now 2; .* give --planning.ranks 4",
+            "plan: ranks was 4 and is now 2; on a .* that divides 4 give --planning.ranks 4",
         ),
         (  # split samples need the ranks that they were planned for
             {"plan": {"m_mem": 40, "seed": 0, "ranks": 2, "context": 2}},
