@@ -266,6 +266,10 @@ LOCK_NAME = "lock.json"
 """File in a run folder that its run holds, with who that is. It stays when the run ends."""
 
 
+_OF_RUNS = ("environment.json", "checkpoints")
+_WRITTEN = ("config.yaml", "data.json", "metrics.jsonl", "summary.json")
+
+
 @contextmanager
 def locked(folder: Path, cluster: Cluster) -> Iterator[None]:
     """Holds a run folder's lock, in the first process; the system frees it when that ends.
@@ -275,8 +279,8 @@ def locked(folder: Path, cluster: Cluster) -> Iterator[None]:
       cluster: the other processes, which learn that the folder is refused.
 
     Raises:
-      InputError: another run holds it, or a link in it leads out of it, so that the run would write
-        to another place.
+      InputError: another run holds it, or files of names that runs write are there, but no run was;
+        or a link in it leads out of it, so that the run would write to another place.
     """
     if not first_process():
         yield
@@ -291,6 +295,12 @@ def locked(folder: Path, cluster: Cluster) -> Iterator[None]:
                         f"{path}: is a link out of the run folder; remove it (run.folder itself "
                         "may be a link)"
                     )
+        if not any((folder / name).exists() for name in (LOCK_NAME, *_OF_RUNS)):
+            for path in filter(Path.exists, (folder / name for name in _WRITTEN)):
+                raise InputError(
+                    f"{path}: no run wrote this file, which this one would replace; move it, or "
+                    "choose another run.folder"
+                )
     with open_own(folder / LOCK_NAME, "a+") as file:
         with cluster.report_failures():
             _take(file, folder)

@@ -247,6 +247,16 @@ def test_a_second_run_is_refused_until_the_first_one_ends(tmp_path, holder):
             assert str(os.getpid()) in (tmp_path / LOCK_NAME).read_text()
 
 
+def test_files_that_no_run_wrote_are_not_replaced(tmp_path):
+    (tmp_path / "config.yaml").write_text("mine")
+    with pytest.raises(InputError, match=r"config.yaml: no run wrote this file, .* run.folder"):
+        locked(tmp_path, Cluster()).__enter__()
+    assert [each.name for each in tmp_path.iterdir()] == ["config.yaml"]
+    (tmp_path / "environment.json").touch()  # a run that was copied without its lock
+    with locked(tmp_path, Cluster()):
+        pass
+
+
 def test_what_follows_the_loss_of_a_process_is_told_with_its_step(tmp_path):
     for name in ("5", "20", "diverged-30"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
