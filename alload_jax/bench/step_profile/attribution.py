@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from alload_jax.bench.step_profile import hlo
-from alload_jax.bench.step_profile.hlo import Array, Computation, Instruction, Program
+from alload_jax.bench.step_profile.hlo import Instruction, Program
 from alload_jax.files import Json
 from alload_jax.models.common import parts as scopes
 
@@ -51,17 +51,15 @@ def is_product(instruction: Instruction) -> bool:
     return instruction.opcode == "dot" or instruction.target.startswith("__cublas")
 
 
-def attention_call(
-    program: Program, instruction: Instruction, computation: Computation
-) -> AttentionCall | None:
+def attention_call(instruction: Instruction) -> AttentionCall | None:
     """The shape of its call of cuDNN's fused attention; None if it has none.
 
     JAX's layouts: operands [B, S, N, H]; the output, or the first gradient, [B, N, S, H].
     """
-    for each, place in (*program.within(instruction), (instruction, computation)):
+    for each in (*instruction.within(), instruction):
         if not each.target.startswith(FUSED_ATTENTION):
             continue
-        query, key = (_result(name, place) for name in each.operands[:2])
+        query, key = each.operand(0), each.operand(1)
         if query is not None and key is not None and len(each.arrays[0].shape) == 4:
             rows, heads, queries, head_dim = each.arrays[0].shape
             keys = key.size // (rows * heads * head_dim)
@@ -70,11 +68,9 @@ def attention_call(
     return None
 
 
-def _product_flops(instruction: Instruction, computation: Computation) -> float:
-    if not is_product(instruction):
-        return 0.0
-    left = _result(instruction.operands[0], computation) if instruction.operands else None
-    if left is None:
+def _product_flops(instruction: Instruction) -> float:
+    left = instruction.operand(0)
+    if not is_product(instruction) or left is None:
         return 0.0
     # Axes of the left operand that the product sums over.
     if instruction.opcode == "dot":
@@ -90,70 +86,51 @@ def _product_flops(instruction: Instruction, computation: Computation) -> float:
     return 2.0 * instruction.arrays[0].size * inner
 
 
-def moved_bytes(program: Program, instruction: Instruction, computation: Computation) -> float:
+def moved_bytes(instruction: Instruction) -> float:
     """Bytes that it must read and write at least: operands and results once each.
 
     Of an array that is only sliced, the slices count; of one that is updated in place, the updates.
     """
-    if instruction.opcode in ("dynamic-slice", "gather", "slice"):
+    if instruction.opcode in _SLICES:
         return 2 * instruction.bytes
-    if instruction.opcode == "dynamic-update-slice":
-        update = _result(instruction.operands[1], computation)
+    if instruction.opcode == hlo.UPDATE:
+        update = instruction.operand(1)
         return 2 * update.bytes if update else instruction.bytes
-    fusion = instruction.opcode in ("fusion", "fusion-start")
-    if not fusion or instruction.called not in program.computations:
-        read = (computation[name].bytes for name in instruction.operands if name in computation)
-        return instruction.bytes + sum(read)
-    fused = program.computations[instruction.called]
-    return sum(_read(fused)) + sum(_written(fused))
+    fused = instruction.called.values()
+    if not fused or instruction.opcode not in ("fusion", "fusion-start"):
+        return instruction.bytes + sum(read.bytes for read in instruction.operands)
+    read = sum(_read_bytes(each) for each in fused if each.opcode == "parameter")
+    return read + sum(_written_bytes(each) for each in fused if each.is_root)
 
 
-def _read(fused: Computation) -> Iterator[float]:
-    """Bytes that a fusion reads of each of its parameters."""
-    users: dict[str, list[tuple[Instruction, int]]] = {}
-    for each in fused.values():
-        for place, name in enumerate(each.operands):
-            users.setdefault(name, []).append((each, place))
+def _read_bytes(parameter: Instruction) -> float:
+    """Bytes that a fusion reads of one of its parameters."""
 
-    def through_views(name: str) -> Iterator[tuple[Instruction, int]]:
-        for each, place in users.get(name, ()):
-            if each.opcode in _VIEWS:
-                yield from through_views(each.name)
+    def through_views(each: Instruction) -> Iterator[tuple[Instruction, int]]:
+        for user, place in each.uses():
+            if user.opcode in _VIEWS:
+                yield from through_views(user)
             else:
-                yield each, place
+                yield user, place
 
-    for each in fused.values():
-        if each.opcode != "parameter":
-            continue
-        whole, parts = False, 0.0
-        for user, place in through_views(each.name):
-            if place == 0 and user.opcode in _SLICES:
-                parts += user.bytes
-            elif place != 0 or user.opcode != "dynamic-update-slice":
-                whole = True
-        yield each.bytes if whole else min(parts, each.bytes)
+    whole, parts = False, 0.0
+    for user, place in through_views(parameter):
+        if place == 0 and user.opcode in _SLICES:
+            parts += user.bytes
+        elif place != 0 or user.opcode != hlo.UPDATE:
+            whole = True
+    return parameter.bytes if whole else min(parts, parameter.bytes)
 
 
-def _written(fused: Computation) -> Iterator[float]:
-    """Bytes that a fusion writes of each of its results."""
-    root = next((each for each in fused.values() if each.is_root), None)
-    if root is None:
-        return
-    names = root.operands if root.opcode == "tuple" else (root.name,)
-    for name in names:
-        each = fused.get(name)
-        while each is not None and each.opcode in _VIEWS and each.operands:
-            each = fused.get(each.operands[0])
-        if each is None:
-            continue
-        update = _result(each.operands[1], fused) if each.opcode == "dynamic-update-slice" else None
-        yield update.bytes if update else each.bytes
-
-
-def _result(name: str, computation: Computation) -> Array | None:
-    """The first result of an instruction."""
-    found = computation.get(name)
-    return found.arrays[0] if found and found.arrays else None
+def _written_bytes(root: Instruction) -> float:
+    """Bytes that a fusion writes of its results."""
+    written = 0.0
+    for each in root.operands if root.opcode == "tuple" else [root]:
+        while each.opcode in _VIEWS and each.operands:
+            each = each.operands[0]
+        update = each.operand(1) if each.opcode == hlo.UPDATE else None
+        written += update.bytes if update else each.bytes
+    return written
 
 
 Pass = Literal["forward", "recomputed", "backward", ""]
@@ -256,21 +233,21 @@ def attributions(program: Program, unscoped: str = "") -> dict[str, Attribution]
       unscoped: part of all kernels that have no scope; "" to tell them by what they do.
     """
     found: dict[str, Attribution] = {}
-    for name, (each, computation) in program.executed.items():
+    for name, each in program.executed.items():
         if each.opcode in _WITHOUT_KERNEL:
             continue
-        attribution = _attribution(program, each, computation)
+        attribution = _attribution(each)
         if unscoped and not scope_of(attribution.op_name):
             attribution = attribution._replace(part=unscoped, detail="")
         # A product that reads or writes a slice of a stack is in a fusion, and keeps its own name.
-        calls = (inner for inner, _ in program.within(each) if inner.target)
+        calls = (inner for inner in each.within() if inner.target)
         found |= {name: attribution} | {call.name: attribution for call in calls}
     return found
 
 
 def containers(program: Program) -> set[str]:
     """Names of the instructions whose time is that of others, such as loops."""
-    return {name for name, (each, _) in program.executed.items() if each.opcode in _CONTAINERS}
+    return {name for name, each in program.executed.items() if each.opcode in _CONTAINERS}
 
 
 def pass_of(op_name: str) -> Pass:
@@ -282,70 +259,49 @@ def pass_of(op_name: str) -> Pass:
     return "forward" if "jvp(" in op_name else ""
 
 
-class _Member(NamedTuple):
-    """An instruction of a kernel: its scope, names and size, and whether it computes."""
-
-    scope: str
-    op_name: str
-    opcode: str
-    size: int
-    computes: bool
-    product: bool
-
-
-def _attribution(
-    program: Program, instruction: Instruction, computation: Computation
-) -> Attribution:
-    inner = list(program.within(instruction))
-    members = [_member(*each) for each in inner] or [_member(instruction, computation)]
-    leader = _leader(members, _member(instruction, computation))
-    if not leader.op_name:
-        name = _neighbours_name(program, instruction, computation)
-        leader = leader._replace(op_name=name, scope=scope_of(name))
-    attention = attention_call(program, instruction, computation)
-    part, detail = _place(instruction, members, leader, attention)
-    products = sum(_product_flops(*each) for each in (*inner, (instruction, computation)))
-    scoped = {_scoped_part(each) for each in members if each.computes and each.scope}
+def _attribution(instruction: Instruction) -> Attribution:
+    inner = list(instruction.within())
+    members = inner or [instruction]
+    leader = _leader(members, instruction)
+    op_name = leader.op_name or _neighbours_name(instruction)
+    attention = attention_call(instruction)
+    part, detail = _place(instruction, members, is_product(leader), op_name, attention)
+    products = sum(map(_product_flops, (*inner, instruction)))
+    scoped = {_scoped_part(each.op_name) for each in members if _computes(each) and _scope(each)}
     if any(each.opcode == hlo.UPDATE and each.size > _SMALL for each in members):
         scoped.add(COPIES)
     return Attribution(
         part,
         detail,
-        leader.op_name,
+        op_name,
         tuple(sorted(scoped - {part, ELSE})),
         attention.flops if attention else products,
-        moved_bytes(program, instruction, computation),
+        moved_bytes(instruction),
         attention,
-        hlo.tensor(program, instruction, computation) if part == COPIES else "",
+        hlo.tensor(instruction) if part == COPIES else "",
     )
 
 
-def _member(instruction: Instruction, computation: Computation) -> _Member:
-    size = instruction.size
-    if instruction.opcode == "reduce":
-        read = (computation[name].size for name in instruction.operands if name in computation)
-        size = max(size, *read, 0)
+def _elements(instruction: Instruction) -> int:
+    """Elements of the results; of a reduction, of what is reduced if that has more."""
+    reads = instruction.operands if instruction.opcode == "reduce" else []
+    return max(each.size for each in (instruction, *reads))
+
+
+def _computes(instruction: Instruction) -> bool:
     moves = instruction.opcode in _MOVES or instruction.opcode in _NOTHING
-    return _Member(
-        scope_of(instruction.op_name),
-        instruction.op_name,
-        instruction.opcode,
-        size,
-        is_product(instruction) or (size > _SMALL and not moves),
-        is_product(instruction),
-    )
+    return is_product(instruction) or (_elements(instruction) > _SMALL and not moves)
 
 
-def _neighbours_name(program: Program, instruction: Instruction, computation: Computation) -> str:
+def _neighbours_name(instruction: Instruction) -> str:
     """The name of an instruction that uses one without a name, or of one that it uses.
 
     XLA gives none to some that it adds, such as the first half of a large reduction. A name whose
     scope says what is computed goes before one whose scope does not.
     """
-    users = (each for each in computation.values() if instruction.name in each.operands)
-    used = (computation[name] for name in instruction.operands if name in computation)
-    near = [each for each in (*users, *used) if each.opcode not in _WITHOUT_KERNEL]
-    inner = [member for each in near for member, _ in program.within(each)]
+    users = dict.fromkeys(user for user, _ in instruction.uses())
+    near = [each for each in (*users, *instruction.operands) if each.opcode not in _WITHOUT_KERNEL]
+    inner = [member for each in near for member in each.within()]
     names = [each.op_name for each in (*near, *inner) if each.op_name]
     telling = (name for name in names if PARTS.get(scope_of(name), ELSE) != ELSE)
     return next(iter((*telling, *names, "")))
@@ -362,60 +318,65 @@ def scope_of(op_name: str) -> str:
     return GRADIENT_SUMS if summed else scope
 
 
-def _leader(members: Sequence[_Member], own: _Member) -> _Member:
+def _scope(instruction: Instruction) -> str:
+    return scope_of(instruction.op_name)
+
+
+def _leader(members: Sequence[Instruction], own: Instruction) -> Instruction:
     """The member whose part a kernel belongs to.
 
     That is a matrix product; or the largest operation of the scope with most arithmetic, one of
     the backward pass before one that is recomputed for it; without any arithmetic, the instruction
     itself.
     """
-    products = [each for each in members if each.product]
+    products = [each for each in members if is_product(each)]
     if products:
         return max(products, key=lambda each: each.size)
     arithmetic: dict[str, int] = defaultdict(int)
     for each in members:
-        if each.computes and each.scope:
-            arithmetic[each.scope] += each.size
+        if _computes(each) and _scope(each):
+            arithmetic[_scope(each)] += _elements(each)
     if not arithmetic:
         return own
     scope = max(arithmetic, key=lambda name: arithmetic[name])
-    leading = (each for each in members if each.computes and each.scope == scope)
-    return max(leading, key=lambda each: (pass_of(each.op_name) == "backward", each.size))
+    leading = (each for each in members if _computes(each) and _scope(each) == scope)
+    return max(leading, key=lambda each: (pass_of(each.op_name) == "backward", _elements(each)))
 
 
 def _place(
     instruction: Instruction,
-    members: Sequence[_Member],
-    leader: _Member,
+    members: Sequence[Instruction],
+    product: bool,
+    op_name: str,
     attention: AttentionCall | None,
 ) -> tuple[str, str]:
-    """Part and detail of a kernel."""
+    """Part and detail of a kernel, by what its leader is and is called."""
     opcodes = [instruction.opcode, *(each.opcode for each in members)]
     if any(_COLLECTIVE.match(opcode) for opcode in opcodes):
         return COMMUNICATION, ""
     fused = attention is not None or instruction.target.startswith(FUSED_ATTENTION)
-    if leader.scope in WHOLE:
-        return PARTS[leader.scope], ""
-    if not fused and not any(each.computes for each in members):
-        if all(each.size <= _SMALL for each in members):
-            part = _scoped_part(leader)
-            return (ELSE, "bookkeeping") if part == ELSE else (part, pass_of(leader.op_name))
-        moves = {each.opcode for each in members if each.size > _SMALL} - _NOTHING
-        return COPIES, hlo.kind(moves, pass_of(leader.op_name))
-    if fused or leader.scope == scopes.ATTENTION:
+    if scope_of(op_name) in WHOLE:
+        return PARTS[scope_of(op_name)], ""
+    if not fused and not any(map(_computes, members)):
+        if all(_elements(each) <= _SMALL for each in members):
+            part = _scoped_part(op_name)
+            return (ELSE, "bookkeeping") if part == ELSE else (part, pass_of(op_name))
+        moves = {each.opcode for each in members if _elements(each) > _SMALL} - _NOTHING
+        return COPIES, hlo.kind(moves, pass_of(op_name))
+    if fused or scope_of(op_name) == scopes.ATTENTION:
         backward = attention.backward if attention else "Backward" in instruction.target
-        return _attention_part(leader.op_name, attention), (
-            "backward" if backward else pass_of(leader.op_name) or "forward"
+        return _attention_part(op_name, attention), (
+            "backward" if backward else pass_of(op_name) or "forward"
         )
-    part = PRODUCTS if leader.product else _scoped_part(leader)
-    return part, pass_of(leader.op_name)
+    return PRODUCTS if product else _scoped_part(op_name), pass_of(op_name)
 
 
-def _scoped_part(member: _Member) -> str:
+def _scoped_part(op_name: str) -> str:
     """The part of an operation by its scope; that of its attention, where it is one."""
-    if member.scope == scopes.ATTENTION:
-        return _attention_part(member.op_name, None)
-    return PARTS.get(member.scope, ELSE)
+    scope = scope_of(op_name)
+    if scope == scopes.ATTENTION:
+        return _attention_part(op_name, None)
+    return PARTS.get(scope, ELSE)
 
 
 def _attention_part(op_name: str, call: AttentionCall | None) -> str:

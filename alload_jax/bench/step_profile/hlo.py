@@ -9,8 +9,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 
 _MODULE = re.compile(r"HloModule ([\w.\-]+)")
 _COMPUTATION = re.compile(r"(?:ENTRY )?%?([\w.\-]+) (?:\(.*\) -> .*)?\{")
@@ -51,7 +50,7 @@ class Array:
         return self.size * int(re.findall(r"\d+", self.dtype)[0]) / 8
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Instruction:
     """An instruction of a compiled program.
 
@@ -59,8 +58,9 @@ class Instruction:
       name: unique in its program.
       opcode: as XLA writes it, such as `fusion`.
       arrays: its results; several for a tuple.
-      operands: names of instructions of the same computation.
-      called: the computation that a fusion or a call computes; "" for none.
+      operand_names: names of instructions of the same computation.
+      computation: that it is an instruction of.
+      called: the computation that a fusion or a call computes; empty for none.
       op_name: names of JAX's operations and scopes that it is for; "" if unknown.
       target: of a custom call; otherwise "".
       attributes: the text behind the operands.
@@ -70,8 +70,9 @@ class Instruction:
     name: str
     opcode: str
     arrays: tuple[Array, ...]
-    operands: tuple[str, ...]
-    called: str
+    operand_names: tuple[str, ...]
+    computation: "Computation" = field(repr=False)
+    called: "Computation" = field(repr=False)
     op_name: str
     target: str
     attributes: str
@@ -87,8 +88,33 @@ class Instruction:
         """Bytes of all results."""
         return sum(array.bytes for array in self.arrays)
 
+    @property
+    def operands(self) -> list["Instruction"]:
+        """The instructions whose results it takes, as far as they are known."""
+        names = self.operand_names
+        return [self.computation[name] for name in names if name in self.computation]
 
-Computation = Mapping[str, Instruction]
+    def operand(self, place: int) -> Array | None:
+        """The first result of an operand; None if it is unknown."""
+        names = self.operand_names[place : place + 1]
+        found = self.computation.get(names[0]) if names else None
+        return found.arrays[0] if found and found.arrays else None
+
+    def uses(self) -> Iterator[tuple["Instruction", int]]:
+        """The instructions that take its result, each with the place among its operands."""
+        for user in self.computation.values():
+            for place, name in enumerate(user.operand_names):
+                if name == self.name:
+                    yield user, place
+
+    def within(self) -> Iterator["Instruction"]:
+        """The instructions that a fusion or an asynchronous call computes, at any depth."""
+        for each in self.called.values():
+            yield each
+            yield from each.within()
+
+
+Computation = dict[str, Instruction]
 """Instructions by name, in the order in which they are written."""
 
 
@@ -98,37 +124,12 @@ class Program:
 
     Attributes:
       name: of its module, such as jit_update.
-      computations: by name.
+      executed: each instruction that can have a kernel of its own, by name; those within fusions
+        and reducers have none.
     """
 
     name: str
-    computations: Mapping[str, Computation]
-
-    @cached_property
-    def executed(self) -> Mapping[str, tuple[Instruction, Computation]]:
-        """Each instruction that can have a kernel of its own, with its computation.
-
-        Instructions within fusions and reducers have none.
-        """
-        fused = {
-            each.called
-            for computation in self.computations.values()
-            for each in computation.values()
-            if each.opcode not in ("call", "async-start")
-        }
-        return {
-            name: (each, computation)
-            for place, computation in self.computations.items()
-            if place not in fused
-            for name, each in computation.items()
-        }
-
-    def within(self, instruction: Instruction) -> Iterator[tuple[Instruction, Computation]]:
-        """The instructions that a fusion or an asynchronous call computes, at any depth."""
-        computation = self.computations.get(instruction.called, {})
-        for each in computation.values():
-            yield each, computation
-            yield from self.within(each)
+    executed: Mapping[str, Instruction]
 
 
 def read_program(text: str) -> Program:
@@ -140,17 +141,22 @@ def read_program(text: str) -> Program:
     module = _MODULE.match(text)
     if module is None:
         raise ValueError(f"HLO text begins with {text[:40]!r}; it must begin with 'HloModule'")
-    computations: dict[str, dict[str, Instruction]] = {}
-    current: dict[str, Instruction] = {}
+    computations: defaultdict[str, Computation] = defaultdict(dict)
+    current: Computation = {}
     for line in text.splitlines():
         if found := _INSTRUCTION.match(line):
-            current[found["name"]] = _instruction(found)
+            current[found["name"]] = _instruction(found, current, computations)
         elif opened := _COMPUTATION.fullmatch(line):
-            current = computations.setdefault(opened[1], {})
-    return Program(module[1], computations)
+            current = computations[opened[1]]
+    every = [each for computation in computations.values() for each in computation.values()]
+    fused = {id(each.called) for each in every if each.opcode not in ("call", "async-start")}
+    executed = {each.name: each for each in every if id(each.computation) not in fused}
+    return Program(module[1], executed)
 
 
-def _instruction(found: re.Match[str]) -> Instruction:
+def _instruction(
+    found: re.Match[str], computation: Computation, computations: Mapping[str, Computation]
+) -> Instruction:
     attributes = found["attributes"]
 
     def first(pattern: re.Pattern[str]) -> str:
@@ -161,12 +167,14 @@ def _instruction(found: re.Match[str]) -> Instruction:
         Array(dtype, tuple(int(size.lstrip("<=")) for size in shape.split(",") if size))
         for dtype, shape in _ARRAY.findall(found["type"])
     )
+    called = first(_CALLED)
     return Instruction(
         name=found["name"],
         opcode=found["opcode"],
         arrays=tuple(arrays),
-        operands=tuple(_OPERAND.findall(found["operands"])),
-        called=first(_CALLED),
+        operand_names=tuple(_OPERAND.findall(found["operands"])),
+        computation=computation,
+        called=computations[called] if called else {},
         op_name=first(_OP_NAME),
         target=first(_TARGET),
         attributes=attributes,
@@ -215,9 +223,9 @@ def wrapping_starts(program: Program, names: Iterable[str]) -> dict[str, str]:
         if found := _WRAPPED.fullmatch(name):
             shown[found[1].replace("_", "-")].append(name)
     starts: dict[str, list[str]] = defaultdict(list)
-    for name, (each, _) in sorted(program.executed.items(), key=lambda item: _number(item[0])):
-        if each.opcode == _START:
-            opcodes = {inner.opcode for inner, _ in program.within(each)}
+    for name in sorted(program.executed, key=_number):
+        if program.executed[name].opcode == _START:
+            opcodes = {inner.opcode for inner in program.executed[name].within()}
             starts[UPDATE if UPDATE in opcodes else SLICE].append(name)
     # Where their numbers differ, an order says nothing.
     return {
@@ -234,29 +242,26 @@ def _number(name: str) -> int:
     return int(number) if number.isdecimal() else -1
 
 
-def tensor(program: Program, instruction: Instruction, computation: Computation) -> str:
+def tensor(instruction: Instruction) -> str:
     """Type and shape of what is copied, and where it comes from if it goes to a stack."""
-    inside = [*program.within(instruction), (instruction, computation)]
-    for opcode in (UPDATE, SLICE):
-        for each, place in inside:
-            if each.opcode == opcode and each.operands:
-                moved = place.get(each.operands[1]) if opcode == UPDATE else each
-                if moved is not None and moved.arrays:
-                    source = _source(moved, instruction, computation) if opcode == UPDATE else ""
-                    return f"{moved.arrays[0]}" + (f" of {source}" if source else "")
+    inside = [*instruction.within(), instruction]
+    for each in inside:
+        if each.opcode == UPDATE and (moved := each.operand(1)):
+            source = _source(moved, instruction)
+            return f"{moved} of {source}" if source else f"{moved}"
+    for each in inside:
+        if each.opcode == SLICE and each.operand_names and each.arrays:
+            return f"{each.arrays[0]}"
     arrays = [each for each in instruction.arrays if each.size]
     more = f" and {len(arrays) - 1} more" if len(arrays) > 1 else ""
     return f"{max(arrays, key=lambda each: each.bytes)}{more}" if arrays else ""
 
 
-def _source(update: Instruction, instruction: Instruction, computation: Computation) -> str:
+def _source(update: Array, instruction: Instruction) -> str:
     """The operation that computed what a fusion writes into a stack; "" if unknown."""
-    operands = (computation[name] for name in instruction.operands[1:] if name in computation)
-    for each in operands:
-        if each.arrays and each.arrays[0].size == update.size:
-            producer: Instruction | None = each
-            while producer and not producer.op_name and producer.opcode in _VIEWS:
-                producer = computation.get(producer.operands[0])
-            words = producer.op_name.split("/") if producer else []
-            return "/".join(words[-_WORDS:])
+    for producer in instruction.operands[1:]:
+        if producer.arrays and producer.arrays[0].size == update.size:
+            while not producer.op_name and producer.opcode in _VIEWS and producer.operands:
+                producer = producer.operands[0]
+            return "/".join(producer.op_name.split("/")[-_WORDS:])
     return ""
