@@ -15,11 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from alload_jax.bench.harness import Record, benchmark_parser
+from alload_jax.bench.random_data import write_random_store
 from alload_jax.config import read_config
 from alload_jax.errors import InputError, run_command
 from alload_jax.planning.samples import Samples
 from alload_jax.planning.workloads import make_workload
-from alload_jax.run.epoch import write_random_store
 from alload_jax.training.run_files import read_metrics
 
 ROOT = Path(__file__).parents[1]

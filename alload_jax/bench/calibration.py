@@ -14,6 +14,8 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +23,10 @@ import numpy as np
 from jax.stages import Compiled
 
 from alload_jax.bench.harness import measured
-from alload_jax.bench.random_data import random_collator
+from alload_jax.bench.random_data import write_random_store
+from alload_jax.data.collate import Collator, collation_for
+from alload_jax.data.condition import conditions_for
+from alload_jax.data.sources.opening import open_source
 from alload_jax.errors import InputError, out_of_memory
 from alload_jax.files import Json
 from alload_jax.models.common.cudnn import packed_unsupported_reason
@@ -309,8 +314,12 @@ class Calibration:
         samples = Samples(pixels, np.full(len(pixels), case.seq_len))
         planning = PlanningConfig(policy="first_fit", ranks_mode="synchronous", m_mem=case.tokens)
         plan = make_plan(planning, samples, 1, 0)
-        collate = random_collator(plan, model)
-        (packed,) = collate(plan.step(0)).batches
+        with TemporaryDirectory() as place:
+            write_random_store(Path(place) / "data", samples, model)
+            source = open_source(f"{place}/data")
+            conditions = conditions_for(model, source.manifest)
+            collation = collation_for(plan, source.manifest, model, conditions)
+            (packed,) = Collator(source, frozenset([0]), collation)(plan.step(0)).batches
         found = []
         try:
             for batch in (step.batch(latents), packed):

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 HELP = "Train an epoch, or for some seconds, with each of several configs on one data folder."
 
 _COMMAND = "alload bench epoch"
+_TEXT_TOKENS = 8
+"""Of each stored text; training pads it to the model's length."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -115,7 +117,7 @@ def _require_data(options: argparse.Namespace, model: "ModelConfig") -> None:
         return
     if options.workload is None:
         raise InputError(f"{_COMMAND}: --data {options.data}: no such folder; give --workload")
-    from alload_jax.run.epoch import write_random_store  # imports JAX
+    from alload_jax.bench.random_data import write_random_store  # imports JAX
 
     if options.workload in names():
         ratios = {(16, 9): 1.0} if options.one_aspect else ASPECT_RATIOS
@@ -131,7 +133,7 @@ def _require_data(options: argparse.Namespace, model: "ModelConfig") -> None:
         kept = samples.seq_len <= options.longest
         samples = Samples(samples.shape[kept], samples.seq_len[kept])
     print(f"{options.data}: writing {len(samples):,} samples", flush=True)
-    write_random_store(options.data, samples, model)
+    write_random_store(options.data, samples, model, _TEXT_TOKENS)
 
 
 def outcome(case: Json) -> str:

@@ -15,18 +15,12 @@ from jax.profiler import ProfileData
 from typing_extensions import override
 
 from alload_jax.bench.harness import provenance
-from alload_jax.bench.random_data import RandomReader, manifest_of
 from alload_jax.bench.trace import device_shares
 from alload_jax.config import read_config
 from alload_jax.data.batch import Signature, signature
-from alload_jax.data.condition import conditions_for
 from alload_jax.data.loader import PlacedStep
-from alload_jax.data.record import GIVEN, IMAGE, LABELS, LATENTS, TEXT
-from alload_jax.data.store import StoreWriter
 from alload_jax.errors import InputError, out_of_memory
 from alload_jax.files import Json
-from alload_jax.models.common.config import ModelConfig
-from alload_jax.planning.samples import Samples
 from alload_jax.run.training import run
 from alload_jax.training.callbacks import CALLBACKS, CallbackConfig, CallbackContext
 from alload_jax.training.loop import Callback, Loop
@@ -35,36 +29,6 @@ from alload_jax.training.run_files import is_validation, process_seconds
 WARM_UP = 3
 """First steps of a run, which no figure of its steps counts."""
 _PROFILED = {"name": "profile", "first": 8, "steps": 6}
-_TEXT_TOKENS = 8
-"""Of each stored text; training pads it to the model's length."""
-
-
-def write_random_store(folder: Path, samples: Samples, model: ModelConfig) -> None:
-    """Writes a data folder of random latents and conditions.
-
-    Args:
-      folder: to make.
-      samples: their sizes.
-      model: whose channels and conditions the data have.
-
-    Raises:
-      InputError: the folder exists, or cannot be written.
-    """
-    manifest = manifest_of(samples, model)
-    reader = RandomReader(manifest, conditions_for(model, manifest))
-    with StoreWriter(folder, vae_stride=manifest.vae_stride) as writer:
-        for number, size in enumerate(map(tuple, samples.shape.tolist())):
-            found = reader.read(number)
-            text = found[TEXT][:_TEXT_TOKENS] if TEXT in found else found[LABELS]
-            further = {name: found[name] for name, _ in manifest.form.parts}
-            writer.add(
-                found.pop(LATENTS),
-                text,
-                size,
-                given=found.get(GIVEN),
-                image=found.get(IMAGE),
-                parts=further or None,
-            )
 
 
 class _EnoughError(Exception):

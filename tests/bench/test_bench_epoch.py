@@ -14,6 +14,7 @@ import pytest
 
 from alload_jax.bench import pictures
 from alload_jax.bench.pictures import draw_epoch
+from alload_jax.bench.random_data import write_random_store
 from alload_jax.cli import main
 from alload_jax.commands import bench_epoch
 from alload_jax.config import read_config
@@ -24,7 +25,7 @@ from alload_jax.models.families import config_from_fields
 from alload_jax.models.wan.transformer import WanConfig
 from alload_jax.planning.samples import Samples
 from alload_jax.run import epoch
-from alload_jax.run.epoch import WARM_UP, figures_of, write_random_store
+from alload_jax.run.epoch import WARM_UP, figures_of
 
 ROOT = Path(__file__).parents[2]
 CONFIG = """

@@ -12,9 +12,9 @@ import torch
 import yaml
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from alload_jax.bench.random_data import write_random_store
 from alload_jax.config import read_config
 from alload_jax.planning.samples import Samples
-from alload_jax.run.epoch import write_random_store
 
 pytestmark = pytest.mark.parity
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
