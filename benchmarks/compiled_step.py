@@ -59,7 +59,7 @@ def moved(text: str) -> dict[str, float]:
     """Bytes that kernels move by part and pass, without products and fused attention."""
     program, found = read_program(text), defaultdict[str, float](float)
     for name, each in attributions(program).items():
-        views = program.executed[name][0].opcode == "bitcast"
+        views = program.executed[name].opcode == "bitcast"
         if not views and each.part != PRODUCTS and each.attention is None:
             found[" ".join(filter(None, (each.part, each.detail)))] += each.bytes
     return dict(sorted(found.items(), key=lambda item: -item[1]))
