@@ -267,7 +267,8 @@ def _attribution(instruction: Instruction) -> Attribution:
     attention = attention_call(instruction)
     part, detail = _place(instruction, members, is_product(leader), op_name, attention)
     products = sum(map(_product_flops, (*inner, instruction)))
-    scoped = {_scoped_part(each.op_name) for each in members if _computes(each) and _scope(each)}
+    computing = [each.op_name for each in members if _computes(each)]
+    scoped = {_scoped_part(name) for name in computing if scope_of(name)}
     if any(each.opcode == hlo.UPDATE and each.size > _SMALL for each in members):
         scoped.add(COPIES)
     return Attribution(
@@ -318,10 +319,6 @@ def scope_of(op_name: str) -> str:
     return GRADIENT_SUMS if summed else scope
 
 
-def _scope(instruction: Instruction) -> str:
-    return scope_of(instruction.op_name)
-
-
 def _leader(members: Sequence[Instruction], own: Instruction) -> Instruction:
     """The member whose part a kernel belongs to.
 
@@ -332,14 +329,13 @@ def _leader(members: Sequence[Instruction], own: Instruction) -> Instruction:
     products = [each for each in members if is_product(each)]
     if products:
         return max(products, key=lambda each: each.size)
-    arithmetic: dict[str, int] = defaultdict(int)
+    by_scope: dict[str, list[Instruction]] = defaultdict(list)
     for each in members:
-        if _computes(each) and _scope(each):
-            arithmetic[_scope(each)] += _elements(each)
-    if not arithmetic:
+        if _computes(each) and (scope := scope_of(each.op_name)):
+            by_scope[scope].append(each)
+    if not by_scope:
         return own
-    scope = max(arithmetic, key=lambda name: arithmetic[name])
-    leading = (each for each in members if _computes(each) and _scope(each) == scope)
+    leading = max(by_scope.values(), key=lambda found: sum(map(_elements, found)))
     return max(leading, key=lambda each: (pass_of(each.op_name) == "backward", _elements(each)))
 
 
