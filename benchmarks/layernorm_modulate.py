@@ -20,7 +20,7 @@ from absl import flags
 from alload_jax.bench.device import DeviceTime, call_time
 from alload_jax.bench.harness import version_of
 from alload_jax.bench.kernel import Arguments, Function, Pass
-from alload_jax.commands import bench_kernels
+from alload_jax.commands import bench
 from alload_jax.errors import run_command
 
 EPS = 1e-6
@@ -100,9 +100,9 @@ def _tokamax(direction: Pass, sets: Sequence[Arguments]) -> DeviceTime:
 def main(argv: list[str]) -> int:
     """Measures what the flags name."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    bench_kernels.add_kernel_arguments(parser)
+    bench.add_kernel_arguments(parser)
     options = parser.parse_args(argv)
-    return bench_kernels.run_kernel(options, [measure_others], installed())
+    return bench.run_kernel(options, [measure_others], installed())
 
 
 if __name__ == "__main__":

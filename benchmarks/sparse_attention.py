@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from alload_jax.bench.device import DeviceTime
 from alload_jax.bench.harness import version_of
 from alload_jax.bench.sparse_attention import Arguments, Part, Rival, Shape
-from alload_jax.commands import bench_kernels
+from alload_jax.commands import bench
 from alload_jax.errors import run_command
 from pallas_kernels.block_sparse_attention import BlockLists
 
@@ -238,11 +238,11 @@ LIBRARIES: dict[str, tuple[Any, ...]] = {
 def main(argv: list[str]) -> int:
     """Measures what the flags name."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    bench_kernels.add_sparse_arguments(parser)
+    bench.add_sparse_arguments(parser)
     names = list(LIBRARIES)
     parser.add_argument("--rivals", nargs="*", choices=names, default=names)
     options = parser.parse_args(argv)
-    return bench_kernels.run_sparse(options, rivals(options.rivals), packages())
+    return bench.run_sparse(options, rivals(options.rivals), packages())
 
 
 if __name__ == "__main__":
