@@ -2,7 +2,7 @@
 
 import functools
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,51 +41,41 @@ def read_embeddings(path: Path, name: str) -> np.ndarray:
     return values
 
 
-def read_optional(path: Path, name: str) -> np.ndarray | None:
-    """Reads the tensor of that name as float32; None if the file has none.
+def read_tensors(
+    path: Path, names: tuple[str, ...], may_hold_others: bool = False
+) -> dict[str, np.ndarray]:
+    """Reads the tensors of these names that a file has, as float32.
+
+    A file's only tensor stands for the first name, whatever its own is. Files that many lines of a
+    list name are read once.
 
     Raises:
-      InputError: a value is not finite.
-    """
-    with open_safetensors(path) as file:
-        if name not in file.keys():  # noqa: SIM118  a handle, not a dict
-            return None
-    return read_embeddings(path, name)
-
-
-def refuse_others(path: Path, names: Collection[str]) -> None:
-    """Refuses tensors of other names, but for a file's only tensor, whose name does not matter.
-
-    Raises:
-      InputError: there are some.
-    """
-    with open_safetensors(path) as file:
-        keys = set(file.keys())
-    if len(keys) > 1 and (others := sorted(keys - set(names))):
-        raise InputError(
-            f"{path}: holds {', '.join(others)}, but the model takes {', '.join(names)} from it; "
-            "remove or rename them"
-        )
-
-
-def embeddings_shape(path: Path, name: str) -> tuple[int, ...]:
-    """Returns the shape of the tensor that `read_embeddings` reads.
-
-    The file is read and checked only once, because many lines of a list may name it.
-
-    Raises:
-      InputError: the file or tensor is missing, or a value is not finite.
+      InputError: the file or the first tensor is missing, there are others where there may be none,
+        or a value is not finite.
     """
     try:
         found = path.stat()
-    except (OSError, ValueError):
-        return read_embeddings(path, name).shape
-    return _checked_shape(path, name, (found.st_ino, found.st_size, found.st_mtime_ns))
+    except (OSError, ValueError):  # reading says what is wrong
+        return _read_tensors(path, names, may_hold_others, ())
+    version = (found.st_ino, found.st_size, found.st_mtime_ns)
+    return _read_tensors(path, names, may_hold_others, version)
 
 
-@functools.lru_cache(maxsize=4096)
-def _checked_shape(path: Path, name: str, version: tuple[int, ...]) -> tuple[int, ...]:
-    return read_embeddings(path, name).shape
+@functools.lru_cache(maxsize=16)
+def _read_tensors(
+    path: Path, names: tuple[str, ...], may_hold_others: bool, version: tuple[int, ...]
+) -> dict[str, np.ndarray]:
+    first, *others = names
+    found = {first: read_embeddings(path, first)}
+    with open_safetensors(path) as file:
+        held = set(file.keys())
+    unknown = sorted(held - set(names)) if len(held) > 1 and not may_hold_others else []
+    if unknown:
+        raise InputError(
+            f"{path}: holds {', '.join(unknown)}, but the model takes {', '.join(names)} from it; "
+            "remove or rename them"
+        )
+    return found | {name: read_embeddings(path, name) for name in others if name in held}
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 from alload_jax.data.condition import Conditions, put_condition
 from alload_jax.data.record import GIVEN, IMAGE, TEXT, pixel_channels, unfold_frames
@@ -19,15 +20,7 @@ from alload_jax.models.common.config import ConditionPart, ModelConfig
 from alload_jax.models.common.embedding import ConditionTokens
 from alload_jax.models.families import family_of
 from alload_jax.planning.samples import Geometry, Triple
-from alload_jax.sampling.encoders import (
-    Encoders,
-    as_latent,
-    embeddings_shape,
-    read_embeddings,
-    read_optional,
-    read_picture,
-    refuse_others,
-)
+from alload_jax.sampling.encoders import Encoders, as_latent, read_picture, read_tensors
 from alload_jax.sampling.flow import Condition
 from alload_jax.sampling.pictures import check_format
 from alload_jax.sharding.host_memory import host_bytes
@@ -110,6 +103,10 @@ class RawRequest:
         return self.values[key]
 
 
+TextInput = Mapping[str, np.ndarray] | str | None
+"""Words, or embeddings [L, width] float32 by kind; None for none."""
+
+
 class Request(NamedTuple):
     """Request for one sample.
 
@@ -119,9 +116,9 @@ class Request(NamedTuple):
       seed: seed of the initial noise.
       out: output file.
       classes: requested classes, padded with the null class; None for text.
-      prompt, negative: words, or a file of embeddings; None for `negative` means zeros.
-      image_embeds: file of image embeddings.
-      image_tokens: number of image embeddings in that file; 0 for none.
+      prompt, negative: words, or embeddings [L, width] by kind; None for `negative` means zeros.
+      image_embeds: [N, width] image embeddings of a file.
+      given: [*grid, channels], the given frame and its mask of that file.
       first, last: pictures of the first and the last frame.
       frames_per_latent: see `Target`.
     """
@@ -131,17 +128,18 @@ class Request(NamedTuple):
     seed: int
     out: Path
     classes: tuple[int, ...] | None
-    prompt: Path | str | None
-    negative: Path | str | None
-    image_embeds: Path | None
-    image_tokens: int
+    prompt: TextInput
+    negative: TextInput
+    image_embeds: np.ndarray | None
+    given: np.ndarray | None
     first: Path | None = None
     last: Path | None = None
     frames_per_latent: int = 1
 
     def shape(self) -> tuple[Any, ...]:
         """Returns a key that is equal for requests that can form one batch."""
-        given = (self.image_tokens, self.first is not None, self.last is not None)
+        image = 0 if self.image_embeds is None else len(self.image_embeds)
+        given = (image, self.first is not None, self.last is not None)
         return (self.grid, len(self.classes or ()), *given)
 
 
@@ -237,16 +235,20 @@ def check_request(raw: RawRequest, target: Target) -> Request:
     picture_size = (size[0], size[1] * target.zoom, size[2] * target.zoom)
     check_format(raw.place("out"), out, picture_size, target.picture_channels)
     _check_given(raw, target, size)
+    grid, classes = _grid(raw, size, target), _classes(raw, target)
+    prompt = _text(raw, "prompt", "prompt_embeds", target)
+    negative = _text(raw, "negative_prompt", "negative_embeds", target)
+    image_embeds, given = _image_embeddings(raw, target, grid)
     return Request(
         size=size,
-        grid=_grid(raw, size, target),
+        grid=grid,
         seed=seed,
         out=out,
-        classes=_classes(raw, target),
-        prompt=_text(raw, "prompt", "prompt_embeds", target),
-        negative=_text(raw, "negative_prompt", "negative_embeds", target),
-        image_embeds=raw.values.get("image_embeds"),
-        image_tokens=_image_tokens(raw, target),
+        classes=classes,
+        prompt=prompt,
+        negative=negative,
+        image_embeds=image_embeds,
+        given=given,
         first=raw.values.get("image"),
         last=raw.values.get("last_image"),
         frames_per_latent=target.frames_per_latent,
@@ -313,8 +315,8 @@ def _classes(raw: RawRequest, target: Target) -> tuple[int, ...] | None:
     return tuple(classes) + (count,) * (length - len(classes))
 
 
-def _text(raw: RawRequest, words_key: str, key: str, target: Target) -> Path | str | None:
-    """Returns words, or the file of text embeddings after checking that it fits the model."""
+def _text(raw: RawRequest, words_key: str, key: str, target: Target) -> TextInput:
+    """Returns words, or the embeddings of a file after checking that they fit the model."""
     words, file, text = raw.values.get(words_key), raw.values.get(key), target.model.text
     if words is None and file is None:
         if text and words_key == "prompt":
@@ -338,43 +340,68 @@ def _text(raw: RawRequest, words_key: str, key: str, target: Target) -> Path | s
                 f"sampling.encoders.text), a local folder of the model's text encoder, or {key}"
             )
         return str(words)
-    tokens = _token_count(raw, key, "text", text.dim)
-    if tokens > text.length:
+    kinds = {part.name: part for part in target.model.condition_parts() if part.name != IMAGE}
+    names = tuple(dict.fromkeys((TEXT, *kinds)))
+    found = read_tensors(file := raw.values[key], names, may_hold_others=not kinds)
+    _require_shape(raw, key, found[TEXT], text.dim)
+    if (count := len(found[TEXT])) > text.length:
         raise InputError(
-            f"{raw.place(key)}: {file} has {tokens} tokens, but the model takes {text.length}; "
+            f"{raw.place(key)}: {file} has {count} tokens, but the model takes {text.length}; "
             "shorten it"
         )
-    return file
+    for name, part in kinds.items():
+        if name not in found and part.required:
+            raise InputError(
+                f"{file}: has no tensor {name}, which the model takes too; write "
+                f"[{part.length}, {part.width}] of it there"
+            )
+        shape = found[name].shape if name in found else (0, part.width)
+        if len(shape) != 2 or shape[1] != part.width or shape[0] > part.length:
+            raise InputError(
+                f"{file}: {name} has shape {list(shape)}, but the model takes up to "
+                f"[{part.length}, {part.width}]; write embeddings of its own encoder"
+            )
+    return found
 
 
-def _image_tokens(raw: RawRequest, target: Target) -> int:
-    """Returns the number of image embeddings in a file; 0 if the model or the file has none."""
+def _image_embeddings(
+    raw: RawRequest, target: Target, grid: Triple
+) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Returns the image embeddings, and the given frame and its mask, of a file; None for none."""
     place, model = raw.place("image_embeds"), target.model
     given = "image_embeds" in raw.values
     if model.image is None:
         if given:
             raise InputError(f"{place} is given, but the model takes no image; remove it")
-        return 0
+        return None, None
     has_image = "image" in raw.values
     is_encoded = has_image and target.encoders.image is not None
     if is_encoded and given:
         raise InputError(f"{place} is given beside --image with --image-encoder; leave one out")
     if not given:
         if is_encoded or (model.given_optional and not has_image):
-            return 0
+            return None, None
         raise InputError(
             f"{place} is not given; the model takes [N, {model.image.dim}] of them: give them, or "
             "--image with --image-encoder"
         )
-    tokens = _token_count(raw, "image_embeds", "image", model.image.dim)
+    path, takes_given = raw.values["image_embeds"], model.given_channels and not has_image
+    found = read_tensors(path, (IMAGE, GIVEN) if takes_given else (IMAGE,))
+    _require_shape(raw, "image_embeds", found[IMAGE], model.image.dim)
+    tokens = len(found[IMAGE])
     lengths = {part.name: part.length for part in model.condition_parts()}
     exact = model.image.positions
     if exact not in (None, tokens) or tokens > lengths.get(IMAGE, tokens):
         most = f"up to {lengths[IMAGE]}" if exact in (None, tokens) else f"exactly {exact}"
+        raise InputError(f"{place}: {path} has {tokens} tokens, but the model takes {most}")
+    in_file, shape = found.get(GIVEN), (*grid, model.given_channels)
+    if takes_given and (in_file is None or in_file.shape != shape):
+        held = "no tensor" if in_file is None else f"{list(in_file.shape)}"
         raise InputError(
-            f"{place}: {raw.values['image_embeds']} has {tokens} tokens, but the model takes {most}"
+            f"{path}: holds {held} of the name {GIVEN}, but the model takes the latents of the "
+            f"given frame and its mask, {list(shape)}; write them there"
         )
-    return tokens
+    return found[IMAGE], in_file
 
 
 def _check_given(raw: RawRequest, target: Target, size: Triple) -> None:
@@ -403,15 +430,13 @@ def _check_given(raw: RawRequest, target: Target, size: Triple) -> None:
         raise InputError(f"{place} is given, but --frames is 1; choose more frames")
 
 
-def _token_count(raw: RawRequest, key: str, name: str, dim: int) -> int:
-    """Returns the number of embeddings in a file, which is read and checked."""
-    path = raw.values[key]
-    shape = embeddings_shape(path, name)
-    if len(shape) != 2 or shape[0] < 1 or shape[1] != dim:
+def _require_shape(raw: RawRequest, key: str, found: np.ndarray, dim: int) -> None:
+    """Refuses embeddings of a file that are not [tokens, dim]."""
+    if found.ndim != 2 or len(found) < 1 or found.shape[1] != dim:
         raise InputError(
-            f"{raw.place(key)}: {path} holds {list(shape)}, but the model takes [tokens, {dim}]"
+            f"{raw.place(key)}: {raw.values[key]} holds {list(found.shape)}, but the model takes "
+            f"[tokens, {dim}]"
         )
-    return shape[0]
 
 
 # ---------------------------------------------------------------- what a model is given
@@ -458,21 +483,20 @@ def arrays_of(request: Request, model: ModelConfig, encoders: Encoders) -> Reque
       InputError: a picture cannot be read, or an encoder does not give what the model takes.
     """
     image, *given = _given(request, model, encoders)
+    sources = (request.prompt, request.negative)
+    both: PyTree
     if model.condition_parts():
-        parts, null_parts = (
-            _parts(source, image, model, encoders) for source in (request.prompt, request.negative)
-        )
-        return RequestArrays(Condition(parts, None, *given), Condition(null_parts, None, *given))
-    if model.text is None:
-        tokens = np.array(request.classes, np.int32)
-        null = np.full_like(tokens, model.num_classes)
-        return RequestArrays(Condition(tokens, image, *given), Condition(null, image, *given))
-    part = ConditionPart(TEXT, model.text.dim, model.text.length)
-    both = Conditions(part.length, np.dtype(np.float32), part.width, 0).empty(2)
-    for row, source in enumerate((request.prompt, request.negative)):
-        put_condition(both, row, 0, 0, _tokens(source, _encoded(source, encoders), part))
-    text, negative = both
-    return RequestArrays(Condition(text, image, *given), Condition(negative, image, *given))
+        both = [_parts(_by_kind(source, encoders), image, model) for source in sources]
+        image = None  # it is one of the parts
+    elif model.text is None:
+        classes = np.array(request.classes, np.int32)
+        both = classes, np.full_like(classes, model.num_classes)
+    else:
+        part = ConditionPart(TEXT, model.text.dim, model.text.length)
+        both = Conditions(part.length, np.dtype(np.float32), part.width, 0).empty(2)
+        for row, source in enumerate(sources):
+            put_condition(both, row, 0, 0, _tokens(_by_kind(source, encoders), part))
+    return RequestArrays(*(Condition(tokens, image, *given) for tokens in both))
 
 
 def stacked(arrays: Sequence[RequestArrays]) -> RequestArrays:
@@ -481,20 +505,18 @@ def stacked(arrays: Sequence[RequestArrays]) -> RequestArrays:
 
 
 def _parts(
-    source: Path | str | None, image: np.ndarray | None, model: ModelConfig, encoders: Encoders
+    by_kind: Mapping[str, np.ndarray], image: np.ndarray | None, model: ModelConfig
 ) -> dict[str, ConditionTokens]:
-    """The parts of a condition, without the batch's axis; a file of text may hold others too."""
+    """The parts of a condition, without the batch's axis."""
     found: dict[str, np.ndarray] = {}
-    parts, tokens_by_kind = [], _encoded(source, encoders)
-    if isinstance(source, Path):
-        refuse_others(source, [p.name for p in model.condition_parts() if p.name != IMAGE])
+    parts = []
     for part in model.condition_parts():
         if part.name == IMAGE:
             tokens = np.zeros((0, part.width), np.float32) if image is None else image
             # Requests of a batch have equally many tokens of their images alone.
             part = part._replace(length=len(tokens))
         else:
-            tokens = _tokens(source, tokens_by_kind, part)
+            tokens = _tokens(by_kind, part)
         found[part.name] = tokens
         parts.append(part)
     held = Conditions(0, np.dtype(np.float32), None, 0, parts=tuple(parts)).empty(1)
@@ -502,44 +524,24 @@ def _parts(
     return jax.tree.map(lambda each: each[0], held)
 
 
-def _encoded(source: Path | str | None, encoders: Encoders) -> Mapping[str, np.ndarray]:
-    """The tokens of words by kind; none of a file of embeddings."""
-    return encoders.encoded(source) if isinstance(source, str) else {}
+def _by_kind(source: TextInput, encoders: Encoders) -> Mapping[str, np.ndarray]:
+    """The tokens of a condition by kind; words are encoded."""
+    return encoders.encoded(source) if isinstance(source, str) else source or {}
 
 
-def _tokens(
-    source: Path | str | None, encoded: Mapping[str, np.ndarray], part: ConditionPart
-) -> np.ndarray:
-    """The tokens of a kind, [L, width] float32; none where the source has none.
+def _tokens(by_kind: Mapping[str, np.ndarray], part: ConditionPart) -> np.ndarray:
+    """The tokens of a kind, [L, width] float32; none where there are none.
 
     Raises:
-      InputError: they do not fit the model, or a value of a file is not finite.
+      InputError: those of an encoder do not fit the model.
     """
-    none = np.zeros((0, part.width), np.float32)
-    if not isinstance(source, Path):
-        tokens = encoded.get(part.name, none)[: part.length]
-        if tokens.shape[1] != part.width:
-            raise InputError(
-                f"--text-encoder: gives {part.name} of width {tokens.shape[1]}, but the model "
-                f"takes {part.width}; name the encoder that the model was trained with"
-            )
-        return tokens
-    if part.name == TEXT:
-        return read_embeddings(source, TEXT)[: part.length]
-    found = read_optional(source, part.name)
-    if found is None and part.required:
+    tokens = by_kind.get(part.name, np.zeros((0, part.width), np.float32))[: part.length]
+    if tokens.shape[1] != part.width:
         raise InputError(
-            f"{source}: has no tensor {part.name}, which the model takes too; write "
-            f"[{part.length}, {part.width}] of it there"
+            f"--text-encoder: gives {part.name} of width {tokens.shape[1]}, but the model "
+            f"takes {part.width}; name the encoder that the model was trained with"
         )
-    if found is None:
-        return none
-    if found.ndim != 2 or found.shape[1] != part.width or len(found) > part.length:
-        raise InputError(
-            f"{source}: {part.name} has shape {list(found.shape)}, but the model takes up to "
-            f"[{part.length}, {part.width}]; write embeddings of its own encoder"
-        )
-    return found
+    return tokens
 
 
 def _given(
@@ -550,26 +552,11 @@ def _given(
     Raises:
       InputError: a picture cannot be read, or what is given does not fit the model.
     """
-    embeddings = None
-    if request.image_embeds is not None:
-        embeddings = read_embeddings(request.image_embeds, IMAGE)
-        takes_given = model.given_channels and request.first is None
-        refuse_others(request.image_embeds, [IMAGE, GIVEN] if takes_given else [IMAGE])
-    if request.first is None and not model.given_channels:
-        return embeddings, None, None
+    embeddings, given = request.image_embeds, request.given
     if request.first is None:
-        shape = (*request.grid, model.given_channels)
-        if request.image_embeds is None:  # as in training without an image
-            return embeddings, np.zeros(shape, np.float32), None
-        # Latents of the given frame and its mask stand in the file of the image's embeddings.
-        in_file = read_optional(request.image_embeds, GIVEN)
-        if in_file is None or in_file.shape != shape:
-            held = "no tensor" if in_file is None else f"{list(in_file.shape)}"
-            raise InputError(
-                f"{request.image_embeds}: holds {held} of the name {GIVEN}, but the model takes "
-                f"the latents of the given frame and its mask, {list(shape)}; write them there"
-            )
-        return embeddings, in_file, None
+        if given is None and model.given_channels:  # as in training without an image
+            given = np.zeros((*request.grid, model.given_channels), np.float32)
+        return embeddings, given, None
     first, last = (
         None if path is None else read_picture(path, *request.size[1:])
         for path in (request.first, request.last)
