@@ -96,7 +96,7 @@ def moved_bytes(instruction: Instruction) -> float:
     if instruction.opcode == hlo.UPDATE:
         update = instruction.operand(1)
         return 2 * update.bytes if update else instruction.bytes
-    fused = instruction.called.values()
+    fused = instruction.called
     if not fused or instruction.opcode not in ("fusion", "fusion-start"):
         return instruction.bytes + sum(read.bytes for read in instruction.operands)
     read = sum(_read_bytes(each) for each in fused if each.opcode == "parameter")
@@ -107,7 +107,7 @@ def _read_bytes(parameter: Instruction) -> float:
     """Bytes that a fusion reads of one of its parameters."""
 
     def through_views(each: Instruction) -> Iterator[tuple[Instruction, int]]:
-        for user, place in each.uses():
+        for user, place in each.uses:
             if user.opcode in _VIEWS:
                 yield from through_views(user)
             else:
@@ -300,7 +300,7 @@ def _neighbours_name(instruction: Instruction) -> str:
     XLA gives none to some that it adds, such as the first half of a large reduction. A name whose
     scope says what is computed goes before one whose scope does not.
     """
-    users = dict.fromkeys(user for user, _ in instruction.uses())
+    users = dict.fromkeys(user for user, _ in instruction.uses)
     near = [each for each in (*users, *instruction.operands) if each.opcode not in _WITHOUT_KERNEL]
     inner = [member for each in near for member in each.within()]
     names = [each.op_name for each in (*near, *inner) if each.op_name]

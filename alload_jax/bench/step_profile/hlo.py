@@ -8,7 +8,7 @@ that the start wraps, in a computation that the text leaves out. XLA numbers bot
 import math
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 _MODULE = re.compile(r"HloModule ([\w.\-]+)")
@@ -58,25 +58,25 @@ class Instruction:
       name: unique in its program.
       opcode: as XLA writes it, such as `fusion`.
       arrays: its results; several for a tuple.
-      operand_names: names of instructions of the same computation.
-      computation: that it is an instruction of.
+      operands: the instructions whose results it takes.
       called: the computation that a fusion or a call computes; empty for none.
       op_name: names of JAX's operations and scopes that it is for; "" if unknown.
       target: of a custom call; otherwise "".
       attributes: the text behind the operands.
       is_root: whether its result is that of its computation.
+      uses: the instructions that take its result, each with the place among its operands.
     """
 
     name: str
     opcode: str
     arrays: tuple[Array, ...]
-    operand_names: tuple[str, ...]
-    computation: "Computation" = field(repr=False)
-    called: "Computation" = field(repr=False)
+    operands: tuple["Instruction", ...] = field(repr=False)
+    called: Sequence["Instruction"] = field(repr=False)
     op_name: str
     target: str
     attributes: str
     is_root: bool
+    uses: list[tuple["Instruction", int]] = field(default_factory=list, repr=False)
 
     @property
     def size(self) -> int:
@@ -88,34 +88,16 @@ class Instruction:
         """Bytes of all results."""
         return sum(array.bytes for array in self.arrays)
 
-    @property
-    def operands(self) -> list["Instruction"]:
-        """The instructions whose results it takes, as far as they are known."""
-        names = self.operand_names
-        return [self.computation[name] for name in names if name in self.computation]
-
     def operand(self, place: int) -> Array | None:
-        """The first result of an operand; None if it is unknown."""
-        names = self.operand_names[place : place + 1]
-        found = self.computation.get(names[0]) if names else None
-        return found.arrays[0] if found and found.arrays else None
-
-    def uses(self) -> Iterator[tuple["Instruction", int]]:
-        """The instructions that take its result, each with the place among its operands."""
-        for user in self.computation.values():
-            for place, name in enumerate(user.operand_names):
-                if name == self.name:
-                    yield user, place
+        """The first result of an operand; None if there is none."""
+        found = self.operands[place : place + 1]
+        return found[0].arrays[0] if found and found[0].arrays else None
 
     def within(self) -> Iterator["Instruction"]:
         """The instructions that a fusion or an asynchronous call computes, at any depth."""
-        for each in self.called.values():
+        for each in self.called:
             yield each
             yield from each.within()
-
-
-Computation = dict[str, Instruction]
-"""Instructions by name, in the order in which they are written."""
 
 
 @dataclass(frozen=True)
@@ -141,21 +123,29 @@ def read_program(text: str) -> Program:
     module = _MODULE.match(text)
     if module is None:
         raise ValueError(f"HLO text begins with {text[:40]!r}; it must begin with 'HloModule'")
-    computations: defaultdict[str, Computation] = defaultdict(dict)
-    current: Computation = {}
-    for line in text.splitlines():
+    computations: dict[str, dict[str, Instruction]] = {}
+    current: dict[str, Instruction] = {}
+    fused: set[str] = set()
+    for line in text.splitlines():  # what is used or called stands before
         if found := _INSTRUCTION.match(line):
-            current[found["name"]] = _instruction(found, current, computations)
+            called = _CALLED.search(found["attributes"])
+            inner = computations.get(called[1], {}) if called else {}
+            current[found["name"]] = _instruction(found, current, [*inner.values()])
+            if called and found["opcode"] not in ("call", "async-start"):
+                fused.add(called[1])
         elif opened := _COMPUTATION.fullmatch(line):
-            current = computations[opened[1]]
-    every = [each for computation in computations.values() for each in computation.values()]
-    fused = {id(each.called) for each in every if each.opcode not in ("call", "async-start")}
-    executed = {each.name: each for each in every if id(each.computation) not in fused}
+            current = computations.setdefault(opened[1], {})
+    executed = {
+        name: each
+        for place, computation in computations.items()
+        if place not in fused
+        for name, each in computation.items()
+    }
     return Program(module[1], executed)
 
 
 def _instruction(
-    found: re.Match[str], computation: Computation, computations: Mapping[str, Computation]
+    found: re.Match[str], known: Mapping[str, Instruction], called: Sequence[Instruction]
 ) -> Instruction:
     attributes = found["attributes"]
 
@@ -167,19 +157,21 @@ def _instruction(
         Array(dtype, tuple(int(size.lstrip("<=")) for size in shape.split(",") if size))
         for dtype, shape in _ARRAY.findall(found["type"])
     )
-    called = first(_CALLED)
-    return Instruction(
+    names = _OPERAND.findall(found["operands"])
+    instruction = Instruction(
         name=found["name"],
         opcode=found["opcode"],
         arrays=tuple(arrays),
-        operand_names=tuple(_OPERAND.findall(found["operands"])),
-        computation=computation,
-        called=computations[called] if called else {},
+        operands=tuple(known[name] for name in names if name in known),
+        called=called,
         op_name=first(_OP_NAME),
         target=first(_TARGET),
         attributes=attributes,
         is_root=bool(found["root"]),
     )
+    for place, operand in enumerate(instruction.operands):
+        operand.uses.append((instruction, place))
+    return instruction
 
 
 UPDATE, SLICE = "dynamic-update-slice", "dynamic-slice"
@@ -250,7 +242,7 @@ def tensor(instruction: Instruction) -> str:
             source = _source(moved, instruction)
             return f"{moved} of {source}" if source else f"{moved}"
     for each in inside:
-        if each.opcode == SLICE and each.operand_names and each.arrays:
+        if each.opcode == SLICE and each.operands and each.arrays:
             return f"{each.arrays[0]}"
     arrays = [each for each in instruction.arrays if each.size]
     more = f" and {len(arrays) - 1} more" if len(arrays) > 1 else ""
