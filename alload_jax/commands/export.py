@@ -2,9 +2,9 @@
 
 import argparse
 import dataclasses
-import sys
 
 from alload_jax.commands.flags import KEYS, KEYS_HELP, add_run_flags, run_each_expert
+from alload_jax.errors import print_stderr
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,10 +41,14 @@ def _run(options: argparse.Namespace) -> int:
     if source.config.lora is not None:
         assert source.run is not None
         stored = source.run.parameters.stored_dtype
-        print("note: the adapters are merged into the weights as trained, which were rounded to "
-              f"{stored}; `alload lora export` writes them alone, and `alload lora merge` adds "
-              "them to released weights", file=sys.stderr)  # fmt: skip
+        print_stderr(
+            "note: the adapters are merged into the weights as trained, which were rounded to "
+            f"{stored}; `alload lora export` writes them alone, and `alload lora merge` adds "
+            "them to released weights"
+        )
     if source.config.sparse_attention is not None:
-        print("note: others compute all self-attention densely; see the difference with "
-              "`alload sample --dense-attention`", file=sys.stderr)  # fmt: skip
+        print_stderr(
+            "note: others compute all self-attention densely; see the difference with "
+            "`alload sample --dense-attention`"
+        )
     return 0

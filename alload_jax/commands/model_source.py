@@ -1,6 +1,5 @@
 """Sources of a model for `--checkpoint`: a run folder or weights, perhaps with adapters."""
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from alload_jax.commands.flags import lora_name
 from alload_jax.config import Config, read_config
 from alload_jax.data.manifest import fps_of
 from alload_jax.diffusion.timesteps import shift_of
-from alload_jax.errors import InputError
+from alload_jax.errors import InputError, print_stderr
 from alload_jax.files import read_json
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.common.safetensor_files import Naming
@@ -33,7 +32,7 @@ ScaledLora = tuple[LoraFile, float]
 def note_skipped(lora: LoraFile) -> None:
     """Prints what of a file of adapters was left out, a line for each."""
     for line in lora.skipped:
-        print(f"note: {lora.place}: left out: {line}", file=sys.stderr)
+        print_stderr(f"note: {lora.place}: left out: {line}")
 
 
 @dataclass(frozen=True)
@@ -296,8 +295,7 @@ def completed(
     if text is None or len(lengths) != 1 or lengths == {text.length}:
         return replace(source, loras=loras)
     (length,) = lengths
-    print(f"note: texts are padded to {length} tokens, as in the training of the adapters",
-          file=sys.stderr)  # fmt: skip
+    print_stderr(f"note: texts are padded to {length} tokens, as in the training of the adapters")
     config = replace(source.config, text=replace(text, length=length))
     return replace(source, loras=loras, config=config)
 

@@ -5,7 +5,6 @@ import dataclasses
 import itertools
 import json
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from alload_jax.commands.flags import (
 )
 from alload_jax.commands.plan_inputs import PlanInputs, PlanRequest, plan_inputs, setting_types
 from alload_jax.data.selection import SourceShare
-from alload_jax.errors import InputError, one_line
+from alload_jax.errors import InputError, one_line, print_stderr
 from alload_jax.files import Json
 from alload_jax.planning.analytic import FROZEN_BYTES, SHORTEST, USABLE_SHARE, step_memory
 from alload_jax.planning.architecture import model_names
@@ -163,7 +162,7 @@ def run(options: argparse.Namespace) -> int:
     inputs = plan_inputs(options)
     study = inputs.study
     if inputs.warning:
-        print(one_line(f"warning: {inputs.warning}"), file=sys.stderr)
+        print_stderr(one_line(f"warning: {inputs.warning}"))
     policies = list(dict.fromkeys(options.compare or [study.config.policy]))
     cases = list(study.cases(policies, inputs.ranks))
     if options.json:

@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import math
 import os
-import sys
 from collections.abc import Hashable, Sequence
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from jaxtyping import PyTree
 from alload_jax.commands.flags import of_each_expert
 from alload_jax.commands.model_source import Source, completed, find_source
 from alload_jax.diffusion.schedules import noise_levels, rounded_timesteps
-from alload_jax.errors import InputError
+from alload_jax.errors import InputError, print_stderr
 from alload_jax.files import read_json
 from alload_jax.models.families import family_of
 from alload_jax.planning.samples import Triple
@@ -107,7 +106,7 @@ def _name_both(options: argparse.Namespace) -> None:
 
 
 def _note(words: str) -> None:
-    print(f"note: {words}", file=sys.stderr)
+    print_stderr(f"note: {words}")
 
 
 def _low_noise_source(options: argparse.Namespace, source: Source) -> Source | None:

@@ -1,6 +1,5 @@
 """What a run prints of its plan at the start, and its summary at the end."""
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -10,7 +9,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from alload_jax.distributed.cluster import first_process
-from alload_jax.errors import InputError, one_line
+from alload_jax.errors import InputError, one_line, print_stderr
 from alload_jax.files import read_json
 from alload_jax.planning.cost import CostModel, in_seconds
 from alload_jax.planning.metrics import PlanMetrics, plan_metrics
@@ -69,7 +68,7 @@ def show_opening(opening: Opening, changed: Sequence[str]) -> None:
     lines, warnings = opening_lines(opening)
     print("\n".join(map(one_line, [*lines, *filter(None, changed)])), flush=True)
     for warning in warnings:
-        print(one_line(f"warning: {warning}"), file=sys.stderr, flush=True)
+        print_stderr(one_line(f"warning: {warning}"))
 
 
 def opening_lines(opening: Opening) -> tuple[list[str], list[str]]:

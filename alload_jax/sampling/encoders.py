@@ -1,7 +1,6 @@
 """What turns prompts and pictures into conditions: encoders, files of embeddings."""
 
 import functools
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ import numpy as np
 
 from alload_jax.data.manifest import VAE
 from alload_jax.data.record import IMAGE, TEXT, fold_frames
-from alload_jax.errors import InputError
+from alload_jax.errors import InputError, print_stderr
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.common.safetensor_files import open_safetensors
 
@@ -140,10 +139,9 @@ def find_encoders(
       InputError: a folder holds no such encoder, or one that does not fit model or data.
     """
     if image is not None and origin and "image_to_video" not in origin:
-        print(
+        print_stderr(
             f"note: --image-encoder {image}: the training data had no given frames; what is drawn "
-            "from a picture is as good as the run's initial weights are at it",
-            file=sys.stderr,
+            "from a picture is as good as the run's initial weights are at it"
         )
 
     def known(origin: object, name: str) -> dict[str, Any]:
