@@ -244,17 +244,16 @@ def _draw(
     requests = [request for members, *_ in groups for request in members]
     arrays = {each.out: arrays_of(each, config, encoders) for each in requests}
     encoders.unload()  # only the VAE is used from here on
-    mesh, experts = one_device_mesh(), None
-    weights: PyTree = source.values(mesh)
-    if low_noise is not None:
-        weights = (weights, low_noise.values(mesh))
-        guidance = options.low_noise_guidance
-        guidance = options.guidance if guidance is None else guidance
-        experts = flow.LowNoise(options.boundary, guidance)
+    mesh, guidance = one_device_mesh(), options.low_noise_guidance
+    guidances = (options.guidance, options.guidance if guidance is None else guidance)
+    experts = [each.values(mesh) for each in (source, low_noise) if each is not None]
     failed: list[str] = []
     for members, shift, sigmas, rounded in groups:
-        given = (config, options.sampler, sigmas, options.guidance, experts, rounded)
-        program = jax.jit(flow.make_flow(*given))
+        flows = [flow.make_flow(config, options.sampler, sigmas, options.guidance, rounded)]
+        if low_noise is not None:
+            given = (config, options.sampler, sigmas, guidances, options.boundary, rounded)
+            flows = flow.make_expert_flows(*given)
+        programs = [jax.jit(each) for each in flows]
         for begin in range(0, len(members), options.batch):
             part = members[begin : begin + options.batch]
             filled = part + part[-1:] * (options.batch - len(part))
@@ -263,9 +262,11 @@ def _draw(
                 # Each row depends only on its request.
                 keys = [jax.random.key(each.seed) for each in filled]
                 shape = (*part[0].grid, config.latent_channels)
-                noise = jnp.stack([jax.random.normal(key, shape) for key in keys])
+                state: PyTree = jnp.stack([jax.random.normal(key, shape) for key in keys])
                 conditions = stacked([arrays[each.out] for each in filled])
-                drawn = np.asarray(program(weights, noise, *conditions))
+                for program, values in zip(programs, experts, strict=True):
+                    state = program(values, state, *conditions)
+                drawn = np.asarray(state)
             for request, clip in zip(part, drawn, strict=False):
                 if not np.isfinite(clip).all():
                     failed.append(str(request.out))

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import PyTree
 
-from alload_jax.diffusion.samplers import Velocity, guided, sample
+from alload_jax.diffusion.samplers import guided, sample
 from alload_jax.diffusion.schedules import Sampler
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.common.embedding import TIMESTEP_SCALE
@@ -42,24 +42,11 @@ Flow = Callable[[PyTree, PyTree, Condition, Condition], PyTree]
 data of the noise's shape. Of a part of the steps it takes and returns the state between steps."""
 
 
-class LowNoise(NamedTuple):
-    """A second expert, which denoises the lower noise levels, as in Wan 2.2's A14B models.
-
-    Attributes:
-      below: it takes noise levels below this one.
-      guidance: its scale of classifier-free guidance.
-    """
-
-    below: float
-    guidance: float
-
-
 def make_flow(
     config: ModelConfig,
     sampler: Sampler,
     sigmas: np.ndarray,
     guidance: float,
-    low_noise: LowNoise | None = None,
     timesteps: np.ndarray | None = None,
     steps: slice = slice(None),
 ) -> Flow:
@@ -70,10 +57,8 @@ def make_flow(
       sampler: integration method.
       sigmas: [steps + 1] noise levels; see `alload_jax.diffusion.schedules.noise_levels`.
       guidance: scale of classifier-free guidance; 1 is none and ignores the null condition.
-      low_noise: the second of two experts, with the same config; the values of the model are then a
-        pair, those for high noise levels first.
-      timesteps: [steps], what the model and the choice between two experts take for 1000·σ at each
-        noise level but the last; None for that itself.
+      timesteps: [steps], what the model takes for 1000·σ at each noise level but the last; None for
+        that itself.
       steps: the steps that it takes, as `alload_jax.diffusion.samplers.sample` does.
     """
     graph = abstract_model(config).graph
@@ -98,24 +83,36 @@ def make_flow(
         return model.forward(latents, timestep, given.tokens, **present).velocity
 
     def draw(values: PyTree, noise: PyTree, condition: Condition, null: Condition) -> PyTree:
-        def expert(values: PyTree, guidance: float) -> Velocity:
-            return guided(partial(predict, values), null, guidance)
-
-        if low_noise is None:
-            velocity = expert(values, guidance)
-        else:
-            below = low_noise.below
-            high, low = expert(values[0], guidance), expert(values[1], low_noise.guidance)
-
-            def velocity(latents: jax.Array, sigma: jax.Array, condition: Condition) -> jax.Array:
-                level = sigma if timesteps is None else timestep_of(sigma) / TIMESTEP_SCALE
-                return jax.lax.cond(level[0] < below, low, high, latents, sigma, condition)
-
+        velocity = guided(partial(predict, values), null, guidance)
         drawn = sample(sampler, velocity, noise, condition, sigmas, steps)
         is_data = steps.stop is None and condition.first_frame is not None
         return _with_first(drawn, condition) if is_data else drawn
 
     return draw
+
+
+def make_expert_flows(
+    config: ModelConfig,
+    sampler: Sampler,
+    sigmas: np.ndarray,
+    guidances: tuple[float, float],
+    below: float,
+    timesteps: np.ndarray | None = None,
+) -> list[Flow]:
+    """The flows of two experts, as in Wan 2.2's A14B models: the second takes what the first gives.
+
+    Args:
+      config: config of both models.
+      sampler, sigmas, timesteps: as of `make_flow`.
+      guidances: of each, the scale of classifier-free guidance.
+      below: the second takes noise levels below this one, by the timesteps that the model sees.
+    """
+    levels = sigmas[:-1] if timesteps is None else timesteps / TIMESTEP_SCALE
+    above = int((levels >= below).sum())
+    return [
+        make_flow(config, sampler, sigmas, guidance, timesteps, steps)
+        for guidance, steps in zip(guidances, (slice(above), slice(above, None)), strict=True)
+    ]
 
 
 def _with_first(latents: jax.Array, condition: Condition) -> jax.Array:

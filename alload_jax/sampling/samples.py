@@ -24,7 +24,7 @@ from alload_jax.models.common.config import ModelConfig
 from alload_jax.planning.samples import Geometry, Triple, divisible
 from alload_jax.sampling.config import Draw, GridConfig, PromptConfig, SamplingConfig
 from alload_jax.sampling.encoders import Encoders, find_encoders
-from alload_jax.sampling.flow import Condition, Flow, make_flow
+from alload_jax.sampling.flow import Condition, Flow, make_expert_flows
 from alload_jax.sampling.pictures import (
     LATENTS,
     Picture,
@@ -80,7 +80,7 @@ def make_draw(
 
 def _flow(
     model: ModelConfig, timesteps: TimestepConfig, config: SamplingConfig, grid: Triple
-) -> tuple[Flow, Flow]:
+) -> list[Flow]:
     """The flow of samples whose latents have this grid, behind the part that another expert draws.
 
     Below `lowest`, where it was not trained, a model goes to the data that it predicts.
@@ -90,9 +90,8 @@ def _flow(
     sigmas = noise_levels(config.sampler, config.steps, shift)
     model = model.with_guidance(config.embedded_guidance)
     sigmas = np.append(sigmas[:-1][sigmas[:-1] >= timesteps.lowest], np.float32(0))
-    above = int((sigmas[:-1] >= timesteps.highest).sum()) if config.high_noise else 0
-    made = partial(make_flow, model, config.sampler, sigmas, config.guidance)
-    return made(steps=slice(above)), made(steps=slice(above, None))
+    below = timesteps.highest if config.high_noise else math.inf
+    return make_expert_flows(model, config.sampler, sigmas, (config.guidance,) * 2, below)
 
 
 class SampleWriter:

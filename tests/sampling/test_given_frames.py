@@ -16,7 +16,7 @@ from alload_jax.models.common.config import ImageConfig, TextConfig
 from alload_jax.models.families import abstract_model
 from alload_jax.models.wan.transformer import WanConfig
 from alload_jax.sampling.config import SamplingConfig
-from alload_jax.sampling.flow import Condition, LowNoise, make_flow
+from alload_jax.sampling.flow import Condition, make_expert_flows, make_flow
 from alload_jax.sampling.samples import make_draw
 
 PLAIN = WanConfig(
@@ -104,6 +104,12 @@ def test_a_given_first_frame_stays_and_has_timestep_zero():
     np.testing.assert_allclose(found, euler(velocity, noise, first), rtol=2e-4, atol=2e-5)
 
 
+def drawn_by(flows, values, state):
+    for flow, each in zip(flows, values, strict=True):
+        state = jax.jit(flow)(each, state, *LABELS)
+    return np.asarray(state)
+
+
 @pytest.mark.parametrize("rounded", [False, True])
 def test_each_expert_takes_its_noise_levels_by_the_timesteps_that_the_model_sees(rounded):
     """At the boundary itself the first one; the second one's guidance is 1."""
@@ -121,19 +127,18 @@ def test_each_expert_takes_its_noise_levels_by_the_timesteps_that_the_model_sees
         labels = LABELS[is_null and number == 0].tokens
         return forward(models[number], latents, jnp.full(1, timesteps[place]), labels)
 
-    low = LowNoise(boundary, 1.0)
-    flow = make_flow(PLAIN, "euler", SIGMAS, GUIDANCE, low, *([timesteps] if rounded else []))
-    found = jax.jit(flow)(pair, noise, *LABELS)
+    given = (PLAIN, "euler", SIGMAS, (GUIDANCE, 1.0), boundary, timesteps if rounded else None)
+    found = drawn_by(make_expert_flows(*given), pair, noise)
     np.testing.assert_allclose(found, euler(velocity, noise), rtol=2e-4, atol=2e-5)
 
 
 def test_unipc_at_a_boundary_beyond_all_levels_draws_by_either_expert_alone():
     pair, sigmas = (values_of(PLAIN, 0), values_of(PLAIN, 1)), noise_levels("unipc", 4, 3.0)
 
-    def drawn(values, low_noise=None, guidance=GUIDANCE):
-        flow = make_flow(PLAIN, "unipc", sigmas, guidance, low_noise)
-        return np.asarray(jax.jit(flow)(values, normal(1, 1, 1, 4, 4, 2), *LABELS))
-
-    for below, expected in ((1e-6, drawn(pair[0])), (2.0, drawn(pair[1], guidance=1.0))):
-        found = drawn(pair, LowNoise(below, 1.0))
+    noise = normal(1, 1, 1, 4, 4, 2)
+    for below, number, guidance in ((1e-6, 0, GUIDANCE), (2.0, 1, 1.0)):
+        alone = [make_flow(PLAIN, "unipc", sigmas, guidance)]
+        expected = drawn_by(alone, [pair[number]], noise)
+        flows = make_expert_flows(PLAIN, "unipc", sigmas, (GUIDANCE, 1.0), below)
+        found = drawn_by(flows, pair, noise)
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
