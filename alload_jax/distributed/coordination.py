@@ -1,16 +1,13 @@
 """Connects this process to JAX's coordination service, which process 0 hosts, and to its store.
 
-When the connection to process 0 breaks, JAX aborts the process from C++ with a page of stack trace,
-and Python cannot intervene. JAX therefore connects to a proxy, which keeps its connection to JAX
-open when process 0 is lost. JAX sees only silence; `Heartbeat` detects and reports the loss.
-With `jax_enable_recoverability` it aborts all the same (tried with JAX 0.10.2).
-
-JAX aborts as well where the service reports an error: a process is started twice, or somebody else
-joins as one of the run's. Its client takes a callback instead, but cannot call one of Python (true
+JAX aborts the process from C++, with a page of stack trace that Python cannot intercept, when the
+connection to process 0 breaks, and when the service reports an error: a process is started twice,
+or somebody else joins as one of the run's. With `jax_enable_recoverability` it aborts all the same
+(tried with JAX 0.10.2). Its client takes a callback instead, but cannot call one of Python (true
 up to JAX 0.12): an argument has no type in Python, and the C++ exception that follows,
 std::bad_cast, ends the process. Python can set what C++ does with such an exception: here the
 thread that has met it stops, and the others go on. The client answers no more, so the process must
-end soon.
+end soon: `Heartbeat` tells the loss of process 0, as of a process that is silent.
 
 The service takes values for its key-value store from whoever reaches its port. Process 0 therefore
 writes a new secret to the run folder, which all processes share and strangers cannot read, and
@@ -30,10 +27,10 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event
 from typing import Any, NamedTuple
 
 import jax
@@ -44,9 +41,6 @@ from alload_jax.errors import InputError, print_stderr, reason_of
 from alload_jax.files import replacing
 from alload_jax.processes import FOR_OTHERS, waits
 
-_PROBES, _PROBE_SECONDS = 3, 1.0
-"""Attempts to connect that process 0 refuses before it counts as gone, and seconds between them."""
-
 
 def host_and_port(address: str) -> tuple[str, int]:
     """Splits `host:port`; an IPv6 host may be in brackets."""
@@ -54,82 +48,40 @@ def host_and_port(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-class CoordinatorProxy:
-    """Forwards connections from a local port to another address.
-
-    Attributes:
-      address: host:port of the local port, to be used instead of the target's.
-    """
-
-    def __init__(self, target: str, gone: Event | None = None):
-        """Serves until the process ends.
-
-        Args:
-          target: host:port.
-          gone: set when the target has closed a connection and refuses new ones.
-        """
-        self._target = host_and_port(target)
-        self._gone = Event() if gone is None else gone
-        self._server = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self._server.getsockname()[1]}"
-        _start_thread(self._serve)
-
-    def _serve(self) -> None:
-        while True:
-            client, _ = self._server.accept()
-            try:
-                target = socket.create_connection(self._target)
-            except OSError:  # process 0 does not listen yet; JAX tries again
-                client.close()
-                continue
-            for end in (client, target):
-                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            _start_thread(_forward_requests, client, target)
-            _start_thread(self._forward_responses, target, client)
-
-    def _forward_responses(self, target: socket.socket, client: socket.socket) -> None:
-        """From process 0 to JAX; leaves JAX's connection open when process 0 closes its own.
-
-        Process 0 is gone where it then refuses connections. One that it takes is no proof that it
-        lives: a process that ends may close its connections before the port on which it listens.
-        """
-        with suppress(OSError):  # a broken connection is no different from a closed one
-            while data := target.recv(1 << 16):
-                client.sendall(data)
-        refused = others = 0
-        while refused < _PROBES and others < _PROBES:
-            try:
-                socket.create_connection(self._target, timeout=_PROBE_SECONDS).close()
-                others += 1
-            except ConnectionRefusedError:
-                refused += 1
-            except OSError:
-                others += 1
-            time.sleep(_PROBE_SECONDS)
-        if refused == _PROBES:
-            self._gone.set()
+_PROBES, _PROBE_SECONDS = 3, 1.0
+"""Attempts to connect to process 0 that decide whether it still listens; seconds between them."""
 
 
-def _forward_requests(client: socket.socket, target: socket.socket) -> None:
-    """From JAX to process 0; closes both connections when JAX closes its own."""
+def takes_connections(address: str) -> bool | None:
+    """Whether process 0 takes a connection to its host:port, or refuses it; None for neither."""
     try:
-        while data := client.recv(1 << 16):
-            target.sendall(data)
-        target.shutdown(socket.SHUT_RDWR)
-        client.close()
+        socket.create_connection(host_and_port(address), timeout=_PROBE_SECONDS).close()
+        return True
+    except ConnectionRefusedError:
+        return False
     except OSError:
-        return  # process 0 is lost; JAX's connection stays open
+        return None
 
 
-def _start_thread(function: object, *arguments: object) -> None:
-    Thread(target=function, args=arguments, daemon=True).start()  # type: ignore[arg-type]
+def still_listens(address: str) -> bool:
+    """Whether process 0, whose connection has failed, goes on to take others.
+
+    One that it takes is no proof that it lives: a process that ends may close its connections
+    before the port on which it listens.
+    """
+    taken = others = 0
+    while taken < _PROBES and others < _PROBES:
+        is_taken = takes_connections(address) is True
+        taken, others = taken + is_taken, others + (not is_taken)
+        time.sleep(_PROBE_SECONDS)
+    return taken == _PROBES
 
 
 SERVICE_FAILED = Event()
-"""Set when the coordination service has reported an error to this process."""
+"""Set when the coordination service has failed for this process, and process 0 still listens."""
 SERVICE_ENDED_IT = (
-    "JAX's coordination service ended the run, as it does when a process is started twice or "
-    "somebody else joins as one of them (docs/many-gpus.md, Ports)"
+    "JAX's coordination service ended the run, as it does when a process is started twice, "
+    "somebody else joins as one of them or a connection breaks (docs/many-gpus.md, Ports)"
 )
 _PATIENCE = 20.0
 """Seconds in which the heartbeat ends the process with better advice than this module has."""
@@ -140,14 +92,15 @@ _kept: list[Callable[[], None]] = []
 
 
 @contextmanager
-def service_errors_noted() -> Iterator[None]:
-    """Errors of a client that is created in it set `SERVICE_FAILED` and do not abort the process.
+def errors_noted(address: str) -> Iterator[None]:
+    """Errors of a client that is created in it do not abort the process.
 
-    Where C++ has another library than GNU's, they abort it as ever.
+    `SERVICE_FAILED` is set unless process 0, at this host:port, has ended. Where C++ has another
+    library than GNU's, errors abort the process as ever.
     """
     create = _jax.get_distributed_runtime_client
-    if _set_handler():
-        note = partial(create, missed_heartbeat_callback=lambda _: SERVICE_FAILED.set())
+    if _set_handler(address):
+        note = partial(create, missed_heartbeat_callback=lambda _: None)
         _jax.get_distributed_runtime_client = note
         if os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1") == "1":  # JAX's own choice
             utils.absl_set_min_log_level(_FATAL)  # the service logs each error in several lines
@@ -157,7 +110,7 @@ def service_errors_noted() -> Iterator[None]:
         _jax.get_distributed_runtime_client = create
 
 
-def _set_handler() -> bool:
+def _set_handler(address: str) -> bool:
     """Sets what happens to C++ exceptions that nobody catches; returns whether it can."""
     if _kept:
         return True
@@ -173,6 +126,8 @@ def _set_handler() -> bool:
         found = exception_type()
         # A std::type_info: the address of its table, and that of its name.
         if found and ctypes.c_char_p.from_address(found + 8).value == b"St8bad_cast":
+            if not still_listens(address):
+                Event().wait()
             SERVICE_FAILED.set()
             time.sleep(_PATIENCE)
             print_stderr(f"error: {SERVICE_ENDED_IT}; start all again")
@@ -224,7 +179,6 @@ def process_info_from_launcher() -> ProcessInfo | None:
 def connect(
     process: ProcessInfo,
     heartbeat_seconds: float,
-    gone: Event | None = None,
     certificates: Path | None = None,
 ) -> None:
     """Starts or joins the coordination service; returns when all processes are connected.
@@ -232,7 +186,6 @@ def connect(
     Args:
       process: this process.
       heartbeat_seconds: silence of one process after which JAX itself ends all processes.
-      gone: set when process 0 had answered this one and has ended.
       certificates: folder of the files of mutual TLS, if any.
 
     Raises:
@@ -241,10 +194,8 @@ def connect(
     """
     if certificates:
         _use_certificates(certificates)
-    coordinator = address = process.coordinator_address
-    if process.process_id != 0:
-        address = CoordinatorProxy(coordinator, gone).address
-    else:
+    address = process.coordinator_address
+    if process.process_id == 0:
         try:
             socket.create_server(("", host_and_port(address)[1])).close()
         except OSError as error:
@@ -262,14 +213,14 @@ def connect(
     # The preemption service would install its own handler of SIGTERM in place of ours.
     jax.config.update("jax_enable_preemption_service", False)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    with service_errors_noted():
+    with errors_noted(address):
         jax.distributed.initialize(
             address,
             process.num_processes,
             process.process_id,
             process.local_device_ids,
             cluster_detection_method="deactivate",
-            coordinator_bind_address=bind_address(coordinator),
+            coordinator_bind_address=bind_address(address),
             initialization_timeout=CONNECT_SECONDS + _EXTRA_SECONDS,
             heartbeat_timeout_seconds=round(heartbeat_seconds),
             shutdown_timeout_seconds=60,
@@ -278,8 +229,7 @@ def connect(
 
 _CERTIFICATES = {"cert_file": "cert.pem", "key_file": "key.pem", "ca_file": "ca.pem"}
 _PEERS = "alload://run/"
-"""What a name in the certificates of all processes begins with; not their hosts' names, as JAX is
-connected to a proxy on 127.0.0.1."""
+"""What a name in the certificates of all processes begins with, on whichever hosts they are."""
 
 
 def _use_certificates(folder: Path) -> None:

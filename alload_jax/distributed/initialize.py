@@ -21,6 +21,7 @@ from alload_jax.distributed.coordination import (
     connect,
     host_and_port,
     process_info_from_launcher,
+    takes_connections,
 )
 from alload_jax.errors import InputError, first_line, print_stderr, require_fields, require_positive
 from alload_jax.processes import lasting
@@ -55,6 +56,8 @@ def on_signals(act: Callable[[bytes], None]) -> Iterator[None]:
 
 _SILENT_SECONDS = 60
 """How long a process waits for the others before it prints that it is waiting."""
+_MOST_REFUSED = 5
+"""Connections in a row that process 0 may refuse, once it has taken one, before it has ended."""
 
 
 @dataclass(frozen=True)
@@ -122,9 +125,9 @@ def initialize(config: ClusterConfig, folder: str | Path) -> Cluster:
             )
         return Cluster()
     try:
-        with _limited_wait(process) as gone:
+        with _limited_wait(process):
             certificates = Path(config.certificates) if config.certificates else None
-            connect(process, max(100.0, 4 * config.lost_after), gone, certificates)
+            connect(process, max(100.0, 4 * config.lost_after), certificates)
     except RuntimeError as error:
         raise InputError(_not_connected(process, first_line(error))) from error
     # Gloo prints from C++ to file descriptor 1, which prints of process 0 then leave.
@@ -139,18 +142,20 @@ def initialize(config: ClusterConfig, folder: str | Path) -> Cluster:
 
 
 @contextmanager
-def _limited_wait(process: ProcessInfo) -> Iterator[Event]:
+def _limited_wait(process: ProcessInfo) -> Iterator[None]:
     """Prints a notice if the wait is long, and ends the process before JAX would abort it.
 
-    It also ends the process when the event that it gives is set: process 0 has ended.
+    It also ends the process when process 0 has taken a connection and then refuses some.
     """
-    connected, gone = Event(), Event()
+    connected = Event()
 
     def watch() -> None:
-        began, silent = time.monotonic(), True
+        began, silent, answered, refused = time.monotonic(), True, False, 0
         while not connected.wait(0.5):
             waited, reason = time.monotonic() - began, ""
-            if gone.is_set():
+            taken = takes_connections(process.coordinator_address)
+            answered, refused = answered or taken is True, refused + 1 if taken is False else 0
+            if answered and refused > _MOST_REFUSED:
                 reason = "because process 0 has ended"
             elif SERVICE_FAILED.is_set():
                 reason = "because process 0 refuses it"
@@ -177,7 +182,7 @@ def _limited_wait(process: ProcessInfo) -> Iterator[Event]:
     Thread(target=watch, daemon=True).start()
     try:
         with on_signals(exit_on_ctrl_c):
-            yield gone
+            yield
     finally:
         connected.set()
 

@@ -5,8 +5,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-from threading import Event
 from types import SimpleNamespace
 
 import pytest
@@ -16,10 +14,10 @@ from alload_jax.distributed import coordination
 from alload_jax.distributed import initialize as initialize_module
 from alload_jax.distributed.cluster import Cluster
 from alload_jax.distributed.coordination import (
-    CoordinatorProxy,
     bind_address,
     is_loopback,
     process_info_from_launcher,
+    still_listens,
 )
 from alload_jax.distributed.initialize import ClusterConfig, initialize
 from alload_jax.errors import InputError, Terminated
@@ -202,14 +200,15 @@ def test_waiting_processes_end_on_ctrl_c_or_sigterm_or_after_a_while_with_one_li
 
 JOINS = """
 import sys
-from alload_jax.distributed import coordination, initialize
+from alload_jax.distributed import initialize
 
-def forward(self, *sockets):
-    print("joined", flush=True)
-    real_forward(self, *sockets)
+def takes_connections(address):
+    if taken := real_takes_connections(address):
+        print("joined", flush=True)
+    return taken
 
-proxy = coordination.CoordinatorProxy
-real_forward, proxy._forward_responses = proxy._forward_responses, forward
+real_takes_connections = initialize.takes_connections
+initialize.takes_connections = takes_connections
 config = initialize.ClusterConfig(coordinator=sys.argv[1], processes=3, process=int(sys.argv[2]))
 initialize.initialize(config, ".")
 """
@@ -322,59 +321,42 @@ def test_process_0_listens_at_the_address_that_is_its_own(meant, place, monkeypa
 
 
 @pytest.fixture
-def proxied(monkeypatch):
-    """A proxy of what listens for process 0, and what happens after so many of its probes."""
-    earlier, probes = set(threading.enumerate()), SimpleNamespace(count=0, then={})
+def probed(monkeypatch):
+    """What listens for process 0, and what happens after so many probes of it."""
+    probes = SimpleNamespace(count=0, then={})
 
     def sleep(_):
-        if threading.current_thread() not in earlier:  # not of another test
-            probes.count += 1
-            probes.then.get(probes.count, lambda: None)()
+        probes.count += 1
+        probes.then.get(probes.count, lambda: None)()
 
     monkeypatch.setattr(coordination, "_PROBE_SECONDS", PATIENCE)
     monkeypatch.setattr(coordination, "time", SimpleNamespace(sleep=sleep))
-    gone = Event()
     with socket.create_server(("127.0.0.1", 0)) as server:
-        proxy = CoordinatorProxy(f"127.0.0.1:{server.getsockname()[1]}", gone)
-        host, port = proxy.address.split(":")
-        with socket.create_connection((host, int(port))) as jax_s:
-            connection, _ = server.accept()
-            jax_s.sendall(b"request")
-            assert connection.recv(7) == b"request"
-            connection.sendall(b"response")
-            assert jax_s.recv(8) == b"response"
-            threads = set(threading.enumerate()) - earlier
-            (forwards,) = (each for each in threads if "_forward_responses" in each.name)
-            yield SimpleNamespace(
-                server=server, connection=connection, gone=gone, probes=probes, jax_s=jax_s,
-                forwards=forwards,
-            )  # fmt: skip
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        yield SimpleNamespace(server=server, address=address, probes=probes)
 
 
 @pytest.mark.parametrize("answered", [0, 1, 2])
-def test_a_process_that_ends_is_gone_whichever_of_its_sockets_closes_first(proxied, answered):
+def test_a_process_that_ends_listens_no_more_whichever_of_its_sockets_closes_first(
+    probed, answered
+):
     # A process that ends closes one descriptor after the other.
     if answered:
-        proxied.probes.then[answered] = proxied.server.close
+        probed.probes.then[answered] = probed.server.close
     else:
-        proxied.server.close()
-    proxied.connection.close()
-    assert proxied.gone.wait(PATIENCE)
-    assert proxied.probes.count == answered + 3
+        probed.server.close()
+    assert not still_listens(probed.address)
+    assert probed.probes.count == answered + 3
 
 
 @pytest.mark.parametrize("refused", [0, 1])
-def test_a_process_that_closes_a_connection_and_still_listens_is_not_gone(proxied, refused):
+def test_a_process_that_closes_a_connection_may_still_listen(probed, refused):
     if refused:  # once, as by a firewall
-        address = proxied.server.getsockname()
-        proxied.server.close()
-        proxied.probes.then[refused] = lambda: vars(proxied).update(
+        address = probed.server.getsockname()
+        probed.server.close()
+        probed.probes.then[refused] = lambda: vars(probed).update(
             server=socket.create_server(address)
         )
-    proxied.connection.close()
-    proxied.forwards.join(PATIENCE)
-    assert proxied.probes.count == refused + 3
-    assert not proxied.gone.is_set()
-    proxied.jax_s.setblocking(False)
-    with pytest.raises(BlockingIOError):  # JAX's connection stays open
-        proxied.jax_s.recv(9)
+    assert still_listens(probed.address)
+    assert probed.probes.count == refused + 3
+    probed.server.close()
