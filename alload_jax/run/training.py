@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -38,7 +37,7 @@ from alload_jax.models.weights import require_same_architecture
 from alload_jax.planning.epoch import times_placed
 from alload_jax.processes import waits
 from alload_jax.report import summary as report
-from alload_jax.run.prepare import RunData, make_collator, plan_run, read_data
+from alload_jax.run.prepare import make_collator, plan_run, read_data
 from alload_jax.sampling.samples import SampleWriter
 from alload_jax.sharding.mesh import group_meshes, make_mesh
 from alload_jax.training import EXPERTS, RunConfig, memory, restore, run_files
@@ -53,7 +52,6 @@ from alload_jax.training.memory import STATE_REMEDY, memory_named, run_memory
 from alload_jax.training.optimizer import OptimizerConfig, learning_rate_schedule
 from alload_jax.training.parameters import describe_trained
 from alload_jax.training.progress import ProgressBar
-from alload_jax.training.run_plan import RunPlan
 from alload_jax.training.signals import StopRequest, leave, stop_name, termination_as_interrupt
 from alload_jax.training.state import TrainingSpec, TrainState, training_spec
 from alload_jax.training.step import auxiliary_shapes
@@ -130,7 +128,7 @@ def _require_experts(config: Config, experts: Sequence[Config]) -> None:
         require_same_architecture(config.model, model, place)
 
 
-class _Run(NamedTuple):
+class _Run:
     """What a run has before it knows where it goes on.
 
     Attributes:
@@ -147,19 +145,49 @@ class _Run(NamedTuple):
       writer: draws its samples.
     """
 
-    config: Config
-    folder: Path
-    cluster: Cluster
-    stop: StopRequest
-    watchdog: Watchdog
-    data: RunData
-    mesh: Mesh
-    plan: RunPlan
-    policy_reason: str
-    identity: Json
-    groups: tuple[Mesh, ...]
-    tokens: int | None
-    writer: SampleWriter
+    def __init__(self, config: Config, cluster: Cluster, stop: StopRequest, watchdog: Watchdog):
+        """Reads the data, plans the steps and checks what does not depend on where it goes on."""
+        self.cluster, self.stop, self.watchdog = cluster, stop, watchdog
+        self.folder, model, planning = Path(config.run.folder), config.model, config.planning
+        self.data = read_data(config.data, config.validation, model, cluster)
+        self.mesh = make_mesh(config.mesh)
+        planning.refuse_foreign_costs(
+            model.step_fields() | {"parameters": config.parameters.identity()},
+            self.mesh.devices.flat[0].device_kind,
+        )
+        self.plan, self.policy_reason = plan_run(
+            planning, model, self.data, config.run, self.mesh, cluster
+        )
+        self.config = config = dataclasses.replace(config, planning=self.plan.planning)
+        self.identity: Json = {
+            "validation": config.validation.identity(),
+            "model": model.architecture(),
+            "mixture": weights_identity(config.data.weights),
+            "plan": self.plan.plan.identity(),
+            "parameters": config.parameters.identity(),
+            "optimizer": config.optimizer.identity(),
+            "planning": config.planning.identity(),
+            "data": self.data.manifest.identity(),
+        }
+        held_out = self.data.held_out.identity() if self.data.held_out else {}
+        cluster.require_same(
+            self.identity["plan"] | self.identity["data"] | held_out,
+            "give all processes the same data folder, code and packages",
+        )
+        self.groups = group_meshes(self.mesh, self.plan.plan)
+        self.tokens = config.planning.tokens_bound(self.plan.costs)
+        self.writer = SampleWriter(
+            self.folder / "samples",
+            model,
+            config.objective.timesteps,
+            config.sampling,
+            self.data.manifest,
+            trained_null=getattr(config.objective, "condition_dropout", 0.0) > 0,
+        )
+        for evaluator in config.evaluators:
+            evaluator.check(model, self.data.manifest)
+        for tracker in config.trackers:
+            tracker.check()
 
 
 def train(
@@ -180,9 +208,10 @@ def train(
     if cluster.heartbeat:
         cluster.heartbeat.remedy = partial(run_files.after_loss, folder, root, config.cluster)
     cluster.require_same(values_of(config), "start all processes with the same config")
-    run = _planned(config, cluster, stop, watchdog)
+    run = _Run(config, cluster, stop, watchdog)
     config, mesh, run_plan, groups = run.config, run.mesh, run.plan, run.groups
-    defaults = config.model.later_fields | OptimizerConfig.usual_identity
+    model, planning = config.model, config.planning
+    defaults = model.later_fields | OptimizerConfig.usual_identity
     kept = folder / restore.CHECKPOINTS, config.checkpoint, run.identity, defaults
     with run_files.locked(folder, cluster), Checkpoints(*kept) as checkpoints:
         # ------------------------------------------------------------ where the run goes on
@@ -193,7 +222,7 @@ def train(
                 checkpoints.other_samples = bool(joined)
                 checkpoints.check(start)
         total = run_steps(config.run, run_plan.plan)
-        collator = make_collator(run_plan, run.data, config.model, mesh, config.run.seed)
+        collator = make_collator(run_plan, run.data, model, mesh, config.run.seed)
 
         # ------------------------------------------------------------ what a step computes
         shapes = partial(collator.collation.shapes, run_plan.plan)
@@ -209,18 +238,32 @@ def train(
                 return 0
             run.writer.begin(partial(_weights_of_run, config, spec, mesh))
             state, state_to_train, source = _begin(spec, mesh, config.run, checkpoints, start)
-            single = config.planning.single_gradient
-            trainer = Trainer(spec, mesh, state, groups, single=single)
+            trainer = Trainer(spec, mesh, state, groups, single=planning.single_gradient)
 
             # -------------------------------------------------------- run folder, compilation
             square = cluster.broadcast(lambda: mean_square(collator.reader))
             if joined:
                 joined = f"the data folder has changed since step {start}: {joined}"
-            doubts = _doubts(run, square)
+            doubts = [unread(model, run.data.manifest), report.scale_warning(square)]
+            if model.matmul == "float8" and run.tokens:
+                doubts.append(float8_unused(model, run_plan.plan.topology.ranks * run.tokens))
             before, now = values_in(folder / "config.yaml") if start else {}, values_of(config)
             if checkpoints.base is None:
                 doubts.append(report.unused_settings(before, now))
-            opening = _opening(run, total, start, source, doubts, validator)
+            opening = report.Opening(
+                plan=run_plan.plan,
+                policy=planning.policy,
+                m_mem=run.tokens,
+                cost_model=planning.predictor(run_plan.costs),
+                timed=planning.cost_model is not None,
+                steps=total,
+                start=start,
+                weights=source,
+                excluded=len(run.data.excluded),
+                validation=validator.told() if validator else "",
+                policy_reason=run.policy_reason,
+                doubts=[text for text in doubts if text],
+            )
             report.show_opening(opening, [joined, report.changed_settings(before, now)])
             _write_beginning(run, whole, argv, start)
             missing = shapes() if start < total else ()
@@ -262,71 +305,6 @@ def train(
         return 0
 
 
-def _doubts(run: _Run, square: float | None) -> list[str]:
-    """What in the config or the data may not do what the user expects; "" where it does."""
-    model = run.config.model
-    doubts = [unread(model, run.data.manifest), report.scale_warning(square)]
-    if model.matmul == "float8" and run.tokens:
-        doubts.append(float8_unused(model, run.plan.plan.topology.ranks * run.tokens))
-    return doubts
-
-
-def _planned(config: Config, cluster: Cluster, stop: StopRequest, watchdog: Watchdog) -> _Run:
-    """Reads the data, plans the steps and checks what does not depend on where the run goes on."""
-    folder, model, planning = Path(config.run.folder), config.model, config.planning
-    data = read_data(config.data, config.validation, model, cluster)
-    mesh = make_mesh(config.mesh)
-    planning.refuse_foreign_costs(
-        model.step_fields() | {"parameters": config.parameters.identity()},
-        mesh.devices.flat[0].device_kind,
-    )
-    plan, reason = plan_run(planning, model, data, config.run, mesh, cluster)
-    config = dataclasses.replace(config, planning=plan.planning)
-    identity: Json = {
-        "validation": config.validation.identity(),
-        "model": model.architecture(),
-        "mixture": weights_identity(config.data.weights),
-        "plan": plan.plan.identity(),
-        "parameters": config.parameters.identity(),
-        "optimizer": config.optimizer.identity(),
-        "planning": config.planning.identity(),
-        "data": data.manifest.identity(),
-    }
-    held_out = data.held_out.identity() if data.held_out else {}
-    cluster.require_same(
-        identity["plan"] | identity["data"] | held_out,
-        "give all processes the same data folder, code and packages",
-    )
-    groups, tokens = group_meshes(mesh, plan.plan), config.planning.tokens_bound(plan.costs)
-    writer = SampleWriter(
-        folder / "samples",
-        model,
-        config.objective.timesteps,
-        config.sampling,
-        data.manifest,
-        trained_null=getattr(config.objective, "condition_dropout", 0.0) > 0,
-    )
-    for evaluator in config.evaluators:
-        evaluator.check(model, data.manifest)
-    for tracker in config.trackers:
-        tracker.check()
-    return _Run(
-        config=config,
-        folder=folder,
-        cluster=cluster,
-        stop=stop,
-        watchdog=watchdog,
-        data=data,
-        mesh=mesh,
-        plan=plan,
-        policy_reason=reason,
-        identity=identity,
-        groups=groups,
-        tokens=tokens,
-        writer=writer,
-    )
-
-
 def _computation(run: _Run, shapes: Callable[[], Sequence[AnyBatch]], steps: int) -> TrainingSpec:
     """What a step of a run of so many computes, with `model.remat: auto` replaced.
 
@@ -359,32 +337,6 @@ def _computation(run: _Run, shapes: Callable[[], Sequence[AnyBatch]], steps: int
         parameters=config.parameters,
         steps=steps,
         step_weight=weight,
-    )
-
-
-def _opening(
-    run: _Run,
-    total: int,
-    start: int,
-    source: str,
-    doubts: Sequence[str],
-    validator: Validator | None,
-) -> report.Opening:
-    """What is told of a run before its first step; `source` says where its weights come from."""
-    config, run_plan = run.config, run.plan
-    return report.Opening(
-        plan=run_plan.plan,
-        policy=config.planning.policy,
-        m_mem=run.tokens,
-        cost_model=config.planning.predictor(run_plan.costs),
-        timed=config.planning.cost_model is not None,
-        steps=total,
-        start=start,
-        weights=source,
-        excluded=len(run.data.excluded),
-        validation=validator.told() if validator else "",
-        policy_reason=run.policy_reason,
-        doubts=[text for text in doubts if text],
     )
 
 
