@@ -10,18 +10,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, count, islice, takewhile
 from pathlib import Path
-from typing import NoReturn, Self
+from typing import NoReturn
 
 import jax
-import numpy as np
-from typing_extensions import override
 
 from alload_jax.data.collate import Collator, HostStep
 from alload_jax.data.loader import PlacedStep
-from alload_jax.data.sources import SampleReader
-from alload_jax.data.store import BadRecordError
 from alload_jax.errors import InputError, print_stderr
-from alload_jax.planning.epoch import WindowContent
 from alload_jax.processes import waits
 from alload_jax.training.run_files import write_json
 from alload_jax.training.run_plan import RunPlan
@@ -100,8 +95,6 @@ class BadSamples:
         self._repeats += 1
         if self._repeats > _MOST_REPEATS:
             self._stop(values, ", and finite in parts")
-        remembered = _Remembered(self._collator.reader)
-        self._collator = replace(self._collator, reader=remembered)
         samples = self._samples(number)
         found = self._search(samples, [], values)
         self._bad |= frozenset(found)
@@ -115,9 +108,7 @@ class BadSamples:
                 "computed again; the device may be faulty"
             )
         collate = replace(self._collator, not_finite=self._bad)
-        step = self._place(collate(self._plan.plan.step(number)))
-        self._collator = replace(self._collator, reader=remembered.reader)
-        return step
+        return self._place(collate(self._plan.plan.step(number)))
 
     def _samples(self, number: int) -> list[int]:
         """Those of a step that are not known to be bad."""
@@ -181,33 +172,6 @@ class BadSamples:
         }
         write_json(path, content)
         stop_at(self._number, values, f"{what}; its samples are in {path}")
-
-
-class _Remembered(SampleReader):
-    """A `SampleReader` that reads each sample once."""
-
-    def __init__(self, reader: SampleReader):
-        self.reader, self.manifest = reader, reader.manifest
-        self._found: dict[int, dict[str, np.ndarray] | BadRecordError] = {}
-        self._window: Self | None = None  # of the one step that is repeated
-
-    @override
-    def of_window(self, window: WindowContent) -> Self:
-        if self._window is None:
-            self._window = type(self)(self.reader.of_window(window))
-        return self._window
-
-    @override
-    def read(self, sample: int) -> dict[str, np.ndarray]:
-        if sample not in self._found:
-            try:
-                self._found[sample] = self.reader.read(sample)
-            except BadRecordError as error:
-                self._found[sample] = error
-        found = self._found[sample]
-        if isinstance(found, BadRecordError):
-            raise found
-        return found
 
 
 class Callback:
