@@ -198,7 +198,7 @@ def scale_by_adam8bit(beta1: float, beta2: float, eps: float) -> optax.GradientT
 
 
 def _parts(count: int, tree: PyTree, tuples: PyTree) -> list[PyTree]:
-    """A tree for each part of the tuples that stand in place of a tree's arrays."""
+    """A tree for each part of the tuples that stand in place of a tree's arrays, if it has any."""
     return [
         jax.tree.map(lambda _, each, part=part: each[part], tree, tuples) for part in range(count)
     ]
@@ -355,62 +355,41 @@ def _of_matrices(
 
 
 def _scale_by_factored_rms() -> optax.GradientTransformation:
-    """Adafactor's second moments (arXiv 1804.04235, algorithm 4), of each layer by itself.
+    """`optax.scale_by_factored_rms`, whose state it has, of each layer by itself.
 
-    As `optax.scale_by_factored_rms`, whose state it has. That factors the two longest axes, of
-    which one counts layers in a stack of many; here they are the last two, of matrices alone.
+    That factors the two longest axes, of which one counts layers in a stack of many; here they are
+    the last two, of matrices and tables of embeddings alone.
     """
+    of_layers = optax.FactoredState(None, 0, 0, None)  # axes of what each layer has of its own
+
+    def rule_of(path: KeyPath, leaf: jax.Array) -> optax.GradientTransformation:
+        is_table = _is_matrix(path) or path_name(path).endswith("embedding")
+        factored = is_table and leaf.ndim >= 2 and min(leaf.shape[-2:]) >= _FACTORED_FROM
+        init, update = optax.scale_by_factored_rms(factored, min_dim_size_to_factor=_FACTORED_FROM)
+        for _ in range(leaf.ndim - 2 if factored else 0):
+            init = jax.vmap(init, out_axes=of_layers)
+            update = jax.vmap(update, (0, of_layers, 0), (0, of_layers))
+        return optax.GradientTransformation(init, update)
 
     def init(params: optax.Params) -> optax.FactoredState:
-        def moments(path: KeyPath, leaf: jax.Array) -> tuple[jax.Array, ...]:
-            axes, none = _factored_axes(path, leaf), jnp.zeros(1, leaf.dtype)
-            if axes is None:
-                return none, none, jnp.zeros_like(leaf)
-            return *(jnp.zeros_like(leaf.mean(axis)) for axis in axes), none
-
-        return optax.FactoredState(
-            jnp.zeros((), jnp.int32), *_apart(params, jax.tree.map_with_path(moments, params))
-        )
+        found = jax.tree.map_with_path(lambda *leaf: rule_of(*leaf).init(leaf[1])[1:], params)
+        return optax.FactoredState(jnp.zeros((), jnp.int32), *_parts(3, params, found))
 
     def update(
         grads: optax.Updates, state: optax.FactoredState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, optax.FactoredState]:
         del params
-        keep = 1 - (state.count + 1.0) ** -0.8
 
-        def moved(path: KeyPath, grad: jax.Array, *moments: jax.Array) -> tuple[jax.Array, ...]:
-            square = jnp.square(grad) + 1e-30
-            axes = _factored_axes(path, grad)
-            if axes is None:
-                whole = keep * moments[2] + (1 - keep) * square
-                return grad * jax.lax.rsqrt(whole), *moments[:2], whole
-            rows, columns = (
-                keep * moment + (1 - keep) * square.mean(axis)
-                for moment, axis in zip(moments, axes, strict=False)
-            )
-            relative = rows / rows.mean(axis=-1, keepdims=True)
-            for factor, axis in zip((relative, columns), axes, strict=True):
-                grad = grad * jnp.expand_dims(jax.lax.rsqrt(factor), axis)
-            return grad, rows, columns, moments[2]
+        def moved(path: KeyPath, grad: jax.Array, *moments: jax.Array) -> tuple[PyTree, ...]:
+            before = optax.FactoredState(state.count, *moments)
+            scaled, after = rule_of(path, grad).update(grad, before, grad)
+            return scaled, *after[1:]
 
         found = jax.tree.map_with_path(moved, grads, *state[1:])
-        updates, *moments = _apart(grads, found)
+        updates, *moments = _parts(4, grads, found)
         return updates, optax.FactoredState(optax.safe_increment(state.count), *moments)
 
     return optax.GradientTransformation(init, update)
-
-
-def _factored_axes(path: KeyPath, leaf: jax.Array) -> tuple[int, int] | None:
-    """The longer and the shorter axis of a matrix or a table of embeddings; None if too short."""
-    is_table = _is_matrix(path) or path_name(path).endswith("embedding")
-    if not is_table or leaf.ndim < 2 or min(leaf.shape[-2:]) < _FACTORED_FROM:
-        return None
-    return (-1, -2) if leaf.shape[-1] >= leaf.shape[-2] else (-2, -1)
-
-
-def _apart(like: optax.Params, found: optax.Params) -> list[optax.Params]:
-    """A tree of tuples as a list of trees."""
-    return [*jax.tree.transpose(jax.tree.structure(like), None, found)]
 
 
 def _clip_matrix_rms(updates: optax.Updates, params: optax.Params) -> optax.Params:
