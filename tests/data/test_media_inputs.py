@@ -15,6 +15,7 @@ from PIL import Image
 
 from alload_jax.data.prepare.captions import clean
 from alload_jax.data.prepare.inputs import count_ignored, find_items, write_captions
+from alload_jax.data.prepare.sources import UnusableError, content_of
 from alload_jax.errors import InputError
 
 
@@ -329,6 +330,15 @@ def test_members_that_lead_out_of_a_tar_are_refused(media, tmp_path):
         "x.tar/empty.png": "empty file (0 bytes)",
         "x.tar/caption.png": "tar member that is a link",
     }
+
+
+def test_a_tar_that_is_cut_off_after_it_was_listed_is_named(media):
+    path = media / "x.tar"
+    write_tar(path, {"0.png": bytes(512), "1.png": picture(media / "a.png").read_bytes()})
+    _, item = find_items(path)
+    os.truncate(path, item.source.offset + 9)
+    with pytest.raises(UnusableError, match=r"^damaged \.tar file \(unexpected end of data\)$"):
+        content_of(item.source)
 
 
 @pytest.mark.parametrize("size", [2**33 - 1, 2**62])

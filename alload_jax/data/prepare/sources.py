@@ -5,6 +5,7 @@ import io
 import math
 import re
 import struct
+import tarfile
 import warnings
 import zlib
 from collections import Counter
@@ -13,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -166,48 +167,28 @@ def checked_source(root: Path, relative: str) -> Source:
     return Source(real, 0, size)
 
 
-class _Part(io.RawIOBase):
-    """Bytes `offset` to `offset + size` of a file, as a file."""
-
-    def __init__(self, file: BinaryIO, offset: int, size: int):
-        self._file, self._offset, self._size, self._at = file, offset, size, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
-        if base + offset < 0:
-            raise OSError("seek before the start")
-        self._at = base + offset
-        return self._at
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        wanted = max(0, min(len(buffer), self._size - self._at))
-        self._file.seek(self._offset + self._at)
-        data = self._file.read(wanted)
-        buffer[: len(data)] = data
-        self._at += len(data)
-        return len(data)
-
-
 @contextmanager
 def opened(source: Source) -> Iterator[io.BufferedReader]:
     """Opens the bytes of a source for reading.
 
     Raises:
-      UnusableError: the file is gone or may not be read.
+      UnusableError: the file is gone, may not be read, or is a tar shard that was cut off.
     """
     try:
         file = source.path.open("rb")
     except OSError as error:
         raise UnusableError(f"cannot be opened ({error.strerror or short(error)})") from error
     with file:
-        whole = source.offset == 0 and source.size == source.path.stat().st_size
-        yield file if whole else io.BufferedReader(_Part(file, source.offset, source.size))
+        if not source.offset:
+            yield file
+            return
+        member = tarfile.TarInfo()
+        member.offset_data, member.size = source.offset, source.size
+        try:
+            with tarfile.open(fileobj=file, mode="r:") as archive:
+                yield cast(io.BufferedReader, archive.extractfile(member))
+        except tarfile.TarError as error:
+            raise UnusableError(f"damaged .tar file ({short(error)})") from error
 
 
 AREA_CLASSES: dict[str, tuple[int, int]] = {
