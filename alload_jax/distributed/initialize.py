@@ -2,15 +2,13 @@
 
 import os
 import re
-import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Event, Thread
+from threading import Thread
 
 from alload_jax.distributed.cluster import Cluster
 from alload_jax.distributed.coordination import (
@@ -26,37 +24,10 @@ from alload_jax.distributed.coordination import (
 from alload_jax.errors import InputError, first_line, print_stderr, require_fields, require_positive
 from alload_jax.processes import lasting
 
-
-@contextmanager
-def on_signals(act: Callable[[bytes], None]) -> Iterator[None]:
-    """Calls `act` in a thread with the numbers of signals as they come.
-
-    Python runs signal handlers in the main thread only, when that has left C++ code. It also writes
-    the signal's number to a socket, which the thread reads. A signal that is ignored, or left to
-    the system, is not written. The innermost context alone gets the numbers.
-    """
-    reading, writing = socket.socketpair()
-    writing.setblocking(False)
-
-    def read() -> None:
-        while numbers := reading.recv(64):
-            act(numbers)
-
-    before = signal.set_wakeup_fd(writing.fileno())
-    reader = Thread(target=read, daemon=True)
-    reader.start()
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(before)
-        writing.close()
-        reader.join()
-        reading.close()
-
-
 _SILENT_SECONDS = 60
 """How long a process waits for the others before it prints that it is waiting."""
-_MOST_REFUSED = 5
+_SECONDS_BETWEEN_LOOKS = 2.0
+_MOST_REFUSED = 2
 """Connections in a row that process 0 may refuse, once it has taken one, before it has ended."""
 
 
@@ -124,12 +95,8 @@ def initialize(config: ClusterConfig, folder: str | Path) -> Cluster:
                 "which talks to nobody; leave it out, or name the others by cluster.coordinator"
             )
         return Cluster()
-    try:
-        with _limited_wait(process):
-            certificates = Path(config.certificates) if config.certificates else None
-            connect(process, max(100.0, 4 * config.lost_after), certificates)
-    except RuntimeError as error:
-        raise InputError(_not_connected(process, first_line(error))) from error
+    certificates = Path(config.certificates) if config.certificates else None
+    _connect(process, max(100.0, 4 * config.lost_after), certificates)
     # Gloo prints from C++ to file descriptor 1, which prints of process 0 then leave.
     # A notebook's stdout is not that file, and stays.
     if process.process_id == 0 and (out := sys.__stdout__) is sys.stdout and out:
@@ -141,50 +108,47 @@ def initialize(config: ClusterConfig, folder: str | Path) -> Cluster:
     return Cluster(process, config.lost_after, seal)
 
 
-@contextmanager
-def _limited_wait(process: ProcessInfo) -> Iterator[None]:
-    """Prints a notice if the wait is long, and ends the process before JAX would abort it.
+def _connect(process: ProcessInfo, heartbeat_seconds: float, certificates: Path | None) -> None:
+    """Connects in a thread, since JAX waits in C++ code, which Ctrl-C does not end.
 
-    It also ends the process when process 0 has taken a connection and then refuses some.
+    Prints a notice if the wait is long.
+
+    Raises:
+      InputError: as `connect`; the others do not come in time, before JAX would abort the process;
+        or process 0 has ended.
     """
-    connected = Event()
+    address, connected = process.coordinator_address, Future[None]()
 
-    def watch() -> None:
-        began, silent, answered, refused = time.monotonic(), True, False, 0
-        while not connected.wait(0.5):
-            waited, reason = time.monotonic() - began, ""
-            taken = takes_connections(process.coordinator_address)
-            answered, refused = answered or taken is True, refused + 1 if taken is False else 0
-            if answered and refused > _MOST_REFUSED:
-                reason = "because process 0 has ended"
-            elif SERVICE_FAILED.is_set():
-                reason = "because process 0 refuses it"
-            elif waited > CONNECT_SECONDS:
-                reason = f"within {CONNECT_SECONDS} seconds{_resolution_error(process)}"
-            if reason:
-                print_stderr(f"error: {_not_connected(process, reason)}")
-                os._exit(2)
-            if silent and waited > _SILENT_SECONDS:
-                silent, address = False, process.coordinator_address
-                print_stderr(
-                    f"waiting for the other processes at {address}{_resolution_error(process)}"
-                )
+    def run() -> None:
+        try:
+            connect(process, heartbeat_seconds, certificates)
+            connected.set_result(None)
+        except Exception as error:
+            connected.set_exception(error)
 
-    def exit_on_ctrl_c(numbers: bytes) -> None:
-        """Ends the process on Ctrl-C although its main thread waits in C++.
-
-        If SIGINT is ignored, as in a background job of a shell script, it stays ignored.
-        """
-        if signal.SIGINT in numbers:
-            print_stderr("interrupted")
-            os._exit(130)
-
-    Thread(target=watch, daemon=True).start()
+    Thread(target=run, daemon=True).start()
+    began, silent, answered, refused = time.monotonic(), True, False, 0
+    while not wait([connected], _SECONDS_BETWEEN_LOOKS).done:
+        waited, reason = time.monotonic() - began, ""
+        taken = takes_connections(address)
+        answered, refused = answered or taken is True, refused + 1 if taken is False else 0
+        if answered and refused > _MOST_REFUSED:
+            reason = "because process 0 has ended"
+        elif SERVICE_FAILED.is_set():
+            reason = "because process 0 refuses it"
+        elif waited > CONNECT_SECONDS:
+            reason = f"within {CONNECT_SECONDS} seconds{_resolution_error(process)}"
+        if reason:
+            raise _not_connected(process, reason)
+        if silent and waited > _SILENT_SECONDS:
+            silent = False
+            print_stderr(
+                f"waiting for the other processes at {address}{_resolution_error(process)}"
+            )
     try:
-        with on_signals(exit_on_ctrl_c):
-            yield
-    finally:
-        connected.set()
+        connected.result()
+    except RuntimeError as error:
+        raise _not_connected(process, first_line(error)) from error
 
 
 def _resolution_error(process: ProcessInfo) -> str:
@@ -197,8 +161,8 @@ def _resolution_error(process: ProcessInfo) -> str:
     return ""
 
 
-def _not_connected(process: ProcessInfo, reason: str) -> str:
-    return (
+def _not_connected(process: ProcessInfo, reason: str) -> InputError:
+    return InputError(
         f"process {process.process_id} of {process.num_processes} could not connect to the others "
         f"at {process.coordinator_address} ({reason}); start each process once, with its own "
         "cluster.process, and choose a port of process 0's host that all hosts can reach"

@@ -7,6 +7,7 @@ well, which says it in one line.
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -15,7 +16,6 @@ from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from alload_jax.distributed.initialize import on_signals
 from alload_jax.errors import Terminated, print_stderr
 
 TIME_LIMIT = 255
@@ -25,6 +25,33 @@ TIME_LIMIT = 255
 def stop_name(number: int) -> str:
     """Returns the name of a reason to stop, such as `SIGTERM` or `time limit`, for messages."""
     return "time limit" if number == TIME_LIMIT else signal.Signals(number).name
+
+
+@contextmanager
+def on_signals(act: Callable[[bytes], None]) -> Iterator[None]:
+    """Calls `act` in a thread with the numbers of signals as they come.
+
+    Python runs signal handlers in the main thread only, when that has left C++ code. It also writes
+    the signal's number to a socket, which the thread reads. A signal that is ignored, or left to
+    the system, is not written. The innermost context alone gets the numbers.
+    """
+    reading, writing = socket.socketpair()
+    writing.setblocking(False)
+
+    def read() -> None:
+        while numbers := reading.recv(64):
+            act(numbers)
+
+    before = signal.set_wakeup_fd(writing.fileno())
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        writing.close()
+        reader.join()
+        reading.close()
 
 
 PATIENCE_SECONDS = 5.0

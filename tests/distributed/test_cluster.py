@@ -151,6 +151,7 @@ def test_a_port_that_is_taken_is_named():
 WAITS = """
 import os, signal, socket, sys, threading
 from alload_jax.distributed import initialize
+from alload_jax.errors import run_command
 
 def send_signals(numbers):
     for number in numbers:
@@ -167,7 +168,7 @@ def wait(folder, coordinator, handler, *numbers):
     signal.signal(signal.SIGINT, handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     config = initialize.ClusterConfig(coordinator=coordinator, processes=2, process=1)
-    initialize.initialize(config, ".")
+    os._exit(run_command(lambda _: initialize.initialize(config, "."), []))
 
 attempts = threading.Semaphore(0)
 real_create_connection, socket.create_connection = socket.create_connection, create_connection
@@ -179,6 +180,7 @@ cases = (
 for number, case in enumerate(cases):
     if "nohost" in case[0]:
         initialize.CONNECT_SECONDS, initialize._SILENT_SECONDS = 1.0, 0.2
+        initialize._SECONDS_BETWEEN_LOOKS = 0.5
     if (child := os.fork()) == 0:
         wait(os.path.join(sys.argv[1], str(number)), *case)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
@@ -199,8 +201,9 @@ def test_waiting_processes_end_on_ctrl_c_or_sigterm_or_after_a_while_with_one_li
 
 
 JOINS = """
-import sys
+import os, sys
 from alload_jax.distributed import initialize
+from alload_jax.errors import run_command
 
 def takes_connections(address):
     if taken := real_takes_connections(address):
@@ -210,7 +213,7 @@ def takes_connections(address):
 real_takes_connections = initialize.takes_connections
 initialize.takes_connections = takes_connections
 config = initialize.ClusterConfig(coordinator=sys.argv[1], processes=3, process=int(sys.argv[2]))
-initialize.initialize(config, ".")
+os._exit(run_command(lambda _: initialize.initialize(config, "."), []))
 """
 
 
