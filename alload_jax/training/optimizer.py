@@ -268,17 +268,11 @@ def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedul
     """
     steps, peak, warmup = config.schedule_steps or steps, config.learning_rate, config.warmup_steps
     first, end = peak / max(1, warmup), peak * config.final_fraction
+    after, steps_after = optax.constant_schedule(peak), max(1, steps - warmup)
     if config.schedule == "cosine":
-        return optax.warmup_cosine_decay_schedule(
-            init_value=first,
-            peak_value=peak,
-            warmup_steps=warmup,
-            decay_steps=max(steps, warmup + 1),
-            end_value=end,
-        )
-    after = optax.constant_schedule(peak)
-    if config.schedule == "linear":
-        after = optax.linear_schedule(peak, end, max(1, steps - warmup))
+        after = optax.cosine_decay_schedule(peak, steps_after, config.final_fraction)
+    elif config.schedule == "linear":
+        after = optax.linear_schedule(peak, end, steps_after)
     elif config.schedule == "wsd":
         decay = config.decay_steps or max(1, round(config.decay_fraction * steps))
         if warmup + decay > steps:
