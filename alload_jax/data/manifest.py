@@ -370,6 +370,12 @@ def row_schema(names: Collection[str]) -> pa.Schema:
     return pa.schema([*ROW_SCHEMA, *fields])
 
 
+def table_of(rows: list[Json]) -> pa.Table:
+    """Rows as a table, with the columns in which one has a value."""
+    held = {name for row in rows for name, value in row.items() if value is not None}
+    return pa.Table.from_pylist(rows, schema=row_schema(held))
+
+
 def in_row_schema(table: pa.Table) -> pa.Table:
     """The rows with the columns that are written, in their order and types."""
     if CAPTION not in table.column_names:

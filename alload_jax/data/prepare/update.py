@@ -26,7 +26,7 @@ from alload_jax.data.manifest import (
     NUMBER,
     PATH,
     WEIGHT,
-    in_row_schema,
+    table_of,
 )
 from alload_jax.data.prepare.captions import clean
 from alload_jax.data.prepare.sources import Item, UnusableError, content_of
@@ -173,7 +173,7 @@ class Update:
             raise InputError(f"{self._out}: no file can be used; see its captions and endings")
         if all(row[NUMBER] == at for at, row in enumerate(found)) and next_number == len(found):
             found = [{**row, NUMBER: None} for row in found]
-        finish_store(self._out, rows=_table(found), next_number=next_number)
+        finish_store(self._out, rows=table_of(found), next_number=next_number)
         used = [each for each in self.found if each.now]
         joined = sum(each.before is None for each in used)
         left = len({(row[PATH], row[CONTENT]) for row in before if _place(row) not in taken})
@@ -274,10 +274,3 @@ def _require_contents(out: Path, rows: pa.Table, names: set[str]) -> None:
             f"{out}: does not record the content of its files, as an earlier version wrote it; "
             "prepare the media again, to another folder"
         )
-
-
-def _table(rows: Sequence[_Row]) -> pa.Table:
-    names = dict.fromkeys(name for row in rows for name in row if row[name] is not None)
-    return in_row_schema(
-        pa.Table.from_pydict({name: [row.get(name) for row in rows] for name in names})
-    )

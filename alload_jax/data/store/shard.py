@@ -9,7 +9,6 @@ from typing import Self
 
 import ml_dtypes
 import numpy as np
-import pyarrow as pa
 from array_record.python import array_record_module
 from typing_extensions import override
 
@@ -348,8 +347,7 @@ class ShardWriter(SampleWriter):
         Raises:
           OSError: the disk is full, or the file cannot be written.
         """
-        held = {name for row in self._rows for name, value in row.items() if value is not None}
-        rows = pa.Table.from_pylist(self._rows, schema=manifest.row_schema(held))
+        rows = manifest.table_of(self._rows)
         notes = {
             "vae_stride": list(self._stride),
             **(self.form if self._rows else records.SampleForm()).notes(),
