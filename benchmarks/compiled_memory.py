@@ -20,7 +20,7 @@ from alload_jax.bench.harness import benchmark_parser, model_fields, training_fi
 from alload_jax.errors import run_command
 from alload_jax.files import Json
 from alload_jax.models.common.config import ModelConfig
-from alload_jax.models.families import abstract_model, config_from_fields, gradient_dtypes
+from alload_jax.models.families import config_from_fields
 from alload_jax.planning.analytic import WORKSPACE_BYTES, step_memory
 from alload_jax.planning.architecture import from_fields
 from alload_jax.planning.devices import DEVICES
@@ -125,12 +125,7 @@ def compiled_bytes(case: Case, device: Any) -> int:
 def predicted_bytes(case: Case) -> float:
     """The same by arithmetic."""
     model = dataclasses.replace(case.config(), dtype="bfloat16")
-    trained = trained_of(
-        abstract_model(model).params,
-        *case.trained(),
-        accumulates=not case.single,
-        narrow=gradient_dtypes(model) if case.single else {},
-    )
+    trained = trained_of(model, *case.trained(), single=case.single)
     tokens = math.prod(case.latents) // math.prod(model.patch_size) + tokens_beside(model, 1)
     architecture = from_fields(model.architecture())
     memory = step_memory(architecture, DEVICES["h200"], case.policies, trained=trained)

@@ -294,14 +294,14 @@ def _step(config: "Config", bounds: "Bounds") -> "Step":
     from alload_jax.bench.calibration import device_memory
     from alload_jax.data.sources.opening import open_source
     from alload_jax.data.store.reader import is_address
-    from alload_jax.models.families import abstract_model, parameter_count
+    from alload_jax.models.families import parameter_count
     from alload_jax.planning.analytic import state_bytes
     from alload_jax.planning.cost import MemoryModel
     from alload_jax.training.memory import trained_of
     from alload_jax.training.trial_step import Step, training_spec, with_density
 
     limit = device_memory(bounds.memory)
-    trained = trained_of(abstract_model(config.model).params, config.parameters, config.optimizer)
+    trained = trained_of(config.model, config.parameters, config.optimizer)
     state = state_bytes(parameter_count(config.model), trained)
     MemoryModel(float(state), 1.0).max_tokens(limit, bounds.margin)
     model = with_density(config.model, 1.0)

@@ -149,16 +149,13 @@ class PlanRequest:
         if self.config is None:
             one = dataclasses.replace(analytic.ALL_TRAINED, accumulates=False)
             return analytic.ALL_TRAINED, one
-        from alload_jax.models.families import abstract_model, gradient_dtypes
         from alload_jax.training.memory import trained_of
 
         # Planned for a GPU, whatever this machine has.
         model = self.config.model
         model = dataclasses.replace(model, dtype="bfloat16") if model.dtype == "auto" else model
-        params = abstract_model(self.config.model).params
-        given = (params, self.config.parameters, self.config.optimizer)
-        one = trained_of(*given, accumulates=False, narrow=gradient_dtypes(model))
-        return trained_of(*given), one
+        given = (model, self.config.parameters, self.config.optimizer)
+        return trained_of(*given), trained_of(*given, single=True)
 
     def layers(self) -> SparseLayers | None:
         """The layers as training begins, with what the flags change; None if all are dense.

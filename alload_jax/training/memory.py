@@ -60,24 +60,23 @@ them."""
 
 
 def trained_of(
-    params: PyTree,
+    model: ModelConfig,
     parameters: ParametersConfig,
     optimizer: OptimizerConfig,
     *,
-    accumulates: bool = True,
-    narrow: Mapping[str, jnp.dtype] | None = None,
+    single: bool = False,
 ) -> Trained:
     """Counts the trained parameters and the bytes of each, for memory models.
 
     Args:
-      params: nested dict of a model's parameters or of their shapes.
-      parameters: which of them are trained.
+      model: the model's config.
+      parameters: which of its parameters are trained.
       optimizer: the optimizer, whose state is counted without being made.
-      accumulates: as in `Trained`.
-      narrow: dtypes of gradients, by names of parameters, that are not the optimizer's
-        `accumulate_dtype`.
+      single: whether steps have one micro-batch, so that no sum is kept beside its gradient, which
+        stays in the dtypes of `gradient_dtypes`.
     """
-    trained, frozen = split_parameters(params, parameters)
+    trained, frozen = split_parameters(abstract_model(model).params, parameters)
+    narrow = gradient_dtypes(model) if single else {}
     count = sum(leaf.size for leaf in jax.tree.leaves(trained))
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, "float32"), trained)
     state = jax.eval_shape(make_optimizer(optimizer, 1).init, shapes)
@@ -86,8 +85,7 @@ def trained_of(
     )
     average = 0 if optimizer.ema_decay is None else _WEIGHT_BYTES
     gradients = sum(
-        leaf.size
-        * jnp.dtype((narrow or {}).get(path_name(path), optimizer.accumulate_dtype)).itemsize
+        leaf.size * jnp.dtype(narrow.get(path_name(path), optimizer.accumulate_dtype)).itemsize
         for path, leaf in jax.tree.flatten_with_path(trained)[0]
     )
     each = _WEIGHT_BYTES + average + (gradients + moments) / count
@@ -95,10 +93,10 @@ def trained_of(
         named = flatten_dict(frozen, sep="/").items()
         stacks = [leaf.shape for name, leaf in named if parameters.to_host(name, leaf)]
         on_host = sum(math.prod(s[1:]) * max(0, s[0] - _LAYERS_ON_DEVICE) for s in stacks)
-        return Trained(count, parameters.stored_dtype, each, accumulates, on_host)
-    if each == STATE_BYTES and accumulates:
+        return Trained(count, parameters.stored_dtype, each, not single, on_host)
+    if each == STATE_BYTES and not single:
         return ALL_TRAINED
-    return Trained(bytes_each=each, accumulates=accumulates)
+    return Trained(bytes_each=each, accumulates=not single)
 
 
 _ASSUMED_DEVICE = "h200"
@@ -135,16 +133,13 @@ def choose_for(
       budget: bytes that a step may take.
       parameters: which parameters are trained.
       optimizer: the optimizer, whose state takes memory.
-      single: whether steps have one micro-batch, so that no sum is kept beside its gradient.
+      single: as in `trained_of`.
       options: of `choose_remat`: shards, replicas, rows, work_space and layer_seconds.
 
     Raises:
       InputError: nothing fits, or no costs of such models are known.
     """
-    params, narrow = abstract_model(model).params, gradient_dtypes(model) if single else {}
-    options["trained"] = trained_of(
-        params, parameters, optimizer, accumulates=not single, narrow=narrow
-    )
+    options["trained"] = trained_of(model, parameters, optimizer, single=single)
     on_gpus = jax.default_backend() == "gpu"
     options["host_budget"] = bytes_of_one(jax.local_device_count(), on_gpus=on_gpus)
     architecture, layers = from_fields(model.architecture()), getattr(model, "num_layers", 1)
@@ -180,14 +175,13 @@ def require_fit(
     except InputError:
         return
     # A GPU's, whose activations are bfloat16, also where a budget stands for an absent one.
-    device, params = DEVICES[_ASSUMED_DEVICE], abstract_model(model).params
-    narrow = gradient_dtypes(model) if single else {}
+    device = DEVICES[_ASSUMED_DEVICE]
 
     @cache
     def trained(name: OptimizerName) -> Trained:
         others: Json = {} if name == optimizer.name else {"mu_dtype": "float32"}
         own = dataclasses.replace(optimizer, name=name, **others)
-        return trained_of(params, parameters, own, accumulates=not single, narrow=narrow)
+        return trained_of(model, parameters, own, single=single)
 
     def memory(
         remat: Remat = model.policies, times: int = 1, name: OptimizerName = optimizer.name

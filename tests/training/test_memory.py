@@ -66,7 +66,7 @@ ADAPTERS = ParametersConfig().with_lora()
 def test_it_is_that_of_the_state_that_is_made(model, parameters, optimizer):
     config = OptimizerConfig(**optimizer)
     params = abstract_model(model).params
-    trained = trained_of(params, parameters, config)
+    trained = trained_of(model, parameters, config)
     assert (trained == ALL_TRAINED) == (config == OptimizerConfig() and model is PLAIN)
     optimizer = make_optimizer(config, 10)
     spec = TrainingSpec(model, FlowMatching(), optimizer, config.ema_decay, parameters)
@@ -81,15 +81,13 @@ def test_it_is_that_of_the_state_that_is_made(model, parameters, optimizer):
 
 def test_gradients_that_stay_in_16_bits_take_half_of_their_bytes():
     model = dataclasses.replace(PLAIN, dtype="bfloat16")
-    params, optimizer = abstract_model(model).params, OptimizerConfig()
-    narrow = gradient_dtypes(model)
     wide, less = (
-        trained_of(params, ParametersConfig(), optimizer, accumulates=False, narrow=each)
-        for each in ({}, narrow)
+        trained_of(each, ParametersConfig(), OptimizerConfig(), single=True)
+        for each in (PLAIN, model)
     )
-    flat = flatten_dict(params, sep="/")
+    flat = flatten_dict(abstract_model(model).params, sep="/")
     count = sum(leaf.size for leaf in flat.values())
-    halved = sum(flat[name].size for name in narrow)
+    halved = sum(flat[name].size for name in gradient_dtypes(model))
     assert 0 < halved < count
     assert (wide.bytes_each - less.bytes_each) * count == pytest.approx(2 * halved)
 
