@@ -32,7 +32,6 @@ from alload_jax.planning.analytic import (
 from alload_jax.planning.architecture import from_fields
 from alload_jax.planning.cost import MemoryModel
 from alload_jax.planning.devices import DEVICES, Device, device_named
-from alload_jax.planning.plan import Plan
 from alload_jax.planning.remat import (
     AUTO_REMAT,
     LADDER,
@@ -44,12 +43,12 @@ from alload_jax.planning.remat import (
     choose_remat,
     in_words,
 )
-from alload_jax.planning.settings import PlanningConfig
 from alload_jax.sharding.host_memory import POOL, bytes_of_one, pool_bytes
 from alload_jax.sharding.mesh import MeshConfig, in_host_memory, path_name
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.parameters import ParametersConfig, split_parameters
 from alload_jax.training.run_files import write_json
+from alload_jax.training.run_plan import RunPlan
 from alload_jax.training.state import TrainState
 from alload_jax.training.update_rules import OptimizerName
 
@@ -240,9 +239,7 @@ def fitting_model(
     parameters: ParametersConfig,
     optimizer: OptimizerConfig,
     mesh: MeshConfig,
-    planning: PlanningConfig,
-    tokens: int | None,
-    plan: Plan,
+    run_plan: RunPlan,
     shapes: Callable[[], Sequence[AnyBatch]],
     cluster: Cluster,
     folder: Path,
@@ -252,9 +249,8 @@ def fitting_model(
     A run that goes on with the same memory and micro-batches keeps what it began with.
 
     Args:
-      model, parameters, optimizer, mesh, planning: the run's settings.
-      tokens: of a micro-batch on one device, at most; None if not known.
-      plan: of the run.
+      model, parameters, optimizer, mesh: the run's settings.
+      run_plan: the plan of the run.
       shapes: gives those of its micro-batches.
       cluster: its processes.
       folder: of the run.
@@ -265,7 +261,8 @@ def fitting_model(
     """
     budgets = cluster.all_gather(memory_budget(model))
     budget = min((each for each in budgets if each is not None), default=None)
-    single = planning.single_gradient
+    planning = run_plan.planning
+    single, tokens = planning.single_gradient, planning.tokens_bound(run_plan.costs)
 
     def choose() -> tuple[Sequence[str], str]:
         """The policies, and what is said of them."""
@@ -306,7 +303,7 @@ def fitting_model(
         chosen: Json = {"remat": "none", "remat_layers": tuple(policies)}
         model = dataclasses.replace(model, **chosen)
     if budget is not None:
-        epoch, replicas = plan.epoch(0), replicas_of(mesh)
+        epoch, replicas = run_plan.plan.epoch(0), replicas_of(mesh)
         most = int((epoch.rows * epoch.padded_len).max())
         options: Json = {"replicas": replicas, "single": single}
         require_fit(model, most, budget, parameters, optimizer, mesh, **options)
