@@ -253,22 +253,18 @@ def layer_seconds(
         with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
             programs = list(pool.map(lambda each: _compiled(step, each, latents), specs))
     except jax.errors.JaxRuntimeError as error:
-        _require_out_of_memory(error)
+        if not out_of_memory(error):
+            raise
         return None
     for policy, program in zip(LADDER, programs, strict=True):
         try:
             times = [_run(step, program, step.batch(latents)) for _ in range(_RUNS + 1)]
             found[policy] = statistics.median(times[1:]) / _LAYERS  # the first one warms up
         except jax.errors.JaxRuntimeError as error:
-            _require_out_of_memory(error)
+            if not out_of_memory(error):
+                raise
             step.renew()
     return found if "full" in found else None
-
-
-def _require_out_of_memory(error: jax.errors.JaxRuntimeError) -> None:
-    """Raises an error of another kind."""
-    if not out_of_memory(error):
-        raise error
 
 
 def square_latents(model: ModelConfig, tokens: int) -> tuple[int, int, int, int]:

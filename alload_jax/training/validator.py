@@ -34,8 +34,8 @@ from alload_jax.objectives import MeasuresLevels
 from alload_jax.planning.epoch import MicroBatch, Step
 from alload_jax.planning.samples import Triple, digest
 from alload_jax.sharding.mesh import batch_sharding, local_plan_ranks, ranks_of, replicated
-from alload_jax.training import LOSS, SAMPLES, ValidationConfig, WeightsKind
-from alload_jax.training.state import TrainingSpec, TrainState, Weights
+from alload_jax.training import LOSS, SAMPLES, ValidationConfig
+from alload_jax.training.state import TrainingSpec, TrainState
 from alload_jax.training.trainer import in_parallel, on_mesh
 
 
@@ -424,13 +424,9 @@ class Validator:
         return jax.tree.map(lambda part: jax.ShapeDtypeStruct(part.shape, part.dtype), batch)
 
     def _values(self, state: TrainState) -> PyTree:
-        return weights_of(state, self._config.weights).merged()
-
-
-def weights_of(state: TrainState, kind: WeightsKind) -> Weights:
-    """The weights to validate: the moving average, or the raw ones where there is none."""
-    averaged = kind == "ema" and jax.tree.leaves(state.ema)
-    return state.averaged_weights if averaged else state.weights
+        """The average of the weights, or the raw ones where there is none or the config says so."""
+        averaged = self._config.weights == "ema"
+        return (state.averaged_weights if averaged else state.weights).merged()
 
 
 def make_measure(spec: TrainingSpec, mesh: Mesh) -> Wrapped:
