@@ -184,12 +184,12 @@ def initial_frozen(
 ) -> PyTree:
     """Creates the frozen parameters alone of `init_state`, with the same arguments."""
 
-    def make(given: PyTree = None) -> PyTree:
-        return _initial_weights(model, parameters, seed, given).frozen
+    def make(given: PyTree = None) -> Weights:
+        return _initial_weights(model, parameters, seed, given)
 
     shapes, rules = jax.eval_shape(make), family_of(model).partition_rules
-    shardings = frozen_shardings(shapes, mesh, rules, parameters)
-    return _made(make, shardings, params)
+    shardings = weights_shardings(shapes, mesh, rules, parameters)
+    return _made(lambda given: make(given).frozen, shardings.frozen, params)
 
 
 def _made(make: Callable[..., PyTree], shardings: PyTree, params: PyTree) -> PyTree:
@@ -225,19 +225,6 @@ def abstract_state(spec: TrainingSpec, mesh: Mesh, seed: int) -> TrainState:
     shapes = jax.eval_shape(_make_state(spec, seed))
     shardings = state_shardings(shapes, mesh, spec.rules, spec.parameters)
     return with_shardings(shapes, shardings)
-
-
-def frozen_shardings(
-    frozen: PyTree, mesh: Mesh, rules: Rules, parameters: ParametersConfig
-) -> PyTree:
-    """Returns the sharding of each frozen parameter; arguments as `state_shardings`."""
-
-    def placed(path: tuple[object, ...], leaf: jax.Array, sharding: NamedSharding) -> NamedSharding:
-        to_host = parameters.to_host(path_name(path), leaf)
-        return sharding.with_memory_kind(HOST_MEMORY) if to_host else sharding
-
-    shardings = tree_shardings(frozen, mesh, rules)
-    return jax.tree.map_with_path(placed, frozen, shardings)
 
 
 def with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:
@@ -294,9 +281,15 @@ def weights_shardings(
     weights: Weights, mesh: Mesh, rules: Rules, parameters: ParametersConfig = ALL_TRAINED
 ) -> Weights:
     """Returns the sharding of each value of a model; arguments as `state_shardings`."""
+
+    def placed(path: tuple[object, ...], leaf: jax.Array, sharding: NamedSharding) -> NamedSharding:
+        to_host = parameters.to_host(path_name(path), leaf)
+        return sharding.with_memory_kind(HOST_MEMORY) if to_host else sharding
+
+    frozen = tree_shardings(weights.frozen, mesh, rules)
     return Weights(
         tree_shardings(weights.params, mesh, rules),
-        frozen_shardings(weights.frozen, mesh, rules, parameters),
+        jax.tree.map_with_path(placed, weights.frozen, frozen),
         jax.tree.map(lambda _: replicated(mesh), weights.variables),
     )
 
