@@ -355,10 +355,11 @@ def _of_matrices(
 
 
 def _scale_by_factored_rms() -> optax.GradientTransformation:
-    """`optax.scale_by_factored_rms`, whose state it has, of each layer by itself.
+    """Adafactor's second moments (arXiv 1804.04235, algorithm 4), of each layer by itself.
 
-    That factors the two longest axes, of which one counts layers in a stack of many; here they are
-    the last two, of matrices and tables of embeddings alone.
+    By `optax.scale_by_factored_rms`, whose state it has. That factors the two longest axes, of
+    which one counts layers in a stack of many; here they are the last two, of matrices and tables
+    of embeddings alone.
     """
     of_layers = optax.FactoredState(None, 0, 0, None)  # axes of what each layer has of its own
 
