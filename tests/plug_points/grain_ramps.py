@@ -70,12 +70,13 @@ class RampStream:
     """Ramps again and again, each time in another order."""
 
     name: str = "grain_ramps:RampStream"
-    blocks: int = 8
+    blocks: int = 512  # of few ones, Grain shuffles slowly
     huge: bool = False
 
     def open(self, folder):
         blocks = grain.MapDataset.range(self.blocks).seed(0).shuffle().repeat()
-        entries = blocks.map(ramp_entries).to_iter_dataset()
+        reading = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+        entries = blocks.map(ramp_entries).to_iter_dataset(reading)
         sizes = [ramp_size(0), ramp_size(1)]
         arrays = huge_fives if self.huge else ramp_of_key
         return GrainStream(entries, arrays, sizes, (1, 1, 1), identity="v1")
