@@ -131,11 +131,16 @@ def kept_parsers():
             self.parser = kept[place]
 
         def set_defaults(self, defaults):
-            if defaults:  # which a parser keeps
-                parser = self.built()
-                vars(parser).update(vars(self))
-                self.parser = parser
-                parser.set_defaults(defaults)
+            if not defaults:
+                return
+            place = (self.kind, self.options["prog"], repr(defaults))  # which a parser keeps
+            new = place not in kept
+            if new:
+                kept[place] = self.built()
+            vars(kept[place]).update(vars(self))
+            self.parser = kept[place]
+            if new:
+                self.parser.set_defaults(defaults)
 
     def typed(kind, kinds, prefix=""):
         choice = (kind, *kinds.items(), prefix)

@@ -89,12 +89,14 @@ def batches_of(manifest, model, policy, ranks=1, **options):
     return [batch for step in steps for batch in step.batches]
 
 
-@jax.jit
 def disturbed(params):
     """Gates and head of a new model are zero; those of a trained one are not."""
-    return jax.tree.map(
-        lambda leaf: leaf + 0.1 * jax.random.normal(jax.random.key(leaf.size), leaf.shape), params
-    )
+
+    def moved(leaf):
+        noise = normal(np.random.default_rng(leaf.size), *leaf.shape)
+        return jax.device_put(np.asarray(leaf) + noise / 10, leaf.sharding)
+
+    return jax.tree.map(moved, params)
 
 
 @cache
@@ -110,11 +112,15 @@ def accumulate_of(model, mesh, objective=None):
 
 
 @cache
+def begun(model):
+    return init_state(spec_of(model), mesh_of(), seed=0)
+
+
+@cache
 def weights_of(model):
     """Those of a trained model; drawn in NumPy where gates and refiners want larger ones."""
     if not model.joint_attention:
-        params = init_state(spec_of(model), mesh_of(), seed=0).params
-        return jax.tree.map(np.asarray, disturbed(params))
+        return jax.tree.map(np.asarray, disturbed(begun(model).params))
     leaves, tree = jax.tree.flatten(abstract_model(model).params)
     rng = np.random.default_rng(0)
     return jax.tree.unflatten(tree, [0.3 * normal(rng, *leaf.shape) for leaf in leaves])
@@ -145,8 +151,8 @@ def gradient_and_programs(model, mesh, batches, objective=None, weights=None):
         if kind not in programs:
             programs[kind] = accumulate.lower(weights, sums, batch, key).compile()
         sums = programs[kind](weights, sums, batch, key)
-    total = sums.weight
-    found = jax.tree.map(lambda each: each / total, (sums.loss, sums.grads, sums.auxiliary))
+    sums = jax.device_get(sums)  # whose leaves would be divided by a program each
+    found = jax.tree.map(lambda x: x / sums.weight, (sums.loss, sums.grads, sums.auxiliary))
     return found, list(programs.values())
 
 

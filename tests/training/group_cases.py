@@ -86,13 +86,16 @@ class OneDevice:
         self.accumulate = make_accumulate(SPEC, self.mesh)
         self.update = make_update(SPEC, self.mesh)
         self.start = jax.tree.map(np.asarray, init_state(SPEC, self.mesh, seed=0))
+        self.zeros = None
 
     def train(self, manifest, plan, steps):
         """The state after some steps, and their losses and gradient norms."""
         state = jax.device_put(self.start, self.mesh.devices.flat[0])
         host = host_steps(manifest, plan, frozenset(range(plan.topology.ranks)), steps)
-        first = jax.tree.map(jnp.asarray, host[0].batches[0])
-        sums, found = zero_accumulator(SPEC, self.mesh, state.weights, first), []
+        if self.zeros is None:  # for which a step is traced
+            zeros = zero_accumulator(SPEC, self.mesh, state.weights, host[0].batches[0])
+            self.zeros = jax.tree.map(np.array, zeros)
+        sums, found = jax.device_put(self.zeros, self.mesh.devices.flat[0]), []
         for step in host:
             for batch in step.batches:
                 batch = jax.tree.map(jnp.asarray, batch)

@@ -326,9 +326,10 @@ def blocks_along_inputs(values):
 @settings(deadline=None, max_examples=15)
 @given(st.integers(0, 10**6), st.sampled_from([(7, 3), (256, 2), (2, 520, 3)]), st.booleans())
 def test_a_value_becomes_the_nearest_code_of_its_block(seed, shape, signed):
+    to_codes, to_values = (jax.jit(each, static_argnums=1) for each in (quantise, dequantise))
     values = spread(seed, shape, signed)
-    stored = quantise(jnp.asarray(values), signed)
-    found = np.asarray(dequantise(stored, signed), np.float64)
+    stored = to_codes(values, signed)
+    found = np.asarray(to_values(stored, signed), np.float64)
     codes = dynamic_codes(signed).astype(np.float64)
     assert (stored.codes.dtype, stored.codes.shape) == (jnp.uint8, shape)
     assert stored.scale.shape == (*shape[:-2], len(blocks_along_inputs(values)), shape[-1])
@@ -342,8 +343,8 @@ def test_a_value_becomes_the_nearest_code_of_its_block(seed, shape, signed):
         assert (np.abs(found[..., rows, :] - block) <= allowed).all()
     assert signed or ((found > 0) == (values > 0)).all()
     # Codes stay what they are when nothing changes.
-    once = quantise(jnp.asarray(np.abs(values)), signed)
-    twice = quantise(dequantise(once, signed), signed)
+    once = to_codes(np.abs(values), signed)
+    twice = to_codes(to_values(once, signed), signed)
     jax.tree.map(np.testing.assert_array_equal, once, twice)
 
 

@@ -280,7 +280,7 @@ CASES = {
         256,
         5,
     ),
-    "a long segment beside short ones, by classes": ([SHORT], [SHORT], 2048, 2048, 300),
+    "a long segment beside short ones, by classes": ([SHORT], [SHORT], 2048, 2048, 50),
     "many short segments": ([MANY], [MANY], 1024, 1024, 20),
 }
 

@@ -150,8 +150,9 @@ def allowed_pairs(rows, samples, heads, density):
 
 
 def test_conditions_that_attend_to_their_samples_keep_the_bounds_of_lengths():
-    packed = packed_case()[0].packed
-    found = to_samples(packed.row_tiles.condition, packed.within_tokens())
+    found = jax.jit(lambda packed: to_samples(packed.row_tiles.condition, packed.within_tokens()))(
+        packed_case()[0].packed
+    )
     for side in (found.query, found.key):
         for row, places in enumerate(zip(*side[:2], strict=True)):
             for slot, (offset, length) in enumerate(zip(*places, strict=True)):
