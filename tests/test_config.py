@@ -278,7 +278,7 @@ def keys():
 PAIRS = [(*key, value) for key in keys() for value in WRONG_VALUES]
 
 
-@pytest.mark.parametrize("every", [pytest.param(3, marks=pytest.mark.slow), 240])
+@pytest.mark.parametrize("every", [pytest.param(5, marks=pytest.mark.slow), 240])
 def test_every_key_has_its_turn_with_some_wrong_values_which_are_one_line(every):
     for named, key, value in PAIRS[::every]:
         refusal([*BASE, *named, f"--{key}", value])

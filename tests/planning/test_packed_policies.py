@@ -397,6 +397,7 @@ def test_rows_are_as_long_and_have_as_many_slots_as_saves_padding(lengths, ranks
 
 
 @given(st.lists(st.integers(16, 9000), min_size=1, max_size=40), st.integers(9000, 50_000))
+@examples(25)
 def test_rows_divide_into_windows_where_the_longest_leaves_room(lengths, m_mem):
     """Odd rows cost matrix products a copy of their operands, and attention long windows."""
     tokens = planned(lengths, 2, m_mem).policy.row_tokens

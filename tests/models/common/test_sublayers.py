@@ -165,6 +165,7 @@ def made(name):
     norm = nnx.RMSNorm(DIM // HEADS if per_head else DIM, rngs=nnx.Rngs(1))
     rng = np.random.default_rng(2)
     norm.scale[...] = normal(rng, *norm.scale.shape) / 5 + 1
+    linear.bias[...] = normal(rng, DIM)
     angle = normal(rng, *((rows, tokens, 4)[table == "shared" :]))
     rotary = (jnp.asarray(np.cos(angle)), jnp.asarray(np.sin(angle))) if table else None
     return jnp.asarray(normal(rng, rows, tokens, DIM)), linear, norm, rotary
