@@ -132,10 +132,12 @@ def _check_flags(options: argparse.Namespace) -> None:
         raise InputError(
             "alload sample: --boundary and --low-noise-checkpoint go together; give both or neither"
         )
-    if options.low_noise_lora and not both and options.low_noise_checkpoint is None:
-        raise InputError(
-            "alload sample: --low-noise-lora goes with --low-noise-checkpoint; leave it out"
-        )
+    for name in ("lora", "guidance"):
+        is_given = getattr(options, f"low_noise_{name}") not in (None, [])
+        if is_given and not both and options.low_noise_checkpoint is None:
+            raise InputError(
+                f"alload sample: --low-noise-{name} goes with --low-noise-checkpoint; leave it out"
+            )
     if options.vae_stride is not None:  # `4 8 8`, or `4,8,8` as in `alload plan`
         parts = ",".join(options.vae_stride).split(",")
         if len(parts) != 3 or not all(part in map(str, range(1, _LARGEST + 1)) for part in parts):

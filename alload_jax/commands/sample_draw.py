@@ -64,6 +64,9 @@ def sample(options: argparse.Namespace) -> None:
         )
     source = completed(source, options.base, "--lora", options.lora, options.skip_unknown)
     low_noise = _low_noise_source(options, source)
+    told = options.embedded_guidance
+    if told is not None and source.config.with_guidance(told) is source.config:
+        _note("--embedded-guidance has no effect: the model takes no scale of guidance")
     for name in ("guidance", "embedded_guidance", "sampler"):
         if getattr(options, name) is None:
             setattr(options, name, getattr(source.sampling, name))

@@ -99,7 +99,9 @@ class RawRequest:
         """
         if key not in self.values:
             remedy = f", or --{key} for all lines" if self.line else ""
-            raise InputError(f"{self.place(key)} is not given; give it{remedy}")
+            others = [f"--{each}" for each in ("height", "width", "out") if each not in self.values]
+            more = f", nor {', '.join(others)}" if key == "frames" and others else ""
+            raise InputError(f"{self.place(key)} is not given{more}; give it{remedy}")
         return self.values[key]
 
 

@@ -128,14 +128,17 @@ def test_weights_classes_and_steps_change_what_is_drawn(alload, class_run):
         "plain": ["--guidance", 1],
         "euler": ["--sampler", "euler"],
         "shifted": ["--shift", 3],
-        "dense": ["--dense-attention"],
+        "dense": ["--dense-attention", "--embedded-guidance", 3],
     }
     for name, flags in variants.items():
         command = ["sample", "--checkpoint", class_run, "--class", 3, *STILL, *flags]
         status, _, note = alload(*command, "--out", f"{name}.safetensors")
         assert status == 0, note
     *drawn, dense = (load_file(f"{name}.safetensors")["latents"] for name in variants)
-    assert note == "note: --dense-attention has no effect: the model is dense\n"
+    assert note.splitlines() == [
+        "note: --embedded-guidance has no effect: the model takes no scale of guidance",
+        "note: --dense-attention has no effect: the model is dense",
+    ]
     np.testing.assert_array_equal(dense, drawn[0])
     assert drawn[0].shape == (1, 8, 8, 1)
     assert drawn[0].dtype == np.float32
@@ -247,6 +250,7 @@ def test_out_of_memory_is_reported_in_one_line(refused, class_run, monkeypatch):
         ("--class 1 --vae-stride 1001 8 8", ["--vae-stride", "from 1 to 1000"]),
         (f"--class 1 --vae-stride {'9' * 5000} 8 8", ["--vae-stride", "from 1 to 1000"]),
         ("--class 1 --zoom 1000 --width 72 --out x.gif", ["72000", "GIF"]),
+        ("--class 1 --low-noise-guidance 3", ["low-noise-guidance goes with --low-noise-ch"]),
         ("--class 1 --seed -1", ["--seed is -1"]),
         (f"--class 1 --seed {2**32}", ["--seed is 4294967296"]),
         ("--class 1 --step 4", ["checkpoints", "step 4", "10, 14"]),
@@ -273,6 +277,8 @@ def test_sizes_and_a_file_must_be_given(refused, class_run):
         at = flags.index(missing)
         given = ["--class", 1, *flags[:at], *flags[at + 2 :]]
         refused(f"{missing} is not given", "sample", "--checkpoint", class_run, *given)
+    words = "--frames is not given, nor --height, --width, --out; give it"
+    refused(words, "sample", "--checkpoint", class_run, "--class", 1)
 
 
 @pytest.mark.parametrize(
