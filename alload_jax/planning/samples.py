@@ -291,7 +291,8 @@ def _read_table(path: Path, wanted: tuple[str, ...] = _COLUMNS) -> pa.Table:
             table = pyarrow.parquet.read_table(path, columns=known if usable else None)
         columns = table.column_names
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        reason = first_line(error)
+        usual = path.suffix.lower() in (".csv", ".parquet")
+        reason = first_line(error) if usual else "its name ends in neither .parquet nor .csv"
         raise InputError(f"{path}: not a readable manifest ({reason}); write it again") from error
     if doubled := {name for name in columns if columns.count(name) > 1}:
         raise InputError(f"{path}: column {', '.join(sorted(doubled))} exists twice; keep one")
@@ -316,7 +317,9 @@ def _whole(values: np.ndarray, name: str, place: str) -> np.ndarray:
     """The column as int64; raises InputError unless all values are whole numbers from 1."""
     values = np.asarray(values)
     if values.dtype.kind not in "iuf":
-        raise InputError(f"{place}: column {name} holds {values.dtype}; it must hold whole numbers")
+        raise InputError(
+            f"{place}: column {name} holds {str(values[0])[:40]!r}; it must hold whole numbers"
+        )
     in_range = (values >= 1) & (values <= _LARGEST)
     wrong = ~(np.isfinite(values) & in_range & (values == np.floor(values)))
     if wrong.any():
