@@ -96,6 +96,14 @@ def test_a_budget_in_which_nothing_fits_ends_no_other_case(tmp_path, monkeypatch
     assert second["seconds"] > 0
 
 
+def test_a_model_that_fills_a_host_without_gpu_is_refused(monkeypatch):
+    monkeypatch.setattr(step_process, "host_bytes", lambda: 24e9)
+    monkeypatch.setattr(step_process, "Step", lambda *_: pytest.fail("weights are made"))
+    fields = training_fields(MODELS["1.3b"], "none")
+    with pytest.raises(InputError, match=r"take 23 of this host's 24 GB; give --model tiny"):
+        step_process.measure(model=fields, batch=1, latents=(21, 60, 104))
+
+
 @pytest.mark.parametrize(
     ("model", "parameters", "variants"),
     [("1.3b", 1_418_996_800, 6), ("hunyuan-video-1.5", 8_326_608_160, 6)],
