@@ -429,6 +429,9 @@ class _Parser(ArgumentParser):
         needed = re.search(r"arguments? (?:is|are) required: (\w+)$", text)
         if needed and not self.command_line:
             return f"an item of a list on the command line lacks {needed[1]}; add it"
+        if "required" in text and files:
+            keys = text.rpartition(": ")[2]
+            return f"{files}: lacks {keys}; add them there, or as flags"
         if "required" in text:
             return f"{text}; give --config FILE, such as configs/digits.yaml"
         flags = (part[2:].split("=")[0] for part in self.command_line if part.startswith("--"))

@@ -112,8 +112,11 @@ def test_a_wrong_flag_is_one_line(key, value, words):
     assert words in refusal([*BASE, f"--{key}", value])
 
 
-def test_what_is_required_is_named():
+def test_what_is_required_is_named(tmp_path):
+    file = tmp_path / "mine.yaml"
     assert "give --config FILE, such as configs/digits.yaml" in refusal(["--run.folder", "r"])
+    file.write_text("run: {folder: r}")
+    assert refusal(["--config", str(file)]).startswith(f"{file}: lacks data.folder; add")
     flags = ["--config", DIGITS, "--optimizer.groups", "[{clip_norm: 1}]"]
     assert refusal(flags) == "an item of a list on the command line lacks parameters; add it"
 
