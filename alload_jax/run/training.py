@@ -416,6 +416,8 @@ def _callbacks(
     most_bad = config.data.loader.max_bad_records
     schedule = learning_rate_schedule(config.optimizer, total)
     every, progress = config.sampling.every, run.writer.progress(start)
+    weighting = getattr(config.objective, "weighting", "sample")
+    context = CallbackContext(folder, run.stop, weighting)
     callbacks: list[Callback] = [
         run.watchdog,
         Telemetry(run.plan, schedule, log, tracker, bad_records, most_bad, bar, guard),
@@ -425,7 +427,7 @@ def _callbacks(
         checkpointing,
         *validating,
         Drawing(run.writer, every, tracker, progress),
-        *(each.make(CallbackContext(folder, run.stop)) for each in config.callbacks),
+        *(each.make(context) for each in config.callbacks),
         evaluation,
     ]
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from contextlib import closing
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -27,10 +28,11 @@ from alload_jax.planning.factory import make_plan
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.sharding.mesh import group_meshes, local_plan_ranks
 from alload_jax.training import DivergenceConfig
-from alload_jax.training.callbacks import Callback
+from alload_jax.training.callbacks import Callback, CallbackContext, GradientNoiseConfig
 from alload_jax.training.divergence import Divergence, DivergenceGuard
 from alload_jax.training.loop import BadSamples, Loop
 from alload_jax.training.run_plan import RunPlan
+from alload_jax.training.signals import StopRequest
 from alload_jax.training.state import init_state
 from alload_jax.training.trainer import Trainer
 
@@ -455,3 +457,17 @@ def test_a_rate_that_is_too_high_ends_the_run_and_keeps_what_was_before(runs):
     names = {path.name for path in (runs.folder / "run" / "checkpoints").iterdir()}
     assert all(name.startswith("diverged-") for name in names - {"40"} if int(name[-2:]) > 40)
     runs.finish("--run.steps", "44", "--optimizer.schedule", "constant")
+
+
+def test_the_noise_scale_is_of_repaired_steps_and_in_the_unit_of_the_objectives_weights(capsys):
+    config, measured = GradientNoiseConfig(every=5, steps=3), []
+    noise = config.make(CallbackContext(Path(), StopRequest(), weighting="token"))
+    run = SimpleNamespace(noise_scale=lambda steps: measured.append(steps) or 0.25)
+    for run.done, name in ((1, "early"), (3, "good"), (4, "bad"), (4, "repaired"), (5, "last")):
+        noise.on_step_end(run, SimpleNamespace(number=run.done - 1, name=name), {})
+    assert noise.due(run)
+    noise.act(run)
+    assert {step.name for step in measured[0]} == {"good", "repaired", "last"}
+    assert "step 5: 0.25 tokens" in capsys.readouterr().out
+    run.done = 10
+    assert not noise.due(run)

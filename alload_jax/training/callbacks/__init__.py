@@ -2,7 +2,6 @@
 
 import math
 import time
-from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
@@ -24,10 +23,12 @@ class CallbackContext(NamedTuple):
     Attributes:
       folder: folder of the run.
       stop: request that stops the run, as a signal does.
+      weighting: what the objective's weights count, `sample` or `token`.
     """
 
     folder: Path
     stop: StopRequest
+    weighting: str = "sample"
 
 
 class CallbackConfig(Protocol):
@@ -163,27 +164,31 @@ class GradientNoiseConfig(CallbackConfig):
 
     @override
     def make(self, context: CallbackContext) -> "GradientNoise":
-        return GradientNoise(self.every, self.steps)
+        return GradientNoise(self.every, self.steps, f"{context.weighting}s")
 
 
 class GradientNoise(Callback):
     """Measures the gradient noise scale with the samples of the last steps, and prints it."""
 
-    def __init__(self, every: int, steps: int):
-        """Measures after every `every` steps, with the samples of the last `steps`."""
-        self._every, self._last = every, deque[PlacedStep](maxlen=steps)
+    def __init__(self, every: int, steps: int, unit: str = "samples"):
+        """Measures after every `every` steps, with the last `steps`; `unit` is of their weights."""
+        self._every, self._steps, self._unit = every, steps, unit
+        self._last: dict[int, PlacedStep] = {}
 
     @override
     def on_step_end(self, run: Loop, step: PlacedStep, metrics: dict[str, jax.Array]) -> None:
-        self._last.append(step)
+        if -run.done % self._every < self._steps:  # others would take memory for nothing
+            self._last[step.number % self._steps] = step  # a repaired one replaces the bad one
 
     @override
     def due(self, run: Loop) -> bool:
-        return run.done % self._every == 0 and len(self._last) == self._last.maxlen
+        return run.done % self._every == 0 and len(self._last) == self._steps
 
     @override
     def act(self, run: Loop) -> None:
-        scale = run.noise_scale(self._last)
-        found = f"{scale:,.0f} samples" if 0 < scale < math.inf else "unknown; raise steps"
+        scale = run.noise_scale([*self._last.values()])
+        self._last.clear()
+        known = 0 < scale < math.inf
+        found = f"{scale:.4g} {self._unit}" if known else "unknown; raise steps"
         if first_process():
             print(f"gradient noise scale at step {run.done}: {found}", flush=True)
