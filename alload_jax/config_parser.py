@@ -188,7 +188,8 @@ def parse_config(
     argv = with_examples(argv)
     files = {file: read_yaml(file) for file in config_files(argv)}
     kinds: dict[str, Any] = dict.fromkeys(lists, list[dict[str, Any]])
-    kinds |= {part.key: _kind_of(part, argv, files) for part in parts}
+    contents = files | {text: content for _, text, content in _sections(argv, config)}
+    kinds |= {part.key: _kind_of(part, argv, contents) for part in parts}
     typed = _typed(config, kinds)
     for file, content in files.items():
         check_kinds(file, content, typed)
@@ -220,20 +221,24 @@ def parse_config(
     return values
 
 
+def _sections(argv: Sequence[str], kind: type[Any]) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    """The `--section '{key: value}'` of a command line: place, text, content as of a file."""
+    for index, (flag, text) in enumerate(flags_of(argv)):
+        section = as_section(text) if flag[2:] in typing.get_type_hints(kind) else None
+        if isinstance(section, dict):
+            yield index, f"{flag} {text}", {flag[2:]: section}
+
+
 def _sections_as_configs(argv: Sequence[str], kind: type[Any]) -> list[str]:
-    """A command line whose `--section '{key: value}'` are configs: they keep what they do not name.
+    """A command line whose sections are configs: they keep what they do not name.
 
     Jsonargparse would begin an optional part of the section anew.
     """
     result = list(argv)
-    for index, (flag, text) in enumerate(flags_of(argv)):
-        section = as_section(text) if flag[2:] in typing.get_type_hints(kind) else None
-        if isinstance(section, dict):
-            content = yaml.safe_dump({flag[2:]: section}, default_flow_style=True)
-            one = argv[index] != flag  # --section={...}
-            result[index : index + 2 - one] = (
-                ["--config=" + content] if one else ["--config", content]
-            )
+    for index, _, section in _sections(argv, kind):
+        content = yaml.safe_dump(section, default_flow_style=True)
+        one = "=" in argv[index]  # --section={...}
+        result[index : index + 2 - one] = ["--config=" + content] if one else ["--config", content]
     return result
 
 
@@ -271,14 +276,16 @@ def _check_values(key: str, value: Any) -> None:
 def _kind_of(
     part: Part, argv: Sequence[str], files: Mapping[str, dict[str, Any]]
 ) -> type[Any] | None:
-    """Returns the dataclass that the flags or the last file name; None for a missing part."""
+    """Returns the dataclass that flags or the last config name; None for a missing part."""
     name, given, place = part.default, False, ""
     for file, content in files.items():
         found: Any = content
         for key in part.key.split("."):
             found = found.get(key) if isinstance(found, dict) else None
         if isinstance(found, dict):
-            name, given, place = found.get(part.name, name), True, file
+            name, given = found.get(part.name, name), True
+            # A flag's keys may be of the name that another gives.
+            place = file if part.name in found or not file.startswith("--") else place
     flag = f"--{part.key}.{part.name}"
     for given_flag, text in flags_of(argv):
         if part.default is None and given_flag == f"--{part.key}":

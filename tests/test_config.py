@@ -194,6 +194,11 @@ def test_the_last_file_and_the_flags_win_and_aliases_are_values(tmp_path, monkey
     for section in (["--model", "{lora: {alpha: 4}}"], ["--model={lora: {alpha: 4}}"]):
         argv = [*BASE, "--model.lora.rank", "32", *section, "--model.lora.dropout", "0.5"]
         assert read_config(argv).model.lora == LoraConfig(32, 4.0, dropout=0.5)
+    sections = ["--model", "{family: hunyuan_video}", "--data={dataset: {name: digits}}"]
+    found = read_config([*BASE, *sections, "--data.dataset.pairs", "0.5"])
+    assert (found.model.family, found.data.dataset.pairs) == ("hunyuan_video", 0.5)
+    assert read_config([*BASE, "--model.family", "hunyuan_video", "--model", "{dim: 64}"])
+    assert "nonsense" in refusal([*BASE, "--data", "{dataset: {name: nonsense}}"])
 
 
 @pytest.mark.parametrize("folder", sorted(GOLDEN.glob("*/*/transformer")))
