@@ -152,6 +152,12 @@ class Config:
                 f"run.epochs is {self.run.epochs}, but with planning.recalibrate epoch the length "
                 "of later epochs is not known before; give run.steps, and null for run.epochs"
             )
+        by_token = getattr(self.objective, "weighting", "sample") == "token"
+        if self.planning.noise_scale is not None and by_token:
+            raise InputError(
+                f"planning.noise_scale is {self.planning.noise_scale:g} samples, but "
+                "objective.weighting is token, whose steps it does not describe; leave it out"
+            )
         if self.run.steps is not None:
             learning_rate_schedule(self.optimizer, self.run.steps)  # checks that it fits
         self.model.require_divisible(self.mesh.tensor)

@@ -59,6 +59,10 @@ WRONG_FILES = [
     ("data: {digits: {seed: 1}}", "key data.digits is now data.dataset, with name: digits"),
     ("sampling: {digits_read: 3}", "key sampling.digits_read is now evaluators: "),
     ("[1, 2]", "mine.yaml: is empty or holds no sections; start from configs/digits.yaml"),
+    (
+        "{objective: {weighting: token}, planning: {noise_scale: 30}}",
+        "planning.noise_scale is 30 samples, but objective.weighting is token",
+    ),
     ("{", "mine.yaml: line 1: is not valid YAML"),
     ("a: &a [*a]", "it is nested deeper than 64 levels"),
     ("a: " + "[" * 5000, "it is nested deeper than 64 levels"),
