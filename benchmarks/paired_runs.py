@@ -11,8 +11,6 @@ compared with the first kind of run. Flags that the program does not know are gi
 `float8`: products in float8 and in bfloat16, 100 million parameters on moving digits; runs share
 GPUs. A control says what chance does: bfloat16 with a learning rate that is 0.01 % larger.
 
-`plans`: the digits planned by a gradient noise scale, and otherwise, for a minute each.
-
 `sparse`: dense attention, layers that become sparse by themselves, and eight of twelve layers with
 a density of 0.2; 120 million parameters on clips of benchmarks/simulator.py, of 65 frames and
 52,224 tokens. All runs go on from one that was trained with dense attention on shorter clips. Each
@@ -140,21 +138,6 @@ STUDIES = {
         },
         digits_data,
         1000,
-    ),
-    "plans": Study(
-        NO_OTHERS
-        + """--config configs/digits.yaml --planning.m_mem 1280 --optimizer.schedule constant
-        --sampling.grids [] --checkpoint.every null --run.steps 1000000 --validation.share 0.03
-        --validation.every 25 --callbacks [{"name":"time_limit","minutes":1}]""",
-        {
-            "balanced": "--planning.policy balanced",
-            "noise_scale": "--planning.policy balanced --planning.noise_scale 100",
-            "equal_tokens": "--planning.policy equal_tokens --planning.ranks_mode independent",
-            "sorted": "--planning.policy sorted --planning.ranks_mode independent",
-        },
-        lambda *_: None,  # train.py writes the digits of the config
-        50,
-        alone=True,
     ),
     "sparse": Study(
         NO_OTHERS

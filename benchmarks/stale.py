@@ -82,7 +82,9 @@ def main() -> None:
     for path in sorted((ROOT / "benchmarks" / "results").glob("*.json")):
         content = json.loads(path.read_text())
         added = git("log", "--format=%h", "--diff-filter=A", "--", str(path)).split()
-        commit = (content.get("commit") or (added or ["?"])[-1]).rstrip("+")
+        cases = [case for case in content.get("cases", ()) if isinstance(case, dict)]
+        commits = [each["commit"] for each in (content, *cases) if "commit" in each]
+        commit = [*commits, *reversed(added), "?"][0].rstrip("+")
         program = program_of(content.get("command") or "")
         files = closure(program) if program.exists() else set()
         count = sum(changed(file, commit) for file in files)
