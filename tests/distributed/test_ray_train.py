@@ -37,8 +37,10 @@ def config_of(folder, name, steps):
 
 
 def losses(run):
+    """Of the steps so far; the last line may be half written."""
     path = run / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
+    text = path.read_text() if path.exists() else ""
+    lines = text[: text.rfind("\n") + 1].splitlines()
     return [(line["step"], line["loss"]) for line in map(json.loads, lines)]
 
 
