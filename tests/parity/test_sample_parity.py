@@ -177,14 +177,14 @@ def expected_of(parts, picture=None, negative=None):
 
 def test_clips_of_hunyuan_video_are_those_of_the_pipelines(of_hunyuan, tmp_path):
     folder, parts, command = of_hunyuan
-    prompted = [*command, "--prompt", PROMPT, "--text-encoder", str(folder)]
-    negative = 'blur, "TEXT"'
+    encoded = [*command, "--text-encoder", str(folder)]
+    prompted, negative = [*encoded, "--prompt", PROMPT], 'blur, "TEXT"'
     found = drawn([*prompted, "--negative-prompt", negative], tmp_path / "a.safetensors")
     close = {"rtol": 1e-3, "atol": 1e-3}
     np.testing.assert_allclose(found, expected_of(parts, None, negative), **close)
 
     plain = drawn(prompted, tmp_path / "b.safetensors")
-    other = drawn([*prompted, "--prompt", PROMPT.replace('"', "")], tmp_path / "c.safetensors")
+    other = drawn([*encoded, "--prompt", PROMPT.replace('"', "")], tmp_path / "c.safetensors")
     assert np.abs(other - plain).max() > 1e-3  # the glyphs count
 
     image = ["--image", f"{folder}/0.png"]

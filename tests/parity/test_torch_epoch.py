@@ -43,7 +43,7 @@ def folder(tmp_path_factory):
     counts = {(1, 32, 32): 70, (1, 64, 48): 33, (5, 32, 64): 32}
     shape = np.repeat(np.asarray([*counts]), [*counts.values()], axis=0)
     seq_len = np.repeat([4, 12, 16], [*counts.values()])
-    write_random_store(folder / "data", Samples(shape, seq_len), config.model)
+    write_random_store(folder / "data", Samples(shape, seq_len), config.model, 8)
     return folder
 
 
