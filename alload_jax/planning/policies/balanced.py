@@ -361,6 +361,8 @@ _ALIGNED = 8
 _ODD_PRICE = 1.2
 """Time with other rows, over that predicted: matrix products copy operands, and attention within
 rows that do not divide into windows takes longer. A tenth each, in one profile of an H200."""
+_LEAST = 1e-300
+"""Of a divisor: with costs of samples alone an empty row costs nothing."""
 _WORTH_OF_SLOTS = 0.003
 """Share of the time that more slots must save."""
 
@@ -528,7 +530,7 @@ class RowTrials:
             return np.asarray(self._per_token * (steps * empty + least))
         # More steps of fewer samples may reach a loss sooner.
         share = self._noise / len(footprint)
-        steps = np.maximum(steps, np.sqrt(least / (share * empty)))
+        steps = np.maximum(steps, np.sqrt(least / np.maximum(share * empty, _LEAST)))
         return np.asarray((steps * empty + least) * (1 / steps + share))
 
 
