@@ -322,7 +322,8 @@ class MosaicNorm(TritonNorm):
     ) -> tuple[jax.Array | None, jax.Array, jax.Array | None]:
         """The kernel here where it was faster than Triton's, or where that is gone."""
         x, way = operands.x, _forward_way(operands, options)
-        faster = tuning.forward_faster_than_triton(x.shape[-1], x.dtype.itemsize)
+        kernel, dim = _forward_pass(operands), x.shape[-1]
+        faster = tuning.forward_faster_than_triton(kernel, dim, x.dtype.itemsize)
         if way is None or (devices.lowers_triton() and not faster):
             return super().forward(operands, options, statistics=statistics)
         from pallas_kernels.layernorm_modulate import mosaic

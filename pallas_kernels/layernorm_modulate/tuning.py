@@ -231,8 +231,8 @@ _WIDEST = 10_240
 _BACKWARD_FROM = 1024
 """Width from which the backward was faster than Triton's on an H200, at each of seven widths up to
 8,192 (benchmarks/results/kernels_h200.json); between and beyond them that is assumed."""
-_FORWARD_FROM = 3072
-"""Width from which the forward was, or lost 2 % at most."""
+_FORWARD_FROM: dict[Pass, int] = {"forward": 4096, "residual_forward": 3072}
+"""Width from which each forward was, but for 2 % at 8,192 columns with a residual."""
 
 
 def backward_faster_than_triton(layout: ModulationLayout, dim: int) -> bool:
@@ -240,9 +240,9 @@ def backward_faster_than_triton(layout: ModulationLayout, dim: int) -> bool:
     return layout != "token" and _BACKWARD_FROM <= dim <= _WIDEST
 
 
-def forward_faster_than_triton(dim: int, itemsize: int) -> bool:
-    """Whether the forward was, of rows of `dim` columns of so many bytes each."""
-    return itemsize == 2 and dim >= _FORWARD_FROM
+def forward_faster_than_triton(kernel: Pass, dim: int, itemsize: int) -> bool:
+    """Whether this forward was, of rows of `dim` columns of so many bytes each."""
+    return itemsize == 2 and dim >= _FORWARD_FROM[kernel]
 
 
 class Kind(NamedTuple):
