@@ -19,9 +19,10 @@ from alload_jax.errors import InputError, out_of_memory
 from alload_jax.files import Json
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.families import config_from_fields, parameter_count
+from alload_jax.planning.analytic import state_bytes
 from alload_jax.planning.remat import AUTO_REMAT, RematPolicy
 from alload_jax.sharding.host_memory import host_bytes
-from alload_jax.training.memory import choose_for, memory_budget
+from alload_jax.training.memory import choose_for, memory_budget, trained_of
 from alload_jax.training.optimizer import OptimizerConfig
 from alload_jax.training.parameters import ALL_TRAINED
 from alload_jax.training.run_files import peak_memory
@@ -32,9 +33,6 @@ from alload_jax.training.trial_step import (
     tokens_beside,
     training_spec,
 )
-
-_STATE_BYTES = 16
-"""Of a parameter: weight, two moments and EMA, in float32."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,11 +91,13 @@ def measure(**fields: Any) -> Json:
       InputError: the model's state fills the memory of a host without a GPU, which might stop.
     """
     settings = Settings(**fields)
-    state = _STATE_BYTES * parameter_count(settings.config())
+    model = settings.config()
+    trained = trained_of(model, ALL_TRAINED, OptimizerConfig())
+    state = state_bytes(parameter_count(model), trained)
     if jax.default_backend() == "cpu" and state > host_bytes() / 2:
         raise InputError(
-            f"alload bench step: no GPU, and weights and optimizer take {state / 1e9:.0f} of this "
-            f"host's {host_bytes() / 1e9:.0f} GB; give --model tiny, or fewer --layers"
+            f"alload bench step: no GPU, and weights, gradients and optimizer take {state / 1e9:.0f} of "
+            f"this host's {host_bytes() / 1e9:.0f} GB; give --model tiny, or fewer --layers"
         )
     try:
         model, times = resolved(settings)

@@ -193,10 +193,7 @@ def make_is_finite(spec: TrainingSpec, mesh: Mesh, *, grouped: bool = False) -> 
         norm = optax.tree.norm(jax.tree.map(lambda g: g * mean, total.grads))
         auxiliary = jax.tree.map(lambda value: value * mean, total.auxiliary)
         finite = _all_finite((total.loss * mean, norm, auxiliary))
-        zeroed = jax.lax.with_sharding_constraint(
-            jax.tree.map(jnp.zeros_like, accumulator),
-            accumulator_shardings(accumulator, spec, mesh, grouped=grouped),
-        )
+        zeroed = _zeroed(spec, mesh, accumulator, grouped=grouped)
         return jax.lax.with_sharding_constraint(finite, replicated(mesh)), zeroed
 
     return is_finite
@@ -248,10 +245,7 @@ def make_add_noise(spec: TrainingSpec, mesh: Mesh, *, grouped: bool = False) -> 
         found = one if sums is None else jax.tree.map(jnp.add, sums, one)
         shardings: PyTree = jax.tree.map(lambda _: replicated(mesh), found)
         shardings = shardings._replace(grads=zero_shardings(grads, mesh, spec.rules))
-        zeroed = jax.lax.with_sharding_constraint(
-            jax.tree.map(jnp.zeros_like, accumulator),
-            accumulator_shardings(accumulator, spec, mesh, grouped=grouped),
-        )
+        zeroed = _zeroed(spec, mesh, accumulator, grouped=grouped)
         return jax.lax.with_sharding_constraint(found, shardings), zeroed
 
     return add
@@ -261,6 +255,13 @@ def _total(spec: TrainingSpec, mesh: Mesh, accumulator: GradientAccumulator) -> 
     """The sums over all groups."""
     summed = jax.tree.map(lambda part: jnp.sum(part, 0, jnp.float32), accumulator)
     return jax.lax.with_sharding_constraint(summed, accumulator_shardings(summed, spec, mesh))
+
+
+def _zeroed(
+    spec: TrainingSpec, mesh: Mesh, accumulator: GradientAccumulator, *, grouped: bool
+) -> GradientAccumulator:
+    shardings = accumulator_shardings(accumulator, spec, mesh, grouped=grouped)
+    return jax.lax.with_sharding_constraint(jax.tree.map(jnp.zeros_like, accumulator), shardings)
 
 
 def _all_finite(values: PyTree) -> Bool[Array, ""]:

@@ -100,7 +100,7 @@ def test_a_model_that_fills_a_host_without_gpu_is_refused(monkeypatch):
     monkeypatch.setattr(step_process, "host_bytes", lambda: 24e9)
     monkeypatch.setattr(step_process, "Step", lambda *_: pytest.fail("weights are made"))
     fields = training_fields(MODELS["1.3b"], "none")
-    with pytest.raises(InputError, match=r"take 23 of this host's 24 GB; give --model tiny"):
+    with pytest.raises(InputError, match=r"take 34 of this host's 24 GB; give --model tiny"):
         step_process.measure(model=fields, batch=1, latents=(21, 60, 104))
 
 
