@@ -96,8 +96,9 @@ def measure(**fields: Any) -> Json:
     state = state_bytes(parameter_count(model), trained)
     if jax.default_backend() == "cpu" and state > host_bytes() / 2:
         raise InputError(
-            f"alload bench step: no GPU, and weights, gradients and optimizer take {state / 1e9:.0f} of "
-            f"this host's {host_bytes() / 1e9:.0f} GB; give --model tiny, or fewer --layers"
+            "alload bench step: no GPU, and weights, gradients and optimizer take "
+            f"{state / 1e9:.0f} of this host's {host_bytes() / 1e9:.0f} GB; give --model tiny, or "
+            "fewer --layers"
         )
     try:
         model, times = resolved(settings)
