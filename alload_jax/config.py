@@ -152,12 +152,18 @@ class Config:
                 f"run.epochs is {self.run.epochs}, but with planning.recalibrate epoch the length "
                 "of later epochs is not known before; give run.steps, and null for run.epochs"
             )
-        by_token = getattr(self.objective, "weighting", "sample") == "token"
-        if self.planning.noise_scale is not None and by_token:
-            raise InputError(
-                f"planning.noise_scale is {self.planning.noise_scale:g} samples, but "
-                "objective.weighting is token, whose steps it does not describe; leave it out"
-            )
+        if (scale := self.planning.noise_scale) is not None:
+            policy, place = self.planning.policy, f"planning.noise_scale is {scale:g}"
+            if getattr(self.objective, "weighting", "sample") == "token":
+                raise InputError(
+                    f"{place} samples, but objective.weighting is token, whose steps it does not "
+                    "describe; leave it out"
+                )
+            if policy != AUTO and not hasattr(self.planning.traits, "noise_scale"):
+                raise InputError(
+                    f"{place}, by which {policy} plans nothing; leave it out, or give "
+                    "planning.policy auto or balanced"
+                )
         if self.run.steps is not None:
             learning_rate_schedule(self.optimizer, self.run.steps)  # checks that it fits
         self.model.require_divisible(self.mesh.tensor)

@@ -63,6 +63,10 @@ WRONG_FILES = [
         "{objective: {weighting: token}, planning: {noise_scale: 30}}",
         "planning.noise_scale is 30 samples, but objective.weighting is token",
     ),
+    (
+        "{planning: {policy: sorted, m_mem: 64, noise_scale: 30}}",
+        "planning.noise_scale is 30, by which sorted plans nothing",
+    ),
     ("{", "mine.yaml: line 1: is not valid YAML"),
     ("a: &a [*a]", "it is nested deeper than 64 levels"),
     ("a: " + "[" * 5000, "it is nested deeper than 64 levels"),
