@@ -2,8 +2,9 @@
 # Trains the walks under three policies and two seeds for as many minutes each, and scores what they draw:
 #   benchmarks/walks_policies.sh data/walks 2 144
 # FOLDER is that of walks.sh, whose data and reader are taken. CLIPS are drawn of each; 0 scores none.
-# With NOISE_SCALE in the environment, a fourth policy plans for the least time to a loss; SEEDS are
-# "0 1" if not said otherwise. Further arguments go to train.py.
+# SEEDS in the environment are "0 1" if not said otherwise. With NOISE_SCALE there, a fourth policy
+# plans for the least time to a loss; it wants --objective.weighting sample.
+# Further arguments go to train.py.
 set -euo pipefail
 usage="usage: benchmarks/walks_policies.sh FOLDER MINUTES CLIPS [flags of train.py]"
 data=${1:?$usage} minutes=${2:?$usage} clips=${3:?$usage}
