@@ -101,10 +101,12 @@ def encode_gif(frames: Sequence[Image.Image], fps: float = DEFAULT_FPS) -> bytes
 def _write_mp4(path: Path, frames: Sequence[Image.Image], fps: float) -> None:
     import av  # of the extra `media`
 
-    # The bytes must not depend on versions, dates or the machine's number of threads.
+    # The bytes must not depend on versions, dates or the machine's number of threads. With
+    # AVX-512 x264's mbtree takes values from memory that nothing has set.
     with av.open(str(path), "w", format="mp4", options={"fflags": "+bitexact"}) as container:
         rate = Fraction(fps).limit_denominator(1001)
-        stream = container.add_stream("libx264", rate=rate, options={"threads": "1"})
+        options = {"threads": "1", "mbtree": "0"}
+        stream = container.add_stream("libx264", rate=rate, options=options)
         # The codec supports only even sizes.
         stream.width, stream.height = (size - size % 2 for size in frames[0].size)
         stream.pix_fmt = "yuv420p"

@@ -1,5 +1,6 @@
 """Samples and grids of them as PNG, GIF, MP4 and files of latents."""
 
+import ctypes
 import json
 
 import av
@@ -87,6 +88,18 @@ def test_the_same_sample_gives_the_same_bytes_and_replaces_what_was_there(tmp_pa
         write_clip(path, clip(*size), dict.fromkeys(names, 1))
     assert first.read_bytes() == second.read_bytes()
     assert sorted(path.name for path in tmp_path.rglob("*.*")) == [first.name, second.name]
+
+
+def test_an_mp4_does_not_depend_on_what_memory_held_before(tmp_path):
+    mallopt, written = ctypes.CDLL(None).mallopt, set()
+    for held in (0, 85, 170):
+        mallopt(-6, held)  # M_PERTURB: fills what is allocated from now on
+        try:
+            write_clip(tmp_path / "x.mp4", clip(5, 64, 96, 3), {})
+        finally:
+            mallopt(-6, 0)
+        written.add((tmp_path / "x.mp4").read_bytes())
+    assert len(written) == 1
 
 
 def test_a_failure_leaves_what_was_there(tmp_path, monkeypatch):
