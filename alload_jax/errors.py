@@ -168,7 +168,9 @@ def run_command(main: Callable[[list[str]], int], argv: list[str]) -> int:
     try:
         with _interrupts_kept():
             return main(argv)
-    except BrokenPipeError:  # the reader closed the pipe, as `| head` does
+    except (BrokenPipeError, SystemExit) as error:  # the reader closed the pipe, as `| head` does
+        if isinstance(error, SystemExit) and not isinstance(error.__context__, BrokenPipeError):
+            raise  # not that which Rich raises then
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE  # as programs that the signal ends: the rest was not done
     except KeyboardInterrupt as error:

@@ -91,10 +91,13 @@ def test_a_closed_terminal_stops_a_run_which_saves_unless_it_runs_under_nohup(ha
 
 PRINTING = """
 import sys
+from alload_jax.bench.harness import console
 from alload_jax.errors import print_stderr, run_command
 from alload_jax.processes import outlive_output
 
 def main(argv):
+    if sys.argv[1] == "table":
+        console().print("saved")
     for _ in range(3):
         print("saved", "·" * 10000)
         print_stderr("saved")
@@ -110,7 +113,8 @@ def test_a_run_outlives_the_reader_of_its_output():
     """As Ctrl-C ends `tee` before the run behind which it reads has saved."""
     reading, writing = os.pipe()
     os.close(reading)
-    for kind, status in (("run", 7), ("command", 141)):  # 141: as of other programs in a shell
+    # 141: as of other programs in a shell
+    for kind, status in (("run", 7), ("command", 141), ("table", 141)):
         command = [sys.executable, "-c", PRINTING, kind]
         done = subprocess.run(command, stdout=writing, stderr=writing, timeout=PATIENCE)
         assert done.returncode == status
