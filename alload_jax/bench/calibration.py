@@ -36,6 +36,7 @@ from alload_jax.planning.factory import make_plan
 from alload_jax.planning.fit import Point, fit_memory, fit_quadratic
 from alload_jax.planning.samples import Geometry, Samples
 from alload_jax.planning.settings import PlanningConfig
+from alload_jax.sharding.host_memory import host_bytes
 from alload_jax.training.trial_step import Step, with_density
 
 LEAST_POINTS = 5
@@ -202,7 +203,7 @@ def device_memory(given: float | None) -> float:
     stats = jax.local_devices()[0].memory_stats() or {}
     if "bytes_limit" in stats:
         return float(stats["bytes_limit"])
-    return _RAM_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return _RAM_SHARE * host_bytes()
 
 
 class Calibration:

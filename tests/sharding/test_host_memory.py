@@ -2,8 +2,10 @@
 
 import os
 
+import jax
 import pytest
 
+from alload_jax.bench.calibration import device_memory
 from alload_jax.errors import InputError
 from alload_jax.sharding import host_memory
 from alload_jax.sharding.host_memory import DEFAULT_FLAGS, with_defaults
@@ -30,6 +32,8 @@ def test_the_memory_or_a_lower_limit_of_the_container_is_shared(host):
     for limit in (None, "max", 1 << 62):
         assert host(limit, 0, own=2) == memory / 4
     assert host(8_000_000_000, 16) == 8e9 / 2 / 16
+    if jax.default_backend() == "cpu":
+        assert device_memory(None) == 8e9 / 2
 
 
 def test_gpus_of_a_process_share_what_xla_may_use(host, monkeypatch):
