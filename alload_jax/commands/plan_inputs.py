@@ -330,9 +330,8 @@ def plan_inputs(options: argparse.Namespace) -> PlanInputs:
         weights = config.data.weights
     shares = tuple(source_shares(samples, weights, paths)) if weights else ()
     samples = with_weights(samples, weights, paths)
-    if shares:
-        count = sum(each.epoch_samples for each in shares)
-        source += f", {count:,.10g} an epoch by weights"
+    if samples.weight is not None:
+        source += f", {samples.weight.sum():,.10g} an epoch by weights"
     source += ", for each of two experts" if config is not None and config.experts else ""
     costs, costs_source = request.costs(samples)
     required = any("m_mem" in each.required for each in candidates(policy))

@@ -10,7 +10,7 @@ import pyarrow.csv
 import pyarrow.parquet
 
 from alload_jax.errors import InputError, first_line
-from alload_jax.planning.epoch import Repeats
+from alload_jax.planning.epoch import LEAST_WEIGHT, MOST_WEIGHT, Repeats
 
 Triple = tuple[int, int, int]
 PIXEL_PATCH: Triple = (1, 16, 16)
@@ -250,14 +250,26 @@ def samples_from_columns(columns: dict[str, np.ndarray], geometry: Geometry, pla
 
 
 def read_samples(path: str | Path, geometry: Geometry) -> Samples:
-    """Reads what planning needs from a Parquet or CSV manifest.
+    """Reads what planning needs from a Parquet or CSV manifest, with its column `weight`, if any.
 
     Raises:
       InputError: the file is missing, unreadable or unusable.
     """
     table = _read_table(Path(path))
     columns = {name: table[name].to_numpy() for name in table.column_names}
-    return samples_from_columns(columns, geometry, str(path))
+    samples = samples_from_columns(columns, geometry, str(path))
+    if (weight := columns.get(_WEIGHT)) is None:
+        return samples
+    if weight.dtype.kind not in "iuf":
+        raise InputError(f"{path}: column weight holds {str(weight[0])[:40]!r}; write numbers")
+    weight = np.where(np.isnan(weight), 1.0, weight)  # a row may have none
+    wrong = np.flatnonzero(~((weight >= LEAST_WEIGHT) & (weight <= MOST_WEIGHT)))
+    if wrong.size:
+        raise InputError(
+            f"{path}: row {wrong[0]} has weight {weight[wrong[0]]:g}; it must be from "
+            f"{LEAST_WEIGHT:g} to {MOST_WEIGHT:g}"
+        )
+    return samples if (weight == 1).all() else replace(samples, weight=weight)
 
 
 def read_sample_paths(path: str | Path) -> np.ndarray | None:
@@ -274,7 +286,8 @@ def read_sample_paths(path: str | Path) -> np.ndarray | None:
 
 _PATH = "path"
 _LARGEST = 10**9
-_COLUMNS = ("frames", "height", "width", "seq_len")
+_WEIGHT = "weight"
+_COLUMNS = ("frames", "height", "width", "seq_len", _WEIGHT)
 
 
 def _read_table(path: Path, wanted: tuple[str, ...] = _COLUMNS) -> pa.Table:

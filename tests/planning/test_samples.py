@@ -127,6 +127,14 @@ def test_csv_and_parquet_say_the_same(tmp_path_factory, manifest):
         assert same(read_samples(path, manifest.geometry), manifest.samples())
 
 
+def test_a_column_of_weights_says_how_often_an_epoch_has_a_sample(tmp_path):
+    for weights, expected in (([2, 1], [2, 1]), ([0.5, None], [0.5, 1]), ([1, 1], None)):
+        for name in ("m.csv", "m.parquet"):
+            path = write(tmp_path / name, {"seq_len": [8, 8], "weight": weights})
+            found = read_samples(path, Geometry()).weight
+            assert found is expected is None or found.tolist() == expected
+
+
 @pytest.mark.parametrize("dtype", [pa.int8(), pa.uint64(), pa.float64()])
 def test_any_number_type_with_whole_numbers_is_accepted(tmp_path, dtype):
     path = write(tmp_path / "m.parquet", {"seq_len": pa.array([1, 100, 7], dtype)})
@@ -153,6 +161,11 @@ def test_files_that_are_no_manifest_are_refused(tmp_path):
         ("m.txt", b"seq_len\n4\n", [UNREADABLE, "its name ends in neither .parquet nor .csv"]),
         ("m.parquet", {"seq_len": ["a", "b"]}, ["column seq_len holds 'a'; it must hold whole"]),
         ("m.parquet", {"seq_len": [True, False]}, ["column seq_len", "whole numbers"]),
+        *(
+            ("m.csv", {"seq_len": [8, 8], "weight": [1.0, x]}, ["row 1 has weight", "to 1000"])
+            for x in (0.0, 1001.0, math.inf)
+        ),
+        ("m.csv", {"seq_len": [8], "weight": ["a"]}, ["column weight holds 'a'; write numbers"]),
         ("m.parquet", {"frames": [8], "height": [8]}, ["needs frames, height and width, or"]),
         ("m.parquet", {"length": [8], "path": [8]}, ["or seq_len", "length, path"]),
         ("m.parquet", SIZED, ["row 0 has width = 2.5"]),
