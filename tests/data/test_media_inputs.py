@@ -8,6 +8,7 @@ import tarfile
 import tracemalloc
 
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.parquet
 import pytest
 from media_helpers import moving_frames, prepare, rows, write_video
@@ -247,6 +248,15 @@ def test_tables_and_places_that_cannot_be_read_are_refused(media, name, content,
     for part in (name if name != "a.txt" else media, *named):
         assert str(part) in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("table", ["metadata.csv", "metadata.parquet"])
+def test_a_column_of_weights_that_is_not_read_is_named(media, capsys, table):
+    columns = {"path": ["b.png"], "caption": ["one"], "Weight": [2.0]}
+    write = pyarrow.csv.write_csv if table.endswith("csv") else pyarrow.parquet.write_table
+    write(pa.table(columns), media / table)
+    find_items(media)
+    assert f"{table}: the column weight is not read; name paths in data" in capsys.readouterr().err
 
 
 def test_numbered_columns_lists_and_quoted_values_of_tables_are_captions(media):

@@ -43,7 +43,7 @@ from alload_jax.data.prepare.sources import (
     suffix_of,
 )
 from alload_jax.data.selection import SourceWeight
-from alload_jax.errors import VALUE_KINDS, InputError
+from alload_jax.errors import VALUE_KINDS, InputError, print_stderr
 from alload_jax.files import Json, parse_json, parse_yaml, read_text, replacing, require_regular
 
 _SILENT = frozenset(
@@ -123,6 +123,7 @@ def _require_media(name: str) -> None:
 
 TABLES = (".csv", ".jsonl", ".json", ".parquet")
 """Suffixes of tables."""
+_WEIGHT = "weight"
 _LISTS = (("prompt.txt", "prompts.txt", "captions.txt"), ("videos.txt", "images.txt"))
 """Lists of captions and of media, by lines, as finetrainers reads them."""
 
@@ -159,6 +160,11 @@ def table_items(
     if rule.column is not None and not captions:
         require_column(table, names, CAPTION_COLUMNS, rule.column, "--caption-column")
     _require_once(table, names, (path, *captions))
+    if _WEIGHT in map(str.lower, names):
+        print_stderr(
+            f"note: {table}: the column {_WEIGHT} is not read; name paths in data.weights of the "
+            "training config, or weigh folders in a set of several"
+        )
     place = (root or table.parent).resolve()
     folders = [place] if root else [place, place / "videos"]  # where FastVideo keeps them
 
@@ -275,7 +281,13 @@ def _parquet_rows(table: Path, path_column: str | None, rule: CaptionRule) -> It
         _require_once(table, held, held)
         # Tables of datasets often hold the media's bytes as well, which nobody wants in memory.
         asked = (name.lower() for name in (path_column, rule.column) if name)
-        known = {*PATH_COLUMNS, *CAPTION_COLUMNS, *asked, *map(str.lower, rule.columns(held))}
+        known = {
+            *PATH_COLUMNS,
+            *CAPTION_COLUMNS,
+            _WEIGHT,
+            *asked,
+            *map(str.lower, rule.columns(held)),
+        }
         names = [name for name in held if name.lower() in known]
         if not names:
             require_column(table, held, PATH_COLUMNS, None, "--path-column")
