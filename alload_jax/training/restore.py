@@ -4,6 +4,7 @@ The values are placed on one device, because one sample has no rows to split. Tr
 float32, as in training, so a model of N parameters needs 4·N bytes on the device.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -344,7 +345,7 @@ def new_state(
 
     Returns:
       The state, or the shapes of one that is all random, see `state_to_draw`; a function that
-      returns the state; and in words which parameters the initial weights lack, empty for none.
+      returns the state; and in words what the initial weights and adapters lack, empty for nothing.
 
     Raises:
       InputError: the weights cannot be read or do not fit the model.
@@ -370,8 +371,14 @@ def new_state(
     if run.initial_lora is not None:
         from alload_jax.models.lora_files import given_adapters, read_lora
 
-        adapters = given_adapters(read_lora(run.initial_lora, spec.model), spec.model)
-        given = merge_parameters(given or {}, adapters)
+        file = read_lora(run.initial_lora, spec.model)
+        given = merge_parameters(given or {}, given_adapters(file, spec.model))
+        shapes = flatten_dict(abstract_model(spec.model).params, sep="/")
+        stacks = [value.shape[:-2] for name, value in shapes.items() if name.endswith(f"/{DOWN}")]
+        count = sum(map(math.prod, stacks))
+        if missing := count - len(file.adapters):
+            told = f"{run.initial_lora} lacks {missing} of {count} adapters, which begin anew"
+            lacking += f"; {told}" if lacking else told
     if given is None:
         return *state_to_draw(spec, mesh, run.seed), ""
     given = _with_magnitudes(given, spec.model)
