@@ -178,15 +178,21 @@ def conditions_for(model: ModelConfig, manifest: Manifest) -> Conditions:
     return Conditions(length, dtype, width, model.num_classes, given, image_shape)
 
 
-def unread(model: ModelConfig, manifest: Manifest) -> str:
-    """What the data hold and the model does not take, in words; "" for nothing."""
-    if model.image is not None or manifest.form.image_shape is None:
-        return ""
-    held = manifest.form.described()["image"]
-    return (
-        f"each sample has {held} of its image, which are not read, because model.image is null; "
-        "set model.image for a model that takes them"
-    )
+def unread(model: ModelConfig, manifest: Manifest) -> list[str]:
+    """What the data hold and the model does not take, a line each."""
+    held, found = manifest.form, []
+    if held.given_channels and not model.given_channels:
+        found.append(
+            f"each sample has given frames of {held.given_channels} channels, which are not read, "
+            f"because model.in_channels is {model.in_channels}, those of the latents alone; train "
+            "an image-to-video model to use them"
+        )
+    if held.image_shape and model.image is None:
+        found.append(
+            f"each sample has {held.described()['image']} of its image, which are not read, "
+            "because model.image is null; set model.image for a model that takes them"
+        )
+    return found
 
 
 def _embedding_dtype(model: ModelConfig) -> np.dtype:

@@ -244,7 +244,7 @@ def train(
             square = cluster.broadcast(lambda: mean_square(collator.reader))
             if joined:
                 joined = f"the data folder has changed since step {start}: {joined}"
-            doubts = [unread(model, run.data.manifest), report.scale_warning(square)]
+            doubts = [*unread(model, run.data.manifest), report.scale_warning(square)]
             if model.matmul == "float8" and run.tokens:
                 doubts.append(float8_unused(model, run_plan.plan.topology.ranks * run.tokens))
             before, now = values_in(folder / "config.yaml") if start else {}, values_of(config)

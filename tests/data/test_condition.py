@@ -95,8 +95,11 @@ def test_given_frames_and_images_are_stored_and_fit_a_model_or_not(tmp_path):
     conditions_for(dataclasses.replace(joint, image=None), manifest)
 
 
-def test_images_that_a_model_does_not_read_are_told(tmp_path):
-    manifest = write(tmp_path / "data", random_texts(), image=np.zeros((3, 7), np.float16))
-    assert unread(dataclasses.replace(MODEL, image=ImageConfig(7)), manifest) == ""
-    assert unread(MODEL, manifest).startswith("each sample has 3 embeddings of width 7 of its")
-    assert unread(MODEL, write(tmp_path / "other", random_texts())) == ""
+def test_given_frames_and_images_that_a_model_does_not_read_are_told(tmp_path):
+    held = {"given": np.zeros((1, 4, 4, 3), np.float32), "image": np.zeros((3, 7), np.float16)}
+    manifest = write(tmp_path / "data", random_texts(), **held)
+    channels, image = unread(MODEL, manifest)
+    assert channels.startswith("each sample has given frames of 3 channels, which are not read")
+    assert image.startswith("each sample has 3 embeddings of width 7 of its")
+    assert not unread(dataclasses.replace(MODEL, **GIVEN, image=ImageConfig(7)), manifest)
+    assert not unread(MODEL, write(tmp_path / "other", random_texts()))
