@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import difflib
 import math
+import os
 import re
 import types
 import typing
@@ -116,17 +117,17 @@ def check_kinds(file: str, content: dict[str, Any], kind: type[Any], prefix: str
 
 
 def _check_value(file: str, value: Any, hint: Any, key: str) -> None:
-    optional = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    choices = typing.get_args(hint) if optional else (hint,)
     if value is None:
-        if type(None) not in choices and hint is not type(None):
+        optional = typing.get_origin(hint) in (typing.Union, types.UnionType)
+        if type(None) not in (typing.get_args(hint) if optional else (hint,)):
             raise InputError(f"{file}: {key} is null; give a value, or leave the key out")
         return
-    section: Any = next((each for each in choices if dataclasses.is_dataclass(each)), None)
-    if section is not None and len(choices) - (type(None) in choices) == 1:
+    if (section := _section_of(hint)) is not None:
         if not isinstance(value, dict):
-            first = dataclasses.fields(section)[0].name
-            raise InputError(f"{file}: {key} is {value!r}; give its keys, such as {first}: ...")
+            first = dataclasses.fields(section)[0]
+            plain = isinstance(first.default, int)
+            such = f"{{{first.name}: {first.default if plain else '...'}}}"
+            raise InputError(f"{file}: {key} is {value!r}; give its keys, such as {such}")
         check_kinds(file, value, section, f"{key}.")
         return
     if typing.get_origin(hint) not in (list, tuple):
@@ -144,6 +145,17 @@ def _check_value(file: str, value: Any, hint: Any, key: str) -> None:
             required = part.default is part.default_factory is dataclasses.MISSING
             if required and part.name not in each:
                 raise InputError(f"{file}: {key}: {each!r} lacks {part.name}; add it")
+
+
+def _section_of(hint: Any, key: str = "") -> Any:
+    """The dataclass of a section, or of one below it at a dotted key; None for other types."""
+    optional = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    choices = [each for each in typing.get_args(hint) if each is not type(None)]
+    found = choices[0] if optional and len(choices) == 1 else hint
+    if not dataclasses.is_dataclass(found) or not key:
+        return found if dataclasses.is_dataclass(found) else None
+    name, _, below = key.partition(".")
+    return _section_of(typing.get_type_hints(found).get(name), below)
 
 
 class Part(NamedTuple):
@@ -193,6 +205,10 @@ def parse_config(
     typed = _typed(config, kinds)
     for file, content in files.items():
         check_kinds(file, content, typed)
+    for flag, text in flags_of(argv):
+        section = _section_of(typed, flag[2:]) if flag.startswith("--") else None
+        if section and not os.path.isfile(text) and (value := as_section(text)) is not None:
+            _check_value("command line", value, section, flag[2:])
     parser = _Parser(prog=prog, description=config.__doc__, allow_abbrev=False)
     parser.known_keys, parser.renamed, parser.command_line = list(_keys(typed)), renamed, argv
     parser.add_argument(
