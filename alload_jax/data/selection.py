@@ -213,6 +213,11 @@ def is_held_out(manifest: Manifest, share: float) -> np.ndarray:
     place = positions(manifest.contents)
     found = place < share
     count = len(found)
+    if place.min() == place.max():
+        raise InputError(
+            f"validation.share is {share}, but {manifest.path} holds a single sample, or copies of "
+            "it, which cannot be split; give validation.folder, or leave the share out"
+        )
     if not found.any():
         least = float(place.min())
         unit = 10.0 ** (math.floor(math.log10(max(least, 1e-12))) - _MOST_DIGITS + 2)

@@ -86,7 +86,7 @@ def test_a_sample_stays_on_its_side_when_others_come_places_change_or_the_share_
 
 
 @settings(max_examples=30)
-@given(SUMS)
+@given(SUMS.filter(lambda sums: len(set(sums)) > 1))
 def test_where_none_would_be_held_out_the_named_share_holds_out_some(sums):
     with says("validation.share is 1e-12", f"none of the {len(sums):,}", "at least") as error:
         is_held_out(manifest_with(sums), 1e-12)
@@ -100,7 +100,9 @@ def test_data_of_unknown_content_or_of_nothing_else_are_refused():
     source = GrainSamples([record] * 9, lambda sample: (1, 4, 4), (1, 1, 1))
     for manifest, share, *said in (
         (source.manifest, 0.5, "does not record the content", "give validation.folder"),
-        (manifest_with([7]), 0.9999, "holds out all 1 samples", "none to train on", "lower it"),
+        (manifest_with([7, 8]), 0.9999, "holds out all 2 samples", "none to train on", "lower it"),
+        (manifest_with([7]), 0.9999, "holds a single sample", "give validation.folder, or leave"),
+        (manifest_with([7, 7]), 1e-9, "a single sample, or copies of it, which cannot be split"),
     ):
         with says(*said):
             is_held_out(manifest, share)
