@@ -111,6 +111,7 @@ def _require_experts(config: Config, experts: Sequence[Config]) -> None:
         return
     if restore.is_run(folder):
         raise InputError(f"{folder}: one model was trained there; name another run.folder")
+    run_files.require_run_or_new(folder)
     first, second = experts
     before = values_in(folder / "config.yaml").get("experts.boundary", config.experts.boundary)
     if before != config.experts.boundary and restore.is_run(first.run.folder):
@@ -248,6 +249,8 @@ def train(
             if model.matmul == "float8" and run.tokens:
                 doubts.append(float8_unused(model, run_plan.plan.topology.ranks * run.tokens))
             before, now = values_in(folder / "config.yaml") if start else {}, values_of(config)
+            if not start:
+                doubts.append(run_files.set_aside_metrics(folder))
             if checkpoints.base is None:
                 doubts.append(report.unused_settings(before, now))
             opening = report.Opening(

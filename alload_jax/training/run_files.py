@@ -4,6 +4,7 @@ In a cluster all processes call these functions, and only the first process writ
 """
 
 import fcntl
+import itertools
 import json
 import os
 import platform
@@ -18,6 +19,7 @@ from typing import IO
 
 import jax
 
+from alload_jax.data.manifest import MANIFEST_NAME
 from alload_jax.distributed.cluster import Cluster, first_process
 from alload_jax.distributed.initialize import ClusterConfig
 from alload_jax.errors import InputError
@@ -30,6 +32,7 @@ from alload_jax.files import (
     replacing,
     require_regular,
 )
+from alload_jax.training import EXPERTS
 
 
 def program() -> str:
@@ -197,6 +200,24 @@ def drop_later(path: Path, step: int) -> list[Json]:
     return kept
 
 
+def set_aside_metrics(folder: Path) -> str:
+    """Renames the metrics of a run that begins again, as it has no checkpoint.
+
+    Returns:
+      What to say of them; "" if there are none.
+    """
+    path = folder / "metrics.jsonl"
+    rows = read_metrics(path) if first_process() else []
+    if not rows:
+        return ""
+    names = (path.with_name(f"metrics-{number}.jsonl") for number in itertools.count(1))
+    aside = path.rename(next(each for each in names if not each.exists()))
+    return (
+        f"{folder}: has no checkpoint, so the run begins at step 0 again; the metrics of "
+        f"{rows[-1]['step']:,} steps before are kept in {aside.name}"
+    )
+
+
 def append_environment(path: Path, argv: list[str], step: int) -> None:
     """Appends the environment of this start: versions, devices, host, command."""
 
@@ -266,8 +287,31 @@ LOCK_NAME = "lock.json"
 """File in a run folder that its run holds, with who that is. It stays when the run ends."""
 
 
-_OF_RUNS = ("environment.json", "checkpoints")
-_WRITTEN = ("config.yaml", "data.json", "metrics.jsonl", "summary.json")
+_OF_RUNS = ("environment.json", "checkpoints", EXPERTS[0])
+_WRITTEN = ("config.yaml", "data.json", "metrics.jsonl", "summary.json", LOCK_NAME)
+_HOLDER = '{"host": '
+"""How the content of a lock begins, of which a kill may leave less."""
+
+
+def require_run_or_new(folder: Path) -> None:
+    """Refuses a folder without a run that holds data, or files that a run would replace.
+
+    Raises:
+      InputError: it does.
+    """
+    if any((folder / name).exists() for name in _OF_RUNS):
+        return
+    if (folder / MANIFEST_NAME).exists():
+        raise InputError(f"{folder}: is a data folder; name another run.folder")
+    for path in filter(Path.exists, (folder / name for name in _WRITTEN)):
+        if path.name == LOCK_NAME and path.is_file():
+            begin = path.read_bytes()[: len(_HOLDER)].decode(errors="replace")
+            if _HOLDER.startswith(begin):
+                continue
+        raise InputError(
+            f"{path}: no run wrote this file, which this one would replace; move it, or "
+            "choose another run.folder"
+        )
 
 
 @contextmanager
@@ -279,8 +323,8 @@ def locked(folder: Path, cluster: Cluster) -> Iterator[None]:
       cluster: the other processes, which learn that the folder is refused.
 
     Raises:
-      InputError: another run holds it, or files of names that runs write are there, but no run was;
-        or a link in it leads out of it, so that the run would write to another place.
+      InputError: another run holds it, or it is no run's: see `require_run_or_new`; or a link in
+        it leads out of it, so that the run would write to another place.
     """
     if not first_process():
         yield
@@ -288,6 +332,7 @@ def locked(folder: Path, cluster: Cluster) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     root = folder.resolve()
     with cluster.report_failures():
+        require_run_or_new(folder)
         for parent, folders, files in os.walk(root):
             for path in (Path(parent) / name for name in (*folders, *files)):
                 if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root):
@@ -295,12 +340,6 @@ def locked(folder: Path, cluster: Cluster) -> Iterator[None]:
                         f"{path}: is a link out of the run folder; remove it (run.folder itself "
                         "may be a link)"
                     )
-        if not any((folder / name).exists() for name in (LOCK_NAME, *_OF_RUNS)):
-            for path in filter(Path.exists, (folder / name for name in _WRITTEN)):
-                raise InputError(
-                    f"{path}: no run wrote this file, which this one would replace; move it, or "
-                    "choose another run.folder"
-                )
     with open_own(folder / LOCK_NAME, "a+") as file:
         with cluster.report_failures():
             _take(file, folder)

@@ -35,7 +35,14 @@ from alload_jax.sharding.mesh import make_mesh
 from alload_jax.training import progress
 from alload_jax.training.callbacks.telemetry import LayerLog, Telemetry
 from alload_jax.training.progress import ProgressBar
-from alload_jax.training.run_files import LOCK_NAME, BadRecords, MetricsLog, after_loss, locked
+from alload_jax.training.run_files import (
+    LOCK_NAME,
+    BadRecords,
+    MetricsLog,
+    after_loss,
+    locked,
+    set_aside_metrics,
+)
 from alload_jax.training.trackers import TensorBoard
 
 
@@ -252,9 +259,33 @@ def test_files_that_no_run_wrote_are_not_replaced(tmp_path):
     with pytest.raises(InputError, match=r"config.yaml: no run wrote this file, .* run.folder"):
         locked(tmp_path, Cluster()).__enter__()
     assert [each.name for each in tmp_path.iterdir()] == ["config.yaml"]
+    (tmp_path / LOCK_NAME).write_text('{"host": "a", "process": 1}')  # which no run leaves alone
+    with pytest.raises(InputError, match=r"config.yaml: no run wrote this file"):
+        locked(tmp_path, Cluster()).__enter__()
     (tmp_path / "environment.json").touch()  # a run that was copied without its lock
     with locked(tmp_path, Cluster()):
         pass
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("manifest.parquet", ": is a data folder; name"), (LOCK_NAME, "lock.json: no run wrote this")],
+)
+def test_a_data_folder_and_a_lock_of_others_are_no_run_folder(tmp_path, name, words):
+    (tmp_path / name).write_text('{"lockfileVersion": 3}')
+    with pytest.raises(InputError, match=words):
+        locked(tmp_path, Cluster()).__enter__()
+    assert (tmp_path / name).read_text() == '{"lockfileVersion": 3}'
+
+
+def test_metrics_are_kept_where_no_checkpoint_continues_them(tmp_path):
+    assert set_aside_metrics(tmp_path) == ""
+    for number in (1, 2):
+        (tmp_path / "metrics.jsonl").write_text(f'{{"step": {number}}}\n')
+        told = set_aside_metrics(tmp_path)
+        assert "has no checkpoint, so the run begins at step 0 again; the metrics of" in told
+        assert told.endswith(f"{number} steps before are kept in metrics-{number}.jsonl")
+        assert (tmp_path / f"metrics-{number}.jsonl").read_text() == f'{{"step": {number}}}\n'
 
 
 def test_what_follows_the_loss_of_a_process_is_told_with_its_step(tmp_path):
