@@ -78,6 +78,14 @@ def test_pickles_are_refused_and_not_read(tmp_path, suffix):
     refused(tmp_path / f"latents-0-0{suffix}", suffix, "pickle")
 
 
+def test_the_folder_of_a_run_is_no_data(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    for name in ("environment.json", "x.safetensors"):  # which may be a sample of it
+        (tmp_path / name).touch()
+    for config in (None, SafetensorsFolder(normalize="none")):
+        refused(tmp_path, tmp_path, "is the folder of a run", "name a data folder", config=config)
+
+
 TENSOR = {"dtype": "F32", "shape": [16], "data_offsets": [0, 64]}
 
 

@@ -432,6 +432,10 @@ def open_source(folder: str, config: SourceConfig | None = None) -> SampleSource
     Raises:
       InputError: there is nothing that can be read, or it is damaged.
     """
+    place = Path(folder)
+    of_runs = (place / "checkpoints", place / "environment.json")
+    if all(map(Path.exists, of_runs)) and not (place / MANIFEST_NAME).exists():
+        raise InputError(f"{folder}: is the folder of a run, not of data; name a data folder")
     if config is None:
         config = SOURCES.get(find_source_name(folder))()
     return config.open(folder)
