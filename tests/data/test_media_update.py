@@ -216,6 +216,9 @@ def test_updates_are_refused_where_they_would_lose_what_is_there(media, tmp_path
 
 def test_a_folder_without_contents_or_one_that_is_not_there(media, tmp_path):
     out = tmp_path / "out"
+    with pytest.raises(InputError, match=r"out: no file can be used \(.*: too small"):
+        prepare(media, out, update=True, area=("512x512",))
+    assert not list(tmp_path.glob("out*"))
     prepare(media, out, update=True)
     assert_as_new(media, out)
     with StoreWriter(tmp_path / "old", vae_stride=(1, 1, 1), origin=read_manifest(out).origin) as w:

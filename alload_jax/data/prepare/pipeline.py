@@ -235,8 +235,8 @@ def _finish(
     out: Path, units: int, path: Path | None, update: Update | None
 ) -> work_folder.UnitReport:
     """Makes the data folder of the shards, writes the list of skipped files, and cleans up."""
-    if update:
-        changes, own = update.commit(), out / SKIPPED_NAME
+    if update and (changes := update.commit()):
+        own = out / SKIPPED_NAME
         listed = path if path is not None and path.is_file() and path.stat().st_size else own
         total = replace(update.report(listed), changes=changes)
         write_skipped(path or own, total.skipped)
@@ -253,7 +253,7 @@ def _finish(
     )
     if path is not None:
         write_skipped(path, total.skipped)
-    if not total.used:
+    if update or not total.used:
         reasons = "; ".join(f"{row.path}: {row.reason}" for row in total.skipped[:2])
         shutil.rmtree(partial_folder(out), ignore_errors=True)
         work_folder.remove_work_folder(out)

@@ -136,7 +136,10 @@ class Update:
         self.first = max(map(shard_number, names), default=-1) + 1
 
     def commit(self) -> str:
-        """Writes the manifest of what is stored now; returns what has changed, in words."""
+        """Writes the manifest of what is stored now; returns what has changed, in words.
+
+        Where no file can be used it writes nothing, and returns "".
+        """
         self.found, _ = self._match()
         before = self._parts[0].rows.to_pylist() if self._parts else []
         next_number = len(before)
@@ -170,7 +173,7 @@ class Update:
         found = [*staying, *joining]
         next_number += len(new)
         if not found:
-            raise InputError(f"{self._out}: no file can be used; see its captions and endings")
+            return ""
         if all(row[NUMBER] == at for at, row in enumerate(found)) and next_number == len(found):
             found = [{**row, NUMBER: None} for row in found]
         finish_store(self._out, rows=table_of(found), next_number=next_number)
