@@ -40,6 +40,7 @@ from simulator import FPS, MOVES, PLACES
 
 from alload_jax.bench.harness import Record
 from alload_jax.errors import InputError, run_command
+from alload_jax.files import Json
 
 SIZE = (48, 64)
 """Height and width that the network sees."""
@@ -252,6 +253,18 @@ def trained(options: argparse.Namespace) -> None:
         ]
         found["starts"] = json.loads((folder / "environment.json").read_text())
         report.add(found, to="runs")
+    for run in (runs := report.content["runs"]):
+        run["time_to_last_loss_of"] = {other["folder"]: time_to_last(run, other) for other in runs}
+    report.write()
+
+
+def time_to_last(run: Json, other: Json) -> float | None:
+    """Seconds of steps until a run's held-out loss is another's last, over those of the other."""
+    for last in other["validation"][-1:]:
+        for at in run["validation"]:
+            if at["validation/loss"] <= last["validation/loss"]:
+                return at["seconds"] / last["seconds"]
+    return None
 
 
 def wanted(clips: int) -> Iterator[dict[str, object]]:
