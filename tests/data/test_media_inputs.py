@@ -413,8 +413,9 @@ def test_paths_of_a_table_may_be_absolute_within_a_folder_that_is_named(media, t
     assert [each.name for each in find_items(elsewhere, media_root=media)][:2] == ["a.png"] * 2
     found = [each.reason for each in find_items(elsewhere)]
     assert [found[0][:12], *found[1:3]] == ["no such file", refused, refused]
-    with pytest.raises(InputError, match="needs a table"):
-        find_items(media, media_root=media)
+    for flag in ("media_root", "path_column"):
+        with pytest.raises(InputError, match=f"--{flag.replace('_', '-')} .* needs a table"):
+            find_items(media, **{flag: "x"})
     (media / "x.tar.gz").write_bytes(b"")
     with pytest.raises(InputError, match="is compressed; unpack it by gunzip"):
         find_items(media / "x.tar.gz")

@@ -389,8 +389,9 @@ def find_items(
         raise InputError(f"{place}: no such file or folder; give a folder, a table or a .tar file")
     if tables or (place.is_file() and place.suffix.lower() in TABLES):
         items = table_items(tables[0] if tables else place, path_column, rule, media_root)
-    elif media_root:
-        raise InputError(f"--media-root {media_root} needs a table, and {place} is none")
+    elif media_root or path_column:
+        flag = f"--media-root {media_root}" if media_root else f"--path-column {path_column}"
+        raise InputError(f"{flag} needs a table, and {place} is none")
     elif _PACKED.search(place.name):
         raise InputError(f"{place}: {_UNPACK}")
     elif place.is_dir():
