@@ -37,6 +37,9 @@ class _Store(argparse.Action):
     before: Sequence[Any] = ()
 
     def __call__(self, parser, namespace, values, option_string=None):  # type: ignore[no-untyped-def]
+        given = values if isinstance(values, list) else [values]
+        if "" in given and self.dest != "negative_prompt":  # of a variable that is not set
+            parser.error(f"{option_string or self.metavar or self.dest} is empty; give a value")
         if self.nargs == "+":
             values = self.before = [*self.before, *values]
         setattr(namespace, self.dest, values)

@@ -33,6 +33,8 @@ def test_an_incomplete_command_line_is_refused(refused):
         (["prepare"], ["KIND", "required"]),
         (["prepare", "letters", "--out", "x"], ["letters", "digits"]),
         (["prepare", "digits", "--out", "data", "--seed", "-1"], ["seed"]),
+        (["data", ""], ["STORE is empty; give a value"]),
+        (["prepare", "media", "x", "--out", ""], ["--out is empty; give a value"]),
         (["sample", "--checkpoint", "x", "--prompt", "a", "--prompt=b"], ["given twice; --list"]),
         (["sample", "--checkpoint", "x", "--prompt", "a", "cat"], ["cat is unknown; put several"]),
     ):
