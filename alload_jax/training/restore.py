@@ -131,8 +131,8 @@ def restore_weights(
       trained_only: leave out all but the trained parameters.
 
     Raises:
-      InputError: the checkpoint is damaged, its model differs from the config's, or the frozen
-        parameters are not the run's.
+      InputError: the checkpoint is damaged, its model differs from the config's, the frozen
+        parameters are not the run's, or `base` is given and it leaves none out.
     """
     place = folder.absolute() / str(step)
     model = read_identity(place)["model"]
@@ -156,6 +156,8 @@ def restore_weights(
         shapes, weights_shardings(shapes, mesh, family_of(config).partition_rules)
     )
     left_out = None if trained_only else read_base(place)
+    if base and left_out is None:
+        raise InputError(f"{place}: lacks no parameters; leave --base {base} out")
     stored = {_FIELDS[weights]: like.params}
     if not trained_only:
         stored["variables"] = like.variables

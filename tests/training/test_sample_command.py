@@ -229,6 +229,7 @@ def test_out_of_memory_is_reported_in_one_line(refused, class_run, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
+        ("--class 1 --base nowhere", ["lacks no parameters; leave --base nowhere out"]),
         ("--class 10", ["--class is 10", "from 0 to 9"]),
         ("--class -1", ["--class"]),
         ("--class 1 2 3", ["3 classes", "at most"]),
