@@ -418,7 +418,7 @@ class _Parser(ArgumentParser):
             cause = cause.__cause__ or cause.__context__
         # An optional section has a parser of its own, which does not know where it is.
         section, text = re.match(r'Parser key "([\w.]+)"', message), str(cause)
-        if section and (unknown := re.search(r"key (\w+) is unknown", text)):
+        if section and (unknown := re.search(r"key ([\w.]+) is unknown", text)):
             cause, message = None, f"Key '{section[1]}.{unknown[1]}' is not expected"
         elif section and text.startswith('key "'):
             cause, message = None, text.replace('"', f'"{section[1]}.', 1)

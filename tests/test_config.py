@@ -133,6 +133,7 @@ def test_what_is_required_is_named(tmp_path):
 
 
 FINITE = "expected a finite number"
+OF_GROUP = "key model.lora.groups.alfa is unknown; did you mean model.lora.groups.alpha?"
 
 
 @pytest.mark.parametrize(
@@ -142,6 +143,7 @@ FINITE = "expected a finite number"
         ("model", "dim", "config", 'key "model.dim": expected a whole number. Got value: config'),
         ("run", "stepz", "3", "key run.stepz is unknown; did you mean run.steps?"),
         ("experts", "x", "3", "key experts.x is unknown; did you mean experts?"),
+        ("model", "lora", "{groups: [{targets: [a], rank: 8, alfa: 4}]}", OF_GROUP),
         ("experts", "boundary", "x", f'key "experts.boundary": {FINITE}. Got value: x'),
         ("validation", "share", "nan", f'key "validation.share": {FINITE} or null. Got value: nan'),
     ],
