@@ -282,6 +282,8 @@ def read_manifest(folder: str | Path, has_shards: bool = True) -> Manifest:
     """
     path = Path(folder) / MANIFEST_NAME
     require_regular(path, _AGAIN, or_folder=False)
+    if Path(folder).is_file():
+        raise InputError(f"{folder}: is a file; set data.folder to its folder")
     if not path.is_file():
         raise InputError(f"{path}: no such manifest; set data.folder to a prepared data folder")
     table = read_columns(path, [*SCHEMA.names, PART_LENGTHS, NUMBER, JOINED, WEIGHT, DROPOUT])

@@ -173,6 +173,7 @@ def test_what_cannot_be_done_is_refused(refused, tmp_path):
     for argv, named in (
         ("", ["STORE"]),
         ("none", ["none/manifest.parquet", "no such manifest"]),
+        ("a/manifest.parquet", ["a/manifest.parquet: is a file; set data.folder to its folder"]),
         ("a b", ["2 folders", "alload data merge"]),
         ("a --out c", ["--out", "alload data merge"]),
         ("a --add-names", ["--add-names belongs to"]),

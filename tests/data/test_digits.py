@@ -118,7 +118,7 @@ def test_data_are_made_once_and_others_are_refused_and_left_alone(tmp_path, caps
     for other in ({"seed": 4}, {"mix": ((1, 8, 8, 5),)}, {"motion": "drift"}, {"pairs": 0.5}):
         changed = dataclasses.replace(TINY, **other)
         assert_refused(tmp_path / "digits", changed, "data.dataset", "data.folder", "remove")
-    for name, said in (("photo.png", "exists"), (MANIFEST_NAME, "data.folder")):
+    for name, said in (("photo.png", "exists"), (MANIFEST_NAME, "or leave data.dataset out")):
         (tmp_path / f"of {name}").mkdir()
         (tmp_path / f"of {name}" / name).write_bytes(b"precious")
         assert_refused(tmp_path / f"of {name}", TINY, said)

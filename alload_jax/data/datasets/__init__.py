@@ -48,10 +48,13 @@ def prepare_dataset(folder: str | Path, dataset: Dataset) -> None:
                 print(f"writing {type(dataset).__name__.lower()} to {folder}")
                 dataset.write(folder)
                 return
-    if manifest_metadata(path).get("origin") != dataset.origin():
+    found, wanted = manifest_metadata(path).get("origin"), dataset.origin()
+    if found != wanted:
+        made = isinstance(found, dict) and found.keys() == wanted.keys()  # by other settings
+        remedy = "remove this one to write it again" if made else "leave data.dataset out"
         raise InputError(
-            f"{folder}: holds data of another data.dataset; name another data.folder, or remove "
-            "this one to write it again"
+            f"{folder}: holds data of another data.dataset, or of none; name another data.folder, "
+            f"or {remedy}"
         )
 
 
