@@ -290,7 +290,7 @@ def read_manifest(folder: str | Path, has_shards: bool = True) -> Manifest:
     notes = manifest_metadata(path)
     _check_format(path, table, notes)
     _check_notes(path, notes)
-    column = {name: _numbers(path, table, name) for name in SCHEMA.names if name in _BOUNDS}
+    column = {name: _numbers(path, table, name) for name in SCHEMA.names if name in BOUNDS}
     _check_shards(path, table, notes["shard_bytes"], has_shards)
     form, ids = SampleForm.from_notes(notes), _numbers(path, table, NUMBER)
     if ids is not None and len(np.unique(ids)) < len(ids):
@@ -318,7 +318,7 @@ def read_manifest(folder: str | Path, has_shards: bool = True) -> Manifest:
 
 
 _SIZES, _ROWS, _CHECKSUMS = (1, _LARGEST_SIZE), (0, 2**63 - 1), (0, 2**32 - 1)
-_BOUNDS: dict[str, tuple[float, float]] = {
+BOUNDS: dict[str, tuple[float, float]] = {
     **dict.fromkeys(("frames", "height", "width", "channels"), _SIZES),
     **dict.fromkeys(("index", NUMBER), _ROWS),
     **dict.fromkeys(("checksum", JOINED), _CHECKSUMS),
@@ -339,7 +339,7 @@ def _numbers(path: Path, table: pa.Table, name: str, usual: Any = None) -> Any:
     if not (pa.types.is_integer(kind := table[name].type) or pa.types.is_floating(kind)):
         raise InputError(f"{path}: column {name} holds {kind}, not numbers; {_AGAIN}")
     column = table[name] if usual is None else pyarrow.compute.coalesce(table[name], usual)
-    values, (least, most) = np.asarray(column.to_numpy()), _BOUNDS[name]
+    values, (least, most) = np.asarray(column.to_numpy()), BOUNDS[name]
     wrong = np.flatnonzero(~((values >= least) & (values <= most)))
     if wrong.size:
         raise InputError(

@@ -92,8 +92,11 @@ def test_full_shards_are_closed_by_their_bytes(tmp_path):
 
 def test_the_folder_appears_at_the_end_or_not_and_what_a_killed_writer_left_is_replaced(tmp_path):
     write_and_fail(tmp_path / "store", [])
-    with pytest.raises(TypeError):  # a manifest that cannot be written
-        write_store(tmp_path / "store", random_samples(3), origin={"made_by": object()})
+    for origin in ({"made_by": object()}, [3]):  # a manifest that cannot be written, or read
+        with pytest.raises(TypeError):
+            write_store(tmp_path / "store", random_samples(3), origin=origin)
+    with says("mode is 'w'; choose one of new, resume, append"):
+        StoreWriter(tmp_path / "store", mode="w", **PIXELS)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "store.partial").mkdir()
     (tmp_path / "store.partial" / "shard-99999.arrayrecord").write_bytes(b"half")
@@ -171,6 +174,9 @@ REFUSED = [
     (TEXT, {"condition": zeros(2, 6, at=(1, 2), value=np.inf)}, "text hold inf at [1, 2]"),
     (TEXT, {"caption": float("nan")}, "caption is nan; give text"),
     (TEXT, {"path": 3}, "path is 3"),
+    (TEXT, {"weight": 0}, "weight is 0; it must be from 0.001 to 1000"),
+    (TEXT, {"weight": float("nan")}, "weight is nan; it must"),
+    (TEXT, {"dropout": 2}, "caption_dropout is 2; it must be from 0 to 1"),
     # Given frames and images.
     (TEXT | IMAGES, {"given": zeros(1, 2, 4, 3)}, "given has shape (1, 2, 4, 3)"),
     (TEXT | IMAGES, {"given": zeros(1, 4, 4, 3, dtype=int)}, "given is int64; give floats"),

@@ -48,8 +48,10 @@ class SampleWriter(ABC):
           where: put before the sample's number in messages.
 
         Raises:
-          TypeError: the origin has no form in JSON.
+          TypeError: the origin is no dict, or has no form in JSON.
         """
+        if not isinstance(origin, dict | None):
+            raise TypeError(f"origin is {origin!r}; give a dict of JSON values")
         self.written = 0
         self.channels: int | None = None
         self.form = records.SampleForm()
@@ -100,8 +102,8 @@ class SampleWriter(ABC):
         Raises:
           ValueError: the shape of the latents does not match `size` and the VAE's stride, the
             channels or the kind of condition differ from the previous samples, a value is an
-            integer, NaN or infinite, a class is negative, or a caption or the path is no text. The
-            sample is left out; the writer can go on.
+            integer, NaN or infinite, a class is negative, a caption or the path is no text, or
+            weight or dropout are out of bounds. The sample is left out; the writer can go on.
           OSError: the disk is full.
         """
         if path is not None and not isinstance(path, str):
@@ -109,6 +111,10 @@ class SampleWriter(ABC):
         further = (((*each, {}) if len(each) == 2 else each) for each in alternatives)
         texts = [(condition, caption, parts or {}), *further]
         place = f"{self._where}sample {self.written}"
+        for name, value in ((manifest.WEIGHT, weight), (manifest.DROPOUT, dropout)):
+            least, most = manifest.BOUNDS[name]
+            if not least <= value <= most:
+                raise ValueError(f"{place}: {name} is {value}; it must be from {least} to {most}")
         latents = np.asarray(latents)
         self._check_shape(latents, size, place)
         arrays = {records.LATENTS: latents, **_checked_texts(texts, place)}

@@ -5,7 +5,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal, Self, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -71,7 +71,7 @@ class StoreWriter(SampleWriter):
         Raises:
           InputError: the folder or FOLDER.partial is in the way, or what is there has another
             origin or vae_stride.
-          TypeError: the origin has no form in JSON.
+          TypeError: the origin is no dict, or has no form in JSON.
         """
         self.folder = Path(folder)
         self._limits = samples_per_shard, bytes_per_shard
@@ -183,8 +183,10 @@ def require_free(folder: Path, mode: WriterMode = "new") -> None:
     """Checks that a store can be written, and continued where the mode says so.
 
     Raises:
-      InputError: something is in the way.
+      InputError: something is in the way, or there is no such mode.
     """
+    if mode not in get_args(WriterMode):
+        raise InputError(f"mode is {mode!r}; choose one of {', '.join(get_args(WriterMode))}")
     is_store = (folder / manifests.MANIFEST_NAME).is_file()
     is_empty = folder.is_dir() and not any(folder.iterdir())
     if folder.exists() and not is_empty and not (mode == "append" and is_store):
