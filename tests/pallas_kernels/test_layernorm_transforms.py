@@ -1,7 +1,11 @@
 """LayerNorm-Modulate's kernels under transformations, lowered, and of arrays that a mesh splits."""
 
+import os
+import subprocess
+import sys
 from collections import Counter
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -154,6 +158,20 @@ def test_it_lowers_for_cuda(shape, layout, residual, static):
         cases.both_lowered_for_cuda(cases.shapes_of(shape, layout, residual), **static)
     )
     assert names == ["forward", "backward"] + ([] if layout == "token" else ["reduce"])
+
+
+def test_all_processes_lower_the_same_kernel():
+    """Else the compilation cache of one is of no use to another."""
+    script = (
+        "import sys; sys.path += ['../..', '..']; import kernel_cases as cases; "
+        "print(cases.both_lowered_for_cuda(cases.shapes_of((2, 512, 256), 'segment')))"
+    )
+    texts = set()
+    for seed in "12":
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "JAX_PLATFORMS": "cpu"}
+        command, folder = [sys.executable, "-c", script], Path(__file__).parent
+        texts.add(subprocess.check_output(command, env=environment, cwd=folder))
+    assert len(texts) == 1
 
 
 SHAPE = (4, 16, 48)
