@@ -194,11 +194,6 @@ class RowRing:
     count: int
     tables: Refs = field(default_factory=dict)
 
-    def begin(self) -> None:
-        """Begins to copy the first rows: all but one slot can be full."""
-        for number in range(self.count - 1):
-            self.fetch(self.start + number)
-
     def fetch(self, row: jax.Array) -> None:
         """Begins to copy a row into its slot, if the program has it."""
 
@@ -236,6 +231,32 @@ class RowRing:
         return lax.rem(row - self.start, jnp.int32(self.count))
 
 
+def begun_ring(
+    ref: Refs,
+    streams: Sequence[str],
+    group: jax.Array | int,
+    columns: Columns,
+    rows: tuple[jax.Array, jax.Array],
+    tables: Sequence[str] = (),
+) -> RowRing:
+    """The ring of a group, which begins to copy the first rows: all but one slot can be full.
+
+    Args:
+      ref: of the kernel, those of `ring_scratch` among them.
+      streams, tables: names of its sources and tables.
+      group: of the program.
+      columns: of the group.
+      rows: first row and last row + 1.
+    """
+    slots = {name: ref[f"{name}_slots"].at[group] for name in (*streams, *tables)}
+    sources, beside = ({name: ref[name] for name in names} for names in (streams, tables))
+    count = ref[f"{streams[0]}_slots"].shape[1]
+    ring = RowRing(sources, slots, ref["arrived"].at[group], columns, *rows, count, beside)
+    for number in range(count - 1):
+        ring.fetch(ring.start + number)
+    return ring
+
+
 def ring_scratch(
     streams: Mapping[str, jax.Array],
     groups: int,
@@ -253,30 +274,33 @@ def ring_scratch(
     }
 
 
-def call_of(
-    body: Callable[..., None],
+def run_walks(
+    body: Callable[[Refs], None],
     name: str,
     programs: int,
     groups: int,
-    outputs: Sequence[jax.ShapeDtypeStruct],
-    scratch: Sequence[PyTree],
+    inputs: Mapping[str, jax.Array],
+    outputs: Mapping[str, jax.ShapeDtypeStruct],
+    scratch: Mapping[str, PyTree],
     approx_math: bool = False,
-) -> Callable[..., list[jax.Array]]:
-    """A kernel whose programs walk through rows, as a function of its inputs.
+) -> dict[str, jax.Array]:
+    """Runs a kernel whose programs walk through rows, and returns its outputs by name.
 
     Args:
-      body: of refs of inputs, outputs and scratch; it has the axes `program` and `group`.
+      body: of refs of inputs, outputs and scratch by name; it has the axes `program` and `group`.
       name: as profilers and lowered modules show it.
       programs: how many there are.
       groups: of threads of a program.
+      inputs: arrays.
       outputs: their shapes.
       scratch: `ring_scratch` and `sums_scratch`.
       approx_math: whether functions may be single instructions.
     """
-    return plgpu.kernel(
-        body,
-        out_type=list(outputs),
-        scratch_types=list(scratch),
+    names = (*inputs, *outputs, *scratch)
+    run = plgpu.kernel(
+        lambda *refs: body(dict(zip(names, refs, strict=True))),
+        out_type=list(outputs.values()),
+        scratch_types=list(scratch.values()),
         # Each thread writes only what it alone has read, and barriers stand where others' is read.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, approx_math=approx_math),
         grid=(programs,),
@@ -285,6 +309,7 @@ def call_of(
         thread_name="group",
         kernel_name=name,
     )
+    return dict(zip(outputs, run(*inputs.values()), strict=True))
 
 
 def even_rows(number: jax.Array, rows: int, programs: int) -> tuple[jax.Array, jax.Array]:

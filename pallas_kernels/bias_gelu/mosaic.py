@@ -6,7 +6,6 @@ give equal bits.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -16,59 +15,35 @@ from jax import lax
 
 from pallas_kernels.bias_gelu.api import GeluOperands, gelu, gelu_and_slope
 from pallas_kernels.mosaic_rows import (
-    RowRing,
-    call_of,
+    Refs,
+    begun_ring,
     columns_of,
     even_rows,
     in_chunks,
     ring_scratch,
+    run_walks,
 )
-from pallas_kernels.op import Plain, Ref
+from pallas_kernels.op import Plain
 from pallas_kernels.walks import LANES, Pace, chunks_of, way_of
 
 FORWARD_PACE, BACKWARD_PACE = Pace(16, 12, 90_000), Pace(16, 4, 90_000)
-
-
-@dataclass(frozen=True)
-class MosaicGeluLaunch:
-    """What is static in a kernel.
-
-    Attributes:
-      names: of its refs, in order; rows in shared memory and their barriers come last.
-      tokens, dim: of x [tokens, dim].
-      along, across: programs along the tokens and along the width.
-      slots: of a program's ring.
-    """
-
-    names: tuple[str, ...]
-    tokens: int
-    dim: int
-    along: int
-    across: int
-    slots: int
 
 
 _WRITTEN = {"out": "x", "dx": "dout"}
 """Outputs, and what stood in the slots that they are written to."""
 
 
-def kernel(*refs: Ref, launch: MosaicGeluLaunch) -> None:
-    """x, bias → GELU of their sum; or with `dout` → gradient of x, sums of the bias's, [GELU]."""
-    ref = dict(zip(launch.names, refs, strict=True))
-    program = lax.axis_index("program")
-    along, across = program // launch.across, lax.rem(program, jnp.int32(launch.across))
-    columns = columns_of(launch.dim, launch.across, across)
+def kernel(ref: Refs, along: int, across: int) -> None:
+    """x, bias → GELU of their sum; or with `dout` → gradient of x, sums of the bias's, [GELU].
+
+    Programs are so many along the tokens and along the width.
+    """
+    program, (tokens, chunks, _) = lax.axis_index("program"), ref["x"].shape
+    place, number = program // across, lax.rem(program, jnp.int32(across))
+    columns = columns_of(chunks * LANES, across, number)
     streams = [name for name in ("x", "dout") if name in ref]
     written = {stream: ref[name] for name, stream in _WRITTEN.items() if name in ref}
-    ring = RowRing(
-        {name: ref[name] for name in streams},
-        {name: ref[f"{name}_slots"].at[0] for name in streams},
-        ref["arrived"].at[0],
-        columns,
-        *even_rows(along, launch.tokens, launch.along),
-        launch.slots,
-    )
-    ring.begin()
+    ring = begun_ring(ref, streams, 0, columns, even_rows(place, tokens, along))
     bias = columns.of(ref["bias"], 0)
     biases = [piece.load(bias, optimized=False) for piece in columns.pieces]
 
@@ -95,7 +70,7 @@ def kernel(*refs: Ref, launch: MosaicGeluLaunch) -> None:
     zeros = [piece.zeros() for piece in columns.pieces] if "partial" in ref else []
     sums = lax.fori_loop(ring.start, ring.stop, work, zeros)
     for piece, total in zip(columns.pieces, sums, strict=False):
-        piece.store(columns.of(ref["partial"], along), total)
+        piece.store(columns.of(ref["partial"], place), total)
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -151,11 +126,9 @@ def call(
     shapes = {each: jax.ShapeDtypeStruct(x.shape, x.dtype) for each in outputs}
     if cotangents:
         shapes["partial"] = jax.ShapeDtypeStruct((along, chunks, LANES), jnp.float32)
+    body = partial(kernel, along=along, across=across)
+    inputs = {**streams, "bias": in_chunks(operands.bias)}
     scratch = ring_scratch(streams, 1, columns, way.slots)
-    names = (*streams, "bias", *shapes, *scratch)
-    launch = MosaicGeluLaunch(names, tokens, dim, along, across, way.slots)
-    body, given = partial(kernel, launch=launch), list(scratch.values())
-    run = call_of(body, name, along * across, 1, list(shapes.values()), given, approx_math=True)
-    results = run(*streams.values(), in_chunks(operands.bias))
+    found = run_walks(body, name, along * across, 1, inputs, shapes, scratch, approx_math=True)
     like = [operands.x.shape] * len(outputs) + [(along, dim)] * bool(cotangents)
-    return [result.reshape(shape) for result, shape in zip(results, like, strict=True)]
+    return [result.reshape(shape) for result, shape in zip(found.values(), like, strict=True)]

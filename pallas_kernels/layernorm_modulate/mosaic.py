@@ -44,14 +44,14 @@ from pallas_kernels.mosaic_rows import (
     Piece,
     Refs,
     RowRing,
-    call_of,
+    begun_ring,
     columns_of,
     in_chunks,
     ring_scratch,
     row_sums,
+    run_walks,
     sums_scratch,
 )
-from pallas_kernels.op import Ref
 from pallas_kernels.walks import LANES, Way, chunks_of
 
 
@@ -60,7 +60,6 @@ class MosaicNormLaunch:
     """What is static in a kernel.
 
     Attributes:
-      names: of its refs, in order; shared memory and barriers come last.
       dim: width of a row.
       way: of the kernel.
       streams: of its refs, those that are loaded row by row.
@@ -69,7 +68,6 @@ class MosaicNormLaunch:
       row_blocks: how many there are.
     """
 
-    names: tuple[str, ...]
     dim: int
     way: Way
     streams: tuple[str, ...]
@@ -94,26 +92,17 @@ Tables = dict[str, jax.Array]
 """Rows of tables, or sums over rows that are their gradients, for a piece of a group's columns."""
 
 
-def kernel(*refs: Ref, launch: MosaicNormLaunch, work: Callable[..., None]) -> None:
+def kernel(ref: Refs, launch: MosaicNormLaunch, work: Callable[..., None]) -> None:
     """Works on each row block of a walk: (block, launch, refs by name, ring, its thread)."""
-    ref: Refs = dict(zip(launch.names, refs, strict=True))
     number, groups = lax.axis_index("group"), launch.way.groups
     of_program, group = lax.div(number, groups), lax.rem(number, groups)
     # Those with a row more are of as many multiprocessors as there are.
     walk = of_program * launch.programs + lax.axis_index("program")
-    streams = [name for name in launch.streams if name in ref]
 
     @pl.when(walk < launch.even.total)
     def _() -> None:
-        ring = RowRing(
-            {name: ref[name] for name in streams},
-            {name: ref[f"{name}_slots"].at[number] for name in streams},
-            ref["arrived"].at[number],
-            columns_of(launch.dim, groups, group),
-            *launch.even.place(walk)[:2],
-            launch.way.slots,
-        )
-        ring.begin()
+        columns, rows = columns_of(launch.dim, groups, group), launch.even.place(walk)[:2]
+        ring = begun_ring(ref, launch.streams, number, columns, rows)
         one = partial(work, launch=launch, ref=ref, ring=ring, thread=(group, 2 * of_program))
         for_each_row_block(launch.even, ref, walk, one)
         plgpu.wait_smem_to_gmem(0)
@@ -352,17 +341,15 @@ def _call(
     together = way.groups * way.per_core
     scratch = ring_scratch(streams, together, chunks_of(dim, way.groups), way.slots)
     scratch |= sums_scratch(way.groups, way.per_core)
-    names = (*given, *outputs, *scratch)
-    launch = MosaicNormLaunch(names, dim, way, tuple(streams), options.eps, even, row_blocks.total)
+    launch = MosaicNormLaunch(dim, way, tuple(streams), options.eps, even, row_blocks.total)
     work = forward_block if name == FORWARD else backward_block
     body = partial(kernel, launch=launch, work=work)
-    shapes = [
-        jax.ShapeDtypeStruct(
-            (len_, dim // LANES, LANES) if width == dim else (len_, width), shape.dtype
+    shapes = {
+        each: jax.ShapeDtypeStruct(
+            (rows, dim // LANES, LANES) if width == dim else (rows, width), shape.dtype
         )
-        for shape in outputs.values()
-        for len_, width in [shape.shape]
-    ]
-    run = call_of(body, name, launch.programs, together, shapes, list(scratch.values()))
-    named = zip(outputs.items(), run(*given.values()), strict=True)
-    return {each: result.reshape(shape.shape) for (each, shape), result in named}
+        for each, shape in outputs.items()
+        for rows, width in [shape.shape]
+    }
+    found = run_walks(body, name, launch.programs, together, given, shapes, scratch)
+    return {each: result.reshape(outputs[each].shape) for each, result in found.items()}

@@ -25,7 +25,7 @@ from pallas_kernels.mosaic_rows import (
     Refs,
     RowRing,
     Values,
-    call_of,
+    begun_ring,
     columns_of,
     even_rows,
     in_chunks,
@@ -33,9 +33,9 @@ from pallas_kernels.mosaic_rows import (
     load,
     ring_scratch,
     row_sums,
+    run_walks,
     sums_scratch,
 )
-from pallas_kernels.op import Ref
 from pallas_kernels.rms_norm_rotary.api import (
     BACKWARD_PACE,
     FORWARD_PACE,
@@ -44,7 +44,7 @@ from pallas_kernels.rms_norm_rotary.api import (
     heads_shape,
     way_for,
 )
-from pallas_kernels.walks import Pace, Way, chunks_of
+from pallas_kernels.walks import Pace, chunks_of
 
 _THREADS_OF_WARP = 32
 Angles = tuple[jax.Array, jax.Array]
@@ -56,18 +56,15 @@ class MosaicRmsNormLaunch:
     """What is static in a kernel.
 
     Attributes:
-      names: of its refs, in order; shared memory and barriers come last.
-      tokens, dim: of x [tokens, dim].
+      dim: channels of a token.
       options: of the call.
-      way: of the kernel.
+      groups: of threads of a program.
       programs: how many there are.
     """
 
-    names: tuple[str, ...]
-    tokens: int
     dim: int
     options: RmsNormOptions
-    way: Way
+    groups: int
     programs: int
 
     def means(
@@ -145,25 +142,16 @@ def _rotate(chunks: int, head_dim: int) -> PyTree:
     return rotate
 
 
-def kernel(*refs: Ref, launch: MosaicRmsNormLaunch) -> None:
+def kernel(ref: Refs, launch: MosaicRmsNormLaunch) -> None:
     """x, weight, [cos, sin] → normed and rotated; or with `dout` → dx, sums of the vectors'."""
-    ref: Refs = dict(zip(launch.names, refs, strict=True))
     program, group = lax.axis_index("program"), lax.axis_index("group")
     streams = [name for name in ("x", "dout") if name in ref]
     tables = [name for name in ("cos", "sin") if name in ref]
     # JAX makes one load of the angles for pieces of two sizes, and finds no layout for it.
-    columns = columns_of(launch.dim, launch.way.groups, group, alike=bool(tables))
+    columns = columns_of(launch.dim, launch.groups, group, alike=bool(tables))
     pieces = columns.pieces
-    ring = RowRing(
-        {name: ref[name] for name in streams},
-        {name: ref[f"{name}_slots"].at[group] for name in (*streams, *tables)},
-        ref["arrived"].at[group],
-        columns,
-        *even_rows(program, launch.tokens, launch.programs),
-        launch.way.slots,
-        {name: ref[name] for name in tables},
-    )
-    ring.begin()
+    rows = even_rows(program, len(ref["x"]), launch.programs)
+    ring = begun_ring(ref, streams, group, columns, rows, tables)
     weight = columns.of(ref["weight"], 0)
     weights = [piece.load(weight, optimized=False) for piece in pieces]
     if "dout" not in ref:
@@ -283,8 +271,6 @@ def call(
     scratch = ring_scratch(streams, way.groups, chunks_of(dim, way.groups), way.slots, tables)
     if not options.per_head:
         scratch |= sums_scratch(way.groups)
-    names = (*streams, "weight", *tables, *outputs, *scratch)
-    launch = MosaicRmsNormLaunch(names, len(x), dim, options, way, programs)
-    body, given = partial(kernel, launch=launch), list(scratch.values())
-    run = call_of(body, name, programs, way.groups, list(outputs.values()), given)
-    return run(*streams.values(), in_chunks(weight), *tables.values())
+    inputs = {**streams, "weight": in_chunks(weight), **tables}
+    body = partial(kernel, launch=MosaicRmsNormLaunch(dim, options, way.groups, programs))
+    return list(run_walks(body, name, programs, way.groups, inputs, outputs, scratch).values())
