@@ -39,7 +39,7 @@ from pallas_kernels.bias_gelu import triton as gelu_calls
 from pallas_kernels.block_sparse_attention import PooledScores, selection
 from pallas_kernels.block_sparse_attention import selection_triton as selection_calls
 from pallas_kernels.block_sparse_attention import triton as attention_calls
-from pallas_kernels.block_sparse_attention.operands import Pass
+from pallas_kernels.block_sparse_attention.api import Pass
 from pallas_kernels.layernorm_modulate import mosaic as mosaic_calls
 from pallas_kernels.layernorm_modulate import operands as norm_operands
 from pallas_kernels.layernorm_modulate import triton as norm_calls

@@ -18,6 +18,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import PyTree
 
+from pallas_kernels.block_sparse_attention.api import (
+    NAME,
+    AttentionInputs,
+    AttentionOperands,
+    AttentionOptions,
+    Pass,
+)
 from pallas_kernels.block_sparse_attention.block_lists import (
     BlockLists,
     InvertedLists,
@@ -26,13 +33,6 @@ from pallas_kernels.block_sparse_attention.block_lists import (
     key_lists,
     query_lists,
     unpack_entry,
-)
-from pallas_kernels.block_sparse_attention.operands import (
-    NAME,
-    AttentionInputs,
-    AttentionOperands,
-    AttentionOptions,
-    Pass,
 )
 from pallas_kernels.op import Ref
 

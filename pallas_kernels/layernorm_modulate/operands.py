@@ -116,7 +116,9 @@ def normalise(
     Raises:
       ValueError: a shape or a dtype does not fit; the message names it.
     """
-    _check_eps(function, eps)
+    # It is static: a kernel is made for each of its values.
+    if isinstance(eps, bool) or not isinstance(eps, float | int) or not 0 <= eps < math.inf:
+        raise ValueError(f"{function}: eps is {eps!r}; it must be a finite number, 0 or more")
     for name in ("x", "scale", "shift"):
         if getattr(operands, name) is None:
             raise ValueError(f"{function}: {name} is None; give an array")
@@ -152,12 +154,6 @@ def normalise(
     h: Literal["sum", "x"] | None = "sum" if y is not None else "x" if returns_x else None
     options = NormOptions(layout, eps, *dtypes, h, interpret)
     return _three_dimensional(operands, layout), options
-
-
-def _check_eps(function: str, eps: float) -> None:
-    # It is static: a kernel is made for each of its values.
-    if isinstance(eps, bool) or not isinstance(eps, float | int) or not 0 <= eps < math.inf:
-        raise ValueError(f"{function}: eps is {eps!r}; it must be a finite number, 0 or more")
 
 
 def _layout(function: str, operands: NormOperands) -> ModulationLayout:
@@ -326,7 +322,9 @@ def reference(operands: NormOperands, options: NormOptions) -> tuple[jax.Array |
         y = _cleared(operands.y.astype(jnp.float32), padding)
         wide = wide + (y if gate is None else gate * y)
     # Cast from float32 also where it is x, so that its gradients add up in that.
-    h = _without_gradient(wide, padding) if options.h == "x" else _cleared(wide, padding)
+    h = _cleared(wide, padding)
+    if options.h == "x":  # whose gradient alone is zero in padding
+        h = wide if padding is None else jnp.where(padding, jax.lax.stop_gradient(wide), wide)
     h = h.astype(options.residual_dtype)
     wide = _cleared(wide, padding)
     if operands.y is not None:
@@ -364,8 +362,3 @@ def _rounded(value: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 def _cleared(value: jax.Array, padding: jax.Array | None) -> jax.Array:
     return value if padding is None else jnp.where(padding, 0.0, value)
-
-
-def _without_gradient(value: jax.Array, padding: jax.Array | None) -> jax.Array:
-    """The same value, with no gradient in padding."""
-    return value if padding is None else jnp.where(padding, jax.lax.stop_gradient(value), value)

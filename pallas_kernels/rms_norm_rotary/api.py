@@ -1,6 +1,7 @@
 """RMSNorm with rotary embedding: what it means, its implementations, and the public function."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -182,17 +183,15 @@ class RmsNormKernels(Kernels[RmsNormOperands, RmsNormOptions]):
         width, options = devices.elements_of_shard(operands.x, call.sharding)[1], call.options
         tokens = max(1, ELEMENTS // width)
         angle = jnp.arange(tokens * (options.head_dim // 2), dtype=jnp.float32).reshape(tokens, -1)
-        rotates = operands.cos is not None
-        cos, sin = (jnp.cos(angle), jnp.sin(angle)) if rotates else (None, None)
+        cos, sin = (jnp.cos(angle), jnp.sin(angle)) if operands.cos is not None else (None, None)
         arguments = (
             jax.ShapeDtypeStruct((1, tokens, width), operands.x.dtype),
             jax.ShapeDtypeStruct((options.head_dim if options.per_head else width,), jnp.float32),
         )
-
-        def with_table(x: jax.Array, weight: jax.Array) -> RmsNormOperands:
-            return RmsNormOperands(x, weight, None, cos, sin)
-
-        runs = (REGISTRY.reference.run, self.run)
+        runs, with_table = (
+            (REGISTRY.reference.run, self.run),
+            partial(RmsNormOperands, cos=cos, sin=sin),
+        )
         return compared(runs, with_table, Call(options, None), arguments)
 
 

@@ -26,7 +26,7 @@ from pallas_kernels.block_sparse_attention import (
 )
 from pallas_kernels.block_sparse_attention import mosaic as mosaic_calls
 from pallas_kernels.block_sparse_attention.block_lists import invert, longest_first
-from pallas_kernels.block_sparse_attention.mosaic_tiles import MosaicTiles
+from pallas_kernels.block_sparse_attention.mosaic import MosaicTiles
 from pallas_kernels.block_sparse_attention.triton import TritonTiles
 
 KINDS = ("random", "full", "empty", "one", "ragged", "popular")

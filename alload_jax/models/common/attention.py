@@ -38,7 +38,7 @@ from alload_jax.models.common.segments import (
 from alload_jax.sharding.mesh import CONTEXT, TENSOR, row_shards
 from pallas_kernels import devices
 from pallas_kernels.block_sparse_attention import BlockLists, block_sparse_attention
-from pallas_kernels.block_sparse_attention.operands import unsupported_query
+from pallas_kernels.block_sparse_attention.api import unsupported_query
 
 _KEY_BLOCK = 128
 """Keys of a block in cuDNN's backward."""
