@@ -22,8 +22,8 @@ from alload_jax.errors import InputError
 from alload_jax.planning.cost import CostFile, CostModel
 from alload_jax.planning.epoch import EpochPlan, RowShape
 from alload_jax.planning.policies.packed import (
-    PackedEpochBuilder,
     PlacedSteps,
+    packed_epoch,
     refuse_unplaceable,
     row_shape,
 )
@@ -130,7 +130,7 @@ class KnapFormer(Policy):
         sizes = bag_sizes(bags, topology.ranks, self.context)
         shape = self._shape(samples, set(sizes))
         refuse_unplaceable(samples, shape, self, topology.ranks, self.context)
-        epoch = PackedEpochBuilder(shape, topology, samples.seq_len)
+        steps: list[PlacedSteps] = []
         order, most = samples.shuffled(rng), topology.ranks * self.m_mem
         while len(order):
             tokens = np.cumsum(samples.seq_len[order[: most // int(samples.seq_len.min())]])
@@ -139,9 +139,9 @@ class KnapFormer(Policy):
                 step := self._step(order[:count], samples, topology.ranks, sizes, shape)
             ) is None:
                 count -= max(1, count // _LESS)
-            epoch.add(step)
+            steps.append(step)
             order = order[count:]
-        return epoch.finish()
+        return packed_epoch(steps, shape, topology, samples.seq_len)
 
     def _shape(self, samples: Samples, sizes: set[int]) -> RowShape:
         """The rows: bags of one GPU have whole samples, others split ones."""

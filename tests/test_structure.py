@@ -172,7 +172,6 @@ def test_dataclasses_are_frozen():
         "CostFilter",
         "Found",
         "Message",
-        "PackedEpochBuilder",
         "UnitReport",
         "WindowPlanner",
         "_Received",

@@ -45,20 +45,6 @@ def padding_ratio(real_tokens: float, computed_tokens: float) -> float:
     return 1 - real_tokens / computed_tokens
 
 
-def excess_over_bound(cost: np.ndarray, largest_indivisible_cost: np.ndarray) -> np.ndarray:
-    """Makespan over its lower bound, minus 1.
-
-    Args:
-      cost: [..., ranks].
-      largest_indivisible_cost: [...], cost of the largest sample, which one rank must run whole.
-
-    Returns:
-      [...]; 0 where no placement could be faster.
-    """
-    bound = np.maximum(cost.mean(axis=-1), largest_indivisible_cost)
-    return _ratio(cost.max(axis=-1), bound) - 1
-
-
 @dataclass(frozen=True)
 class PlanMetrics:
     """An epoch's metrics; means over steps unless said otherwise.
@@ -128,7 +114,9 @@ def plan_metrics(plan: EpochPlan, cost_model: CostModel, m_mem: int | None) -> P
     cost = rank_costs(plan, micro_batch_costs(plan, cost_model))
     squares = rank_costs(plan, computed_costs(plan, SQUARES))
     makespan = cost.max(axis=-1)
-    excess = excess_over_bound(cost, largest_indivisible_cost(plan, cost_model))
+    # One rank must run the largest sample whole.
+    bound = np.maximum(cost.mean(axis=-1), largest_indivisible_cost(plan, cost_model))
+    excess = _ratio(makespan, bound) - 1
     computed = int((plan.rows * plan.padded_len).sum())
     tokens = int(plan.part_tokens().sum())
     placed = times_placed(plan)

@@ -6,12 +6,12 @@ import os
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -145,11 +145,16 @@ class Plan:
         """
         return self.epoch(0).steps if self.beginning.step else self._starts[1]
 
-    def __reduce__(self) -> tuple[type["Plan"], tuple[object, ...]]:
+    def __reduce__(self) -> tuple[Callable[[], "Plan"], tuple[()]]:
         """Pickles the plan's inputs and starts of epochs; the worker process plans again."""
-        inputs = (self.samples, self.policy, self.topology, self.seed)
-        changes = (self.recalibrations, self.beginning, self.revisions)
-        return Plan, (*inputs, tuple(self._starts), *changes)
+        return partial(Plan, **self._inputs()), ()
+
+    def _inputs(self, **changed: Any) -> dict[str, Any]:
+        """What the plan is made of, with some of it changed."""
+        changes = ("recalibrations", "beginning", "revisions")
+        names = ("samples", "policy", "topology", "seed", *changes)
+        given = {name: getattr(self, name) for name in names}
+        return given | {"starts": tuple(self._starts)} | changed
 
     def recalibrated(self, epoch: int, cost: CostModel) -> "Plan":
         """The plan whose epochs from `epoch` on, 1 or later, follow another cost model.
@@ -157,16 +162,9 @@ class Plan:
         Its earlier epochs are those of this plan, and it needs no other programs.
         """
         kept = (each for each in self.recalibrations if each.epoch < epoch)
-        return Plan(
-            self.samples,
-            self.policy,
-            self.topology,
-            self.seed,
-            self._starts[: max(1, epoch - self.beginning.epoch + 1)],
-            (*kept, Recalibration(epoch, cost)),
-            self.beginning,
-            self.revisions,
-        )
+        recalibrations = (*kept, Recalibration(epoch, cost))
+        starts = self._starts[: max(1, epoch - self.beginning.epoch + 1)]
+        return Plan(**self._inputs(starts=starts, recalibrations=recalibrations))
 
     def revised(self, revision: Revision) -> "Plan":
         """The packed plan with a revision after its own, of which the last two are kept.
@@ -184,8 +182,7 @@ class Plan:
         counts = self._counts(beginning.epoch, beginning.done)
         if counts is not None and not counts.any():
             beginning = Beginning(beginning.epoch + 1, beginning.step)
-        inputs = (self.samples, self.policy, self.topology, self.seed)
-        return Plan(*inputs, (0,), self.recalibrations, beginning, self.revisions)
+        return Plan(**self._inputs(starts=(0,), beginning=beginning))
 
     def done_before(self, index: int) -> tuple[int, np.ndarray]:
         """The epoch of step `index`, and [N] how often its earlier steps take each sample."""

@@ -9,8 +9,9 @@ window, and its number is the epoch of their noise.
 """
 
 from collections import OrderedDict
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -19,7 +20,7 @@ from typing_extensions import override
 from alload_jax.planning.epoch import MOST_WEIGHT, EpochPlan, Step, WindowContent
 from alload_jax.planning.plan import Beginning, Plan
 from alload_jax.planning.policies.balanced import Balanced
-from alload_jax.planning.policies.packed import EASING, PackedEpochBuilder, Window, stable_order
+from alload_jax.planning.policies.packed import EASING, Window, packed_epoch, stable_order
 from alload_jax.planning.policies.policy import Policy, RankTopology
 from alload_jax.planning.samples import Samples, digest
 
@@ -126,11 +127,9 @@ class StreamPlan(Plan):
         super().__init__(samples, policy, topology, seed, beginning=beginning)
 
     @override
-    def __reduce__(self) -> tuple[type[Plan], tuple[object, ...]]:
-        return StreamPlan, self._inputs(self._rounds[self.beginning.epoch])
-
-    def _inputs(self, start: RoundStart) -> tuple[Any, ...]:
-        return (self.samples, self.policy, self.topology, self.seed, self.feed, start)
+    def __reduce__(self) -> tuple[Callable[[], Plan], tuple[()]]:
+        inputs = (self.samples, self.policy, self.topology, self.seed, self.feed)
+        return partial(StreamPlan, *inputs, self._rounds[self.beginning.epoch]), ()
 
     @override
     def identity(self) -> dict[str, object]:
@@ -152,7 +151,7 @@ class StreamPlan(Plan):
 
     def starting_at(self, start: RoundStart) -> "StreamPlan":
         """The same plan for steps of this round and later ones."""
-        return StreamPlan(*self._inputs(start))
+        return StreamPlan(self.samples, self.policy, self.topology, self.seed, self.feed, start)
 
     @override
     def _planned_epoch(self, number: int, done: np.ndarray | None) -> EpochPlan:
@@ -206,9 +205,10 @@ class _Round:
             any_placed, easing = bool(placed.any()), easing * EASING
         self._rows, self._keys, self.window = rows[~placed], keys[~placed], self.window + 1
         rows, keys = rows[placed], keys[placed]
-        builder = PackedEpochBuilder(self._planner.shape, self._topology, self._seq_len[rows])
-        builder.add(replace(steps, sample=(np.cumsum(placed) - 1)[steps.sample]))
-        return builder.finish(self._rng), WindowContent(rows, keys)
+        steps = replace(steps, sample=(np.cumsum(placed) - 1)[steps.sample])
+        shape, seq_len = self._planner.shape, self._seq_len[rows]
+        epoch = packed_epoch([steps], shape, self._topology, seq_len, self._rng)
+        return epoch, WindowContent(rows, keys)
 
     def following(self) -> RoundStart:
         """Where the next round begins; closes the feed."""

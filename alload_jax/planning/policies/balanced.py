@@ -16,8 +16,9 @@ from alload_jax.planning.policies.filling import ATTEMPTS, WindowPlanner
 from alload_jax.planning.policies.grouping import SampleBounds
 from alload_jax.planning.policies.packed import (
     SLOTS_UNIT,
-    PackedEpochBuilder,
     PackedSettings,
+    packed_epoch,
+    place_windows,
     refuse_unplaceable,
     row_shape,
     slots_for,
@@ -194,9 +195,9 @@ class Balanced(Policy):
         """See `Policy.plan_epoch`; for `attempts`, `WindowPlanner`."""
         planner = replace(self.window_planner(samples, topology, rng), attempts=attempts)
         footprint = planner.shape.footprint(samples.seq_len)
-        epoch = PackedEpochBuilder(planner.shape, topology, samples.seq_len)
-        epoch.place(samples.shuffled(rng), footprint, planner.window_tokens, planner.place)
-        return epoch.finish(rng)
+        order = samples.shuffled(rng)
+        windows = place_windows(order, footprint, planner.window_tokens, planner.place)
+        return packed_epoch(windows, planner.shape, topology, samples.seq_len, rng)
 
     def window_planner(
         self, samples: Samples, topology: RankTopology, rng: np.random.Generator

@@ -5,8 +5,8 @@ of all windows stand in random order, so that it does not matter for how long on
 """
 
 from bisect import bisect_right
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar, Generic, Self, TypeVar
 
 import numpy as np
@@ -189,117 +189,114 @@ PlaceWindow = Callable[[Window], tuple[PlacedSteps, np.ndarray]]
 """
 
 
-@dataclass
-class PackedEpochBuilder:
-    """Places windows, and joins their steps into an epoch.
+def place_windows(
+    order: np.ndarray, footprint: np.ndarray, window_tokens: float, place: PlaceWindow
+) -> list[PlacedSteps]:
+    """Places window after window, until all samples are placed.
 
-    Attributes:
+    Args:
+      order: [N] int64, sample numbers of the epoch, shuffled.
+      footprint: tokens that each sample of the manifest takes.
+      window_tokens: of a window, deferred samples included.
+      place: places a window.
+    """
+    upto, found = np.r_[0, np.cumsum(footprint[order])], []
+    waiting, taken, easing = order[:0], 0, 1.0
+    while taken < len(order) or len(waiting):
+        ready = int(footprint[waiting].sum())
+        stop = len(order)
+        room = window_tokens * easing  # more, if the last window could place nothing
+        if ready + int(upto[-1] - upto[taken]) > _LAST * room:
+            most = int(upto[taken]) + max(0, int(room) - ready)
+            stop = int(np.searchsorted(upto, most, side="right")) - 1
+            if not len(waiting):  # one sample may be more than a window
+                stop = max(stop, taken + 1)
+        waiting, taken = np.r_[waiting, order[taken:stop]], stop
+        waiting = waiting[np.argsort(-footprint[waiting], kind="stable")]
+        steps, placed = place(Window(waiting, footprint[waiting], taken == len(order), easing))
+        found.append(steps)
+        easing = 1.0 if placed.any() else easing * EASING
+        waiting = waiting[~placed]
+    return found
+
+
+def packed_epoch(
+    windows: Sequence[PlacedSteps],
+    shape: RowShape,
+    topology: RankTopology,
+    seq_len: np.ndarray,
+    rng: np.random.Generator | None = None,
+) -> EpochPlan:
+    """Joins the steps of windows into an epoch.
+
+    Args:
+      windows: their steps; some may have none.
       shape: of the rows.
       topology: ranks and steps.
       seq_len: [N] int64, tokens of every sample of the manifest.
+      rng: puts the steps of all windows in random order; None leaves them as they are.
     """
+    windows, ranks = [each for each in windows if len(each.split_tokens)], topology.ranks
+    order, row, split_tokens = _rows_of_parts(windows, ranks, rng)
+    turns = len(split_tokens) // ranks
+    sample, tokens, is_split, offset = (
+        _column(windows, name)[order] for name in ("sample", "tokens", "is_split", "offset")
+    )
+    offsets = np.searchsorted(row, np.arange(turns * ranks + 1))
+    # Where each whole sample begins, counted from the end of its row's split samples.
+    taken = np.where(is_split, 0, shape.footprint(tokens))
+    before = np.cumsum(taken) - taken
+    after = before - np.r_[before, before[-1:] + taken[-1:]][offsets[:-1]][row]
+    step, micro_batch = np.divmod(np.arange(turns), topology.micro_batches_per_step)
+    return EpochPlan(
+        ranks=ranks,
+        steps=int(step[-1]) + 1,
+        step=np.repeat(step, ranks),
+        micro_batch=np.repeat(micro_batch, ranks),
+        rank=np.tile(np.arange(ranks), turns),
+        rows=np.ones(turns * ranks, np.int64),
+        padded_len=np.full(turns * ranks, shape.capacity),
+        shape=np.zeros((turns * ranks, 3), np.int64),
+        offsets=offsets,
+        sample=sample,
+        seq_len=seq_len,
+        packing=Packing(
+            **vars(shape),
+            split_tokens=split_tokens,
+            tokens=tokens,
+            offset=np.where(is_split, offset, split_tokens[row] + after),
+            is_split=is_split,
+        ),
+    )
 
-    shape: RowShape
-    topology: RankTopology
-    seq_len: np.ndarray
-    _windows: list[PlacedSteps] = field(default_factory=list)
 
-    def place(
-        self, order: np.ndarray, footprint: np.ndarray, window_tokens: float, place: PlaceWindow
-    ) -> None:
-        """Places window after window, until all samples are placed.
+def _column(windows: Sequence[PlacedSteps], name: str) -> np.ndarray:
+    return np.concatenate([getattr(window, name) for window in windows])
 
-        Args:
-          order: [N] int64, sample numbers of the epoch, shuffled.
-          footprint: tokens that each sample of the manifest takes.
-          window_tokens: of a window, deferred samples included.
-          place: places a window.
-        """
-        upto = np.r_[0, np.cumsum(footprint[order])]
-        waiting, taken, easing = order[:0], 0, 1.0
-        while taken < len(order) or len(waiting):
-            ready = int(footprint[waiting].sum())
-            stop = len(order)
-            room = window_tokens * easing  # more, if the last window could place nothing
-            if ready + int(upto[-1] - upto[taken]) > _LAST * room:
-                most = int(upto[taken]) + max(0, int(room) - ready)
-                stop = int(np.searchsorted(upto, most, side="right")) - 1
-                if not len(waiting):  # one sample may be more than a window
-                    stop = max(stop, taken + 1)
-            waiting, taken = np.r_[waiting, order[taken:stop]], stop
-            waiting = waiting[np.argsort(-footprint[waiting], kind="stable")]
-            window = Window(waiting, footprint[waiting], taken == len(order), easing)
-            steps, placed = place(window)
-            self.add(steps)
-            easing = 1.0 if placed.any() else easing * EASING
-            waiting = waiting[~placed]
 
-    def add(self, steps: PlacedSteps) -> None:
-        """Appends a window's steps."""
-        if len(steps.split_tokens):
-            self._windows.append(steps)
+def _rows_of_parts(
+    windows: Sequence[PlacedSteps], ranks: int, rng: np.random.Generator | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """How the parts [P] are sorted by row, the row of each of them then, and A of each row.
 
-    def finish(self, rng: np.random.Generator | None = None) -> EpochPlan:
-        """The epoch.
-
-        Args:
-          rng: puts the steps of all windows in random order; None leaves them as they were added.
-        """
-        ranks = self.topology.ranks
-        order, row, split_tokens = self._rows(rng)
-        turns = len(split_tokens) // ranks
-        tokens, is_split = self._column("tokens")[order], self._column("is_split")[order]
-        offsets = np.searchsorted(row, np.arange(turns * ranks + 1))
-        # Where each whole sample begins, counted from the end of its row's split samples.
-        taken = np.where(is_split, 0, self.shape.footprint(tokens))
-        before = np.cumsum(taken) - taken
-        after = before - np.r_[before, before[-1:] + taken[-1:]][offsets[:-1]][row]
-        step, micro_batch = np.divmod(np.arange(turns), self.topology.micro_batches_per_step)
-        return EpochPlan(
-            ranks=ranks,
-            steps=int(step[-1]) + 1,
-            step=np.repeat(step, ranks),
-            micro_batch=np.repeat(micro_batch, ranks),
-            rank=np.tile(np.arange(ranks), turns),
-            rows=np.ones(turns * ranks, np.int64),
-            padded_len=np.full(turns * ranks, self.shape.capacity),
-            shape=np.zeros((turns * ranks, 3), np.int64),
-            offsets=offsets,
-            sample=self._column("sample")[order],
-            seq_len=self.seq_len,
-            packing=Packing(
-                **vars(self.shape),
-                split_tokens=split_tokens,
-                tokens=tokens,
-                offset=np.where(is_split, self._column("offset")[order], split_tokens[row] + after),
-                is_split=is_split,
-            ),
-        )
-
-    def _column(self, name: str) -> np.ndarray:
-        return np.concatenate([getattr(window, name) for window in self._windows])
-
-    def _rows(self, rng: np.random.Generator | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """How the parts [P] are sorted by row, the row of each of them then, and A of each row.
-
-        Apart from `finish`, whose memory would else hold what is only needed here.
-        """
-        ranks, counts = self.topology.ranks, [len(w.split_tokens) for w in self._windows]
-        turns = sum(counts)  # steps of windows: a micro-batch of every rank
-        firsts = np.cumsum([0, *counts[:-1]])
-        turn = np.concatenate([w.step + n for w, n in zip(self._windows, firsts, strict=True)])
-        place = np.arange(turns)
-        if rng is not None:
-            place = even_order(turn, self._column("tokens"), turns, rng)
-        row, is_split = place[turn] * ranks + self._column("rank"), self._column("is_split")
-        # Within a row: split samples by their place, then whole ones in the order of assignment.
-        if is_split.any():
-            order = np.lexsort((np.where(is_split, self._column("offset"), 0), ~is_split, row))
-        else:
-            order = stable_order(row)
-        split_tokens = np.empty(turns, np.int64)
-        split_tokens[place] = self._column("split_tokens")
-        return order, row[order], np.repeat(split_tokens, ranks)
+    Apart from `packed_epoch`, whose memory would else hold what is only needed here.
+    """
+    counts = [len(window.split_tokens) for window in windows]
+    turns = sum(counts)  # steps of windows: a micro-batch of every rank
+    firsts = np.cumsum([0, *counts[:-1]])
+    turn = np.concatenate([w.step + n for w, n in zip(windows, firsts, strict=True)])
+    place = np.arange(turns)
+    if rng is not None:
+        place = even_order(turn, _column(windows, "tokens"), turns, rng)
+    row, is_split = place[turn] * ranks + _column(windows, "rank"), _column(windows, "is_split")
+    # Within a row: split samples by their place, then whole ones in the order of assignment.
+    if is_split.any():
+        order = np.lexsort((np.where(is_split, _column(windows, "offset"), 0), ~is_split, row))
+    else:
+        order = stable_order(row)
+    split_tokens = np.empty(turns, np.int64)
+    split_tokens[place] = _column(windows, "split_tokens")
+    return order, row[order], np.repeat(split_tokens, ranks)
 
 
 def stable_order(numbers: np.ndarray) -> np.ndarray:
@@ -363,7 +360,6 @@ class FirstFit(Policy):
         shape = row_shape(typical, self.m_mem, self.max_segments, self.align, _SLOT_FACTOR)
         refuse_unplaceable(samples, shape, self, topology.ranks)
         shape = replace(shape, longest_whole=int(samples.seq_len.max()))
-        epoch = PackedEpochBuilder(shape, topology, samples.seq_len)
 
         def place(window: Window) -> tuple[PlacedSteps, np.ndarray]:
             row, rows = first_fit_decreasing(window.footprint, shape)
@@ -383,8 +379,9 @@ class FirstFit(Policy):
             return found, placed
 
         window_tokens = self.look_ahead * topology.ranks * shape.capacity
-        epoch.place(samples.shuffled(rng), shape.footprint(samples.seq_len), window_tokens, place)
-        return epoch.finish(rng)
+        order, footprint = samples.shuffled(rng), shape.footprint(samples.seq_len)
+        windows = place_windows(order, footprint, window_tokens, place)
+        return packed_epoch(windows, shape, topology, samples.seq_len, rng)
 
 
 def first_fit_decreasing(footprint: np.ndarray, shape: RowShape) -> tuple[np.ndarray, int]:

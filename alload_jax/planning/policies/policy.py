@@ -174,21 +174,20 @@ class PlanSettings:
         """The content of the cost-model JSON; an empty `CostFile` if none is given."""
         return read_cost_file(Path(self.cost_model)) if self.cost_model else CostFile()
 
-    def exponent(self, costs: CostFile | None = None) -> float:
-        """The p to use; `costs` replaces the config's cost model if given."""
-        power = (costs or self.costs()).power
-        return float(self.p or (power.p if power else 2.0))
+    def exponent(self, costs: CostFile) -> float:
+        """The p to use, where the cost model is that of a file."""
+        return float(self.p or (costs.power.p if costs.power else 2.0))
 
     @property
     def single_gradient(self) -> bool:
         """Whether a step has one micro-batch for all ranks, whose gradient is then the step's."""
         return self.micro_batches_per_step == 1 and self.ranks_mode != "independent"
 
-    def tokens_bound(self, costs: CostFile | None = None) -> int | None:
+    def tokens_bound(self, costs: CostFile) -> int | None:
         """The M_mem to use, or None; `costs` as in `exponent`."""
-        return self.m_mem or (costs or self.costs()).m_mem
+        return self.m_mem or costs.m_mem
 
-    def required_m_mem(self, costs: CostFile | None = None) -> int:
+    def required_m_mem(self, costs: CostFile) -> int:
         """The M_mem to use; `costs` as in `exponent`.
 
         Raises:
@@ -214,7 +213,10 @@ class PlanSettings:
         return self.m_comp
 
     def predictor(self, costs: CostFile | None = None) -> CostModel:
-        """The model that predicts steps: the cost model's best form, or else B·S^p."""
+        """The model that predicts steps: the cost model's best form, or else B·S^p.
+
+        `costs` replaces the config's cost model if given.
+        """
         costs = costs or self.costs()
         if costs.quadratic:
             return costs.quadratic
@@ -233,13 +235,13 @@ class PlanSettings:
             raise ValueError(f"planning.context is {self.context}; find its value first")
         return self.context
 
-    def seconds_per_split_token(self, costs: CostFile | None = None) -> float:
+    def seconds_per_split_token(self, costs: CostFile) -> float:
         """Predicted seconds of communication per split token of a rank; 0 if unknown.
 
         As many ranks exchange heads as divide the group's ranks and the heads. `costs` as in
         `exponent`.
         """
-        costs, context = costs or self.costs(), self.context_value
+        context = self.context_value
         if not costs.bytes_per_split_token or not costs.quadratic:
             return 0.0
         exchanged = math.gcd(context, int((costs.model or {}).get("num_heads", 0)))

@@ -12,7 +12,7 @@ import numpy as np
 
 from alload_jax.planning.cost import CostModel, marginal_cost, micro_batch_costs, rank_costs
 from alload_jax.planning.epoch import EpochPlan, Packing, RowShape, number_repetitions
-from alload_jax.planning.policies.packed import PackedEpochBuilder, PlacedSteps, Stock
+from alload_jax.planning.policies.packed import PlacedSteps, Stock, packed_epoch
 from alload_jax.planning.policies.policy import Policy, RankTopology
 
 _WORTH = 0.001
@@ -140,19 +140,16 @@ def _moved(
         rows = (fixed, packing.capacity - taken, packing.segments)
         row[whole] = _exchange(row[whole], weight, tokens, *rows, speed, rng)
     shape = RowShape(**{name: getattr(packing, name) for name in RowShape.__dataclass_fields__})
-    epoch = PackedEpochBuilder(shape, topology, part.seq_len)
-    epoch.add(
-        PlacedSteps(
-            sample=part.sample,
-            step=row // ranks,
-            rank=row % ranks,
-            tokens=packing.tokens,
-            offset=packing.offset,
-            is_split=packing.is_split,
-            split_tokens=packing.split_tokens[source][::ranks],
-        )
+    steps = PlacedSteps(
+        sample=part.sample,
+        step=row // ranks,
+        rank=row % ranks,
+        tokens=packing.tokens,
+        offset=packing.offset,
+        is_split=packing.is_split,
+        split_tokens=packing.split_tokens[source][::ranks],
     )
-    found = epoch.finish(rng)
+    found = packed_epoch([steps], shape, topology, part.seq_len, rng)
     if part.repetition is None:
         return replace(found, counts=part.counts)
     first = np.full(len(part.seq_len), np.iinfo(np.int64).max)
