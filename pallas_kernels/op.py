@@ -204,7 +204,12 @@ class Registry(Generic[T]):
                 f"choose one of {', '.join(self.names())}"
             )
         if name == AUTO and not interpret:
-            return self._fastest(call)
+            fastest = (
+                each
+                for each in reversed(self._others.values())
+                if each.unsupported_reason(*call) is None and each.faster_than_reference(*call)
+            )
+            return next(fastest, self.reference)
         candidates = [each for each in self if name in (AUTO, each.name)]
         if interpret:
             candidates = [each for each in candidates if each.interpretable]
@@ -214,12 +219,6 @@ class Registry(Generic[T]):
         if reason is not None:
             raise type(reason)(f"{function}: {candidates[0].name!r} cannot run, {reason}")
         return candidates[0]
-
-    def _fastest(self, call: tuple[PyTree, ...]) -> T:
-        for each in reversed(self._others.values()):
-            if each.unsupported_reason(*call) is None and each.faster_than_reference(*call):
-                return each
-        return self.reference
 
 
 class Measured(Implementation[Operands, Options]):

@@ -243,8 +243,11 @@ def step_cost(
         repeated -= counts.norms_traffic * again.but_norms
         values = counts.forward_traffic + repeated * again.elementwise + counts.backward_traffic
         elementwise = device.compute_bytes * values / (device.bandwidth * device.elementwise_share)
+        # Kernels, passes over the weights, the update.
+        kernels = architecture.kernels() * (1 + _BACKWARD_KERNELS + again.elementwise)
+        moved = trained.of(total) * _UPDATE_BYTES + total * _WEIGHT_BYTES * (3 + again.elementwise)
         return QuadraticCost(
-            c0=_fixed_seconds(architecture, device, again, trained),
+            c0=kernels * device.kernel_seconds + moved / device.bandwidth,
             c1=flops.matmul_per_token * products
             - kept
             + flops.attention_per_token * attention
@@ -322,14 +325,3 @@ def bytes_per_split_token(
     """
     passes = 2 + any(_RECOMPUTED[each].any for each in policies_of(remat))
     return float(passes * compute_bytes * architecture.activations().split_exchange)
-
-
-def _fixed_seconds(
-    architecture: Architecture, device: Device, again: _Recomputed, trained: Trained
-) -> float:
-    """Seconds that do not depend on the batch: kernels, passes over the weights, the update."""
-    kernels = architecture.kernels() * (1 + _BACKWARD_KERNELS + again.elementwise)
-    passes = 3 + again.elementwise
-    total = architecture.parameters()
-    moved = trained.of(total) * _UPDATE_BYTES + total * _WEIGHT_BYTES * passes
-    return kernels * device.kernel_seconds + moved / device.bandwidth

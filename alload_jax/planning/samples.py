@@ -48,9 +48,9 @@ class Geometry:
         stride_t, stride_h, stride_w = self.vae_stride
         return np.stack(
             [
-                _ceil_div(np.asarray(frames, np.int64) - 1, stride_t) + 1,
-                _ceil_div(np.asarray(height, np.int64), stride_h),
-                _ceil_div(np.asarray(width, np.int64), stride_w),
+                -((1 - np.asarray(frames, np.int64)) // stride_t) + 1,
+                -(-np.asarray(height, np.int64) // stride_h),
+                -(-np.asarray(width, np.int64) // stride_w),
             ],
             axis=-1,
         )
@@ -72,7 +72,7 @@ class Geometry:
         Returns:
           [N, 3] int64.
         """
-        return _ceil_div(self.latent_grid(frames, height, width), np.asarray(self.patch_size))
+        return -(-self.latent_grid(frames, height, width) // np.asarray(self.patch_size))
 
 
 def divisible(size: Triple, vae_stride: Triple, patch_size: Triple) -> bool:
@@ -82,10 +82,6 @@ def divisible(size: Triple, vae_stride: Triple, patch_size: Triple) -> bool:
         return False
     grid = Geometry(vae_stride).latent_grid(*np.asarray(size)[:, None])[0]
     return not (grid % np.asarray(patch_size)).any()
-
-
-def _ceil_div(value: np.ndarray, divisor: int | np.ndarray) -> np.ndarray:
-    return -(-value // divisor)
 
 
 def digest(*columns: np.ndarray) -> str:

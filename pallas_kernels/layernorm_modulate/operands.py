@@ -139,7 +139,13 @@ def normalise(
         raise ValueError(f"{function}: a gate is given, but y is None; give y, or no gate")
     layout = _layout(function, operands)
     _check_modulation(function, operands, layout)
-    _check_segments(function, operands)
+    ids = operands.segment_ids
+    if ids is not None and ids.shape != x.shape[:-1]:
+        raise ValueError(
+            f"{function}: segment_ids must be {x.shape[:-1]} for x {x.shape}, got {ids.shape}"
+        )
+    if ids is not None and not jnp.issubdtype(ids.dtype, jnp.signedinteger):
+        raise ValueError(f"{function}: segment_ids are {ids.dtype}; they must be signed integers")
     out_dtype = x.dtype if y is None else y.dtype
     h_dtype = jnp.dtype(x.dtype if residual_dtype is None else residual_dtype)
     if h_dtype not in (x.dtype, jnp.float32):
@@ -201,19 +207,6 @@ def _check_modulation(function: str, operands: NormOperands, layout: ModulationL
         if value.dtype not in dtypes:
             names = " or ".join(sorted(str(dtype) for dtype in dtypes))
             raise ValueError(f"{function}: {name} is {value.dtype}; it must be {names}")
-
-
-def _check_segments(function: str, operands: NormOperands) -> None:
-    ids = operands.segment_ids
-    if ids is None:
-        return
-    if ids.shape != operands.x.shape[:-1]:
-        raise ValueError(
-            f"{function}: segment_ids must be {operands.x.shape[:-1]} for x {operands.x.shape}, "
-            f"got {ids.shape}"
-        )
-    if not jnp.issubdtype(ids.dtype, jnp.signedinteger):
-        raise ValueError(f"{function}: segment_ids are {ids.dtype}; they must be signed integers")
 
 
 def _three_dimensional(operands: NormOperands, layout: ModulationLayout) -> NormOperands:

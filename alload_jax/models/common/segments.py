@@ -133,26 +133,17 @@ class TiledSegment(NamedTuple):
     grid: Grid
 
 
-class ClipTiles(NamedTuple):
-    """Tiles of rows that hold one sample each, all of one size.
+def clip_tiles(grid: Grid, block: int) -> tuple[TileLayout, np.ndarray, np.ndarray]:
+    """The tiles of rows that hold one sample of (t, h, w) tokens each.
 
-    Attributes:
-      layout: for tokens in the order of their tiles.
-      order: [S] int32, the token, counted as by `patchify`, that is at each place.
-      place: [S] int32, where each token is.
+    Returns:
+      Their layout, for tokens in the order of their tiles; [S] int32, the token, counted as by
+      `patchify`, that is at each place; [S] int32, where each token is.
     """
-
-    layout: TileLayout
-    order: np.ndarray
-    place: np.ndarray
-
-
-def clip_tiles(grid: Grid, block: int) -> ClipTiles:
-    """The tiles of samples of (t, h, w) tokens."""
     found = cached_tile_order(grid, block=block)
     tokens = jnp.asarray(found.tokens)[None]
     layout = TileLayout(None, None, tokens, jnp.zeros_like(tokens), block, tokens.shape[1])
-    return ClipTiles(layout, found.source[: len(found.place)], found.place)
+    return layout, found.source[: len(found.place)], found.place
 
 
 def clip_layout(grid: Grid, block: int, condition_tokens: int | None = None) -> TileLayout:

@@ -346,14 +346,13 @@ class WanTransformer(StackedTransformer):
         grid = self.grid_of(latents)
         positions, block = grid_positions(*grid), self.block_of_tiles(grid)
         by_frame = first_frame_timestep is not None
-        layout = clip_layout(grid, block) if block and by_frame else None
-        tiles = clip_tiles(grid, block) if block and not by_frame else None
-        if tiles is not None:
+        layout, place = clip_layout(grid, block) if block and by_frame else None, None
+        if block and not by_frame:
             # Nothing but attention depends on the order, so that layers need not move tokens. A
             # first frame with modulations of its own must stay together for the norms.
-            layout = tiles.layout
-            positions, tokens = positions[tiles.order], tokens[:, tiles.order]
-            timestep = timestep[:, tiles.order] if timestep.ndim == 2 else timestep
+            layout, order, place = clip_tiles(grid, block)
+            positions, tokens = positions[order], tokens[:, order]
+            timestep = timestep[:, order] if timestep.ndim == 2 else timestep
         rotary = rotary_table(positions, grid, self.config.head_dim)
         modulated = None
         if first_frame_timestep is not None:
@@ -370,8 +369,8 @@ class WanTransformer(StackedTransformer):
             layout=layout,
             modulated=modulated,
         )
-        if tiles is not None:
-            velocity = velocity[:, tiles.place]
+        if place is not None:
+            velocity = velocity[:, place]
         shape = (*latents.shape[:-1], self.config.latent_channels)
         return parts.Output(parts.unpatchify(velocity.astype(jnp.float32), shape, patch), auxiliary)
 

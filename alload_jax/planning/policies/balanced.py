@@ -218,10 +218,16 @@ class Balanced(Policy):
             typical, self.capacity, self.max_segments, self.align, _SLOT_FACTOR, setting
         )
         refuse_unplaceable(samples, shape, self, topology.ranks, self.context, setting)
-        footprint, weights = shape.footprint(samples.seq_len), self._weights(samples.seq_len)
+        footprint, weights = (
+            shape.footprint(samples.seq_len),
+            marginal_cost(self._model, samples.seq_len),
+        )
         held, held_weights = footprint, weights
         if typical is not samples:
-            held, held_weights = shape.footprint(typical.seq_len), self._weights(typical.seq_len)
+            held, held_weights = (
+                shape.footprint(typical.seq_len),
+                marginal_cost(self._model, typical.seq_len),
+            )
         rule = self._rule(typical.seq_len, held, topology.ranks, shape)
         shape = replace(
             shape,
@@ -254,16 +260,12 @@ class Balanced(Policy):
 
     def m_comp_measure(self, seq_len: np.ndarray) -> np.ndarray:
         """Cost of a row that holds one sample; see `Policy.m_comp_measure`."""
-        return self._empty_row_cost(self.max_segments or 0) + self._weights(seq_len)
+        return self._empty_row_cost(self.max_segments or 0) + marginal_cost(self._model, seq_len)
 
     @property
     def _model(self) -> CostModel:
         """The cost model that balances rows."""
         return self.refitted or self.cost
-
-    def _weights(self, seq_len: np.ndarray) -> np.ndarray:
-        """The marginal cost of a sample, that is beyond padding of its length."""
-        return marginal_cost(self._model, seq_len)
 
     @property
     def capacity(self) -> int:
@@ -308,7 +310,7 @@ class Balanced(Policy):
             return rule
         if self.refitted:
             return replace(self, refitted=None)._rule(seq_len, footprint, ranks, shape)
-        weights = self._weights(seq_len)
+        weights = marginal_cost(self._model, seq_len)
         share = self.split_above * float(weights.sum() / footprint.sum() * capacity)
         heavy = footprint[weights > share]
         longest_whole = min(capacity, int(heavy.min(initial=capacity + 1)) - 1)
@@ -404,6 +406,8 @@ class RowTrials:
         self._noise = None if scale is None else scale * topology.ranks / ranks_planned
         self.policy, self.samples, self.topology = policy, samples, topology
         self._epochs = max(1, min(_EPOCHS, _MOST_SEARCHED // len(samples)))
+        # Time of all ranks for a token, for each unit of time of an epoch.
+        self._per_token = topology.ranks / float(samples.seq_len.sum())
 
     def time(self, tokens: int, slots: int, most: float = np.inf) -> float:
         """`time_of` rows of so many tokens and slots."""
@@ -428,13 +432,8 @@ class RowTrials:
                 break
         return mean
 
-    @property
-    def _per_token(self) -> float:
-        """Time of all ranks for a token, for each unit of time of an epoch."""
-        return self.topology.ranks / float(self.samples.seq_len.sum())
-
     def best_tokens(self, below: float = np.inf, trials: int = TRIALS) -> tuple[int, float]:
-        """T with the least `time` times its `_price`, up to the policy's M_mem, and that product.
+        """T with the least `time` times its price, up to the policy's M_mem, and that product.
 
         The smallest that is tried is the longest sample, or its share where it is split. If the
         longest does not fit, T is M_mem. Where the policy says T, that is taken.
@@ -452,7 +451,8 @@ class RowTrials:
         if self.policy.row_tokens is None:
             values = self._candidates(footprint, longest, most)
         bound = self._lower_bounds(values, footprint)
-        times, price = np.full(len(values), np.inf), self._price(values)
+        odd = (values % _units(values) > 0) & (values % _ALIGNED > 0)
+        times, price = np.full(len(values), np.inf), np.where(odd, _ODD_PRICE, 1.0)
         bound *= price
 
         def try_out(places: Iterable[int], trials: int) -> None:
@@ -511,11 +511,6 @@ class RowTrials:
         found = -(-found // units) * units
         found = np.r_[found, [most // unit * unit for unit in (units[-1], wide, align)]]
         return np.unique(found[(found >= least) & (found <= most)])
-
-    def _price(self, values: np.ndarray) -> np.ndarray:
-        """[K]: time with rows of these tokens ([K]), over what the cost model predicts."""
-        odd = (values % _units(values) > 0) & (values % _ALIGNED > 0)
-        return np.where(odd, _ODD_PRICE, 1.0)
 
     def _lower_bounds(self, values: np.ndarray, footprint: np.ndarray) -> np.ndarray:
         """[K]: what `time` is at least with rows of these tokens ([K])."""
