@@ -80,7 +80,12 @@ def reference(operands: RmsNormOperands, options: RmsNormOptions) -> jax.Array:
     normed = wide * jax.lax.rsqrt(mean + options.eps) * operands.weight.astype(jnp.float32)
     normed = normed.reshape(heads)
     if operands.cos is not None and operands.sin is not None:
-        normed = _rotated(normed, operands.cos[..., None, :], operands.sin[..., None, :])
+        # Channel pairs (2i, 2i + 1) turned by angle i.
+        cos, sin = operands.cos[..., None, :], operands.sin[..., None, :]
+        pairs = normed.reshape(*heads[:-1], heads[-1] // 2, 2)
+        even, odd = pairs[..., 0], pairs[..., 1]
+        turned = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1)
+        normed = turned.reshape(heads)
     return normed.astype(operands.x.dtype)
 
 
@@ -100,14 +105,6 @@ def _backward(like: jax.Array, gradient: jax.Array) -> tuple[jax.Array, jax.Arra
 
 
 _holding.defvjp(_forward, _backward)
-
-
-def _rotated(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Channel pairs (2i, 2i + 1) turned by angle i."""
-    pairs = x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
-    even, odd = pairs[..., 0], pairs[..., 1]
-    turned = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1)
-    return turned.reshape(x.shape)
 
 
 _LEAST_ELEMENTS = 256 * 1536
