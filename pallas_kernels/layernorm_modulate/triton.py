@@ -60,7 +60,6 @@ class NormLaunch:
     """What is static in a kernel.
 
     Attributes:
-      names: of its refs, in order.
       dim: width of a row.
       options: of the call.
       blocks: how it works through its rows.
@@ -68,7 +67,6 @@ class NormLaunch:
       row_blocks: how many there are.
     """
 
-    names: tuple[str, ...]
     dim: int
     options: NormOptions
     blocks: Division
@@ -213,13 +211,6 @@ def _row_sums(*rows: Tiles) -> list[jax.Array]:
     return [jnp.sum(jnp.where(index == n, total, 0.0)) for n in range(count)]
 
 
-def kernel(*refs: Ref, launch: NormLaunch, work: Callable[..., None]) -> None:
-    """Works on each row block of a program: (block, launch, refs by name)."""
-    ref: Refs = dict(zip(launch.names, refs, strict=True))
-    one = partial(work, launch=launch, ref=ref)
-    for_each_row_block(launch.even, ref, pl.program_id(0), one)
-
-
 def forward_block(block: RowBlock, launch: NormLaunch, ref: Refs) -> None:
     """x, [y, gate], scale, shift → whichever of h, statistics, out have a ref."""
     rows = Rows(block, launch, ref, ("x", "y"))
@@ -305,7 +296,7 @@ def backward_block(block: RowBlock, launch: NormLaunch, ref: Refs) -> None:
                 rows.store(name, row, grad)
         return {name: _tile_map(jnp.add, total, grads[name]) for name, total in sums.items()}
 
-    tables = ["dscale", "dshift", *(["dgate"] if "gate" in launch.names else [])]
+    tables = ["dscale", "dshift", *(["dgate"] if "gate" in ref else [])]
     summed = [] if rows.per_token else tables
     written = [name for name in ("dx", "dy") if name in ref]
     sums = rows.walk(work, {name: rows.zeros() for name in summed}, written)
@@ -406,15 +397,22 @@ def _call(
     blocks: Division,
     row_blocks: EvenRowBlocks | Walks,
 ) -> dict[str, jax.Array]:
-    """Runs a kernel over all row blocks; arrays go in and come out as [rows, D]."""
+    """Runs work(block, launch, refs by name) on all row blocks; arrays are [rows, D] there."""
     arrays = {k: v.reshape(-1, v.shape[-1]) for k, v in inputs.items() if v is not None}
     dim = next(iter(arrays.values())).shape[1]
     if isinstance(row_blocks, Walks):
         arrays |= row_blocks.refs()
     even = row_blocks if isinstance(row_blocks, EvenRowBlocks) else None
-    launch = NormLaunch((*arrays, *outputs), dim, options, blocks, even, row_blocks.total)
+    launch = NormLaunch(dim, options, blocks, even, row_blocks.total)
+    names = (*arrays, *outputs)
+
+    def kernel(*refs: Ref) -> None:
+        ref: Refs = dict(zip(names, refs, strict=True))
+        one = partial(work, launch=launch, ref=ref)
+        for_each_row_block(even, ref, pl.program_id(0), one)
+
     results = pl.pallas_call(
-        partial(kernel, launch=launch, work=work),
+        kernel,
         out_shape=list(outputs.values()),
         grid=(row_blocks.programs,),
         compiler_params=plgpu.CompilerParams(num_warps=blocks.num_warps, num_stages=1),
