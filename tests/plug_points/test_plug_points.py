@@ -221,10 +221,10 @@ def test_a_grain_source_from_outside_trains_as_the_same_samples_in_a_store(train
     def losses(folder):
         return [row["loss"] for row in metrics(folder)]
 
-    write_records(tmp_path / "stored", 12)
+    write_records(tmp_path / "data", 12)
     source = {"name": "grain_ramps:GrainRamps", "count": 12}
     read = {"folder": "unused", "source": source}
-    stored = train(data={"folder": str(tmp_path / "stored")}, run={"steps": 3}, folder="stored")
+    stored = train(data={"folder": str(tmp_path / "data")}, run={"steps": 3}, folder="stored")
     by_processes = read | {"loader": {"processes": 2}}
     outside = train(data=by_processes, run={"steps": 3}, folder="outside")
     assert losses(outside) == losses(stored)
