@@ -332,7 +332,6 @@ def locked(folder: Path, cluster: Cluster) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     root = folder.resolve()
     with cluster.report_failures():
-        require_run_or_new(folder)
         for parent, folders, files in os.walk(root):
             for path in (Path(parent) / name for name in (*folders, *files)):
                 if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root):
@@ -340,6 +339,7 @@ def locked(folder: Path, cluster: Cluster) -> Iterator[None]:
                         f"{path}: is a link out of the run folder; remove it (run.folder itself "
                         "may be a link)"
                     )
+        require_run_or_new(folder)
     with open_own(folder / LOCK_NAME, "a+") as file:
         with cluster.report_failures():
             _take(file, folder)
