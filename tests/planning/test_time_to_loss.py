@@ -69,12 +69,15 @@ def test_the_less_noise_the_fewer_samples_of_a_step():
 
 
 def test_where_an_empty_row_costs_nothing_less_noise_still_makes_shorter_rows():
-    costs = CostFile(quadratic=dataclasses.replace(WAN, c0=0.0, c1=0.0, c_sequence=0.0))
     samples, rows = samples_of(300, 32_760), []
-    for scale in (3.0, 1e5):
-        config = dataclasses.replace(NOISY, noise_scale=scale)
-        rows.append(make_plan(config, samples, 2, 0, costs).policy.row_tokens)
+    for unit in (1.0, 1e9):  # costs need not be seconds
+        attention = {"c0": 0.0, "c1": 0.0, "c_sequence": 0.0, "c2": WAN.c2 * unit}
+        costs = CostFile(quadratic=dataclasses.replace(WAN, **attention))
+        for scale in (3.0, 1e5):
+            config = dataclasses.replace(NOISY, noise_scale=scale)
+            rows.append(make_plan(config, samples, 2, 0, costs).policy.row_tokens)
     assert rows[0] < rows[1]
+    assert rows[:2] == rows[2:]
 
 
 def test_auto_takes_the_policy_that_reaches_a_loss_first():

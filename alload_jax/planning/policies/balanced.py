@@ -364,7 +364,7 @@ _ALIGNED = 8
 _ODD_PRICE = 1.2
 """Time with other rows, over that predicted: matrix products copy operands, and attention within
 rows that do not divide into windows takes longer. A tenth each, in one profile of an H200."""
-_LEAST = 1e-300
+_LEAST = 1e-200
 """Of a divisor: with costs of samples alone an empty row costs nothing."""
 _WORTH_OF_SLOTS = 0.003
 """Share of the time that more slots must save."""
