@@ -254,7 +254,7 @@ def read_samples(path: str | Path, geometry: Geometry) -> Samples:
     table = _read_table(Path(path))
     columns = {name: table[name].to_numpy() for name in table.column_names}
     samples = samples_from_columns(columns, geometry, str(path))
-    if (weight := columns.get(_WEIGHT)) is None:
+    if (weight := columns.get(_WEIGHT)) is None or table[_WEIGHT].null_count == len(table):
         return samples
     if weight.dtype.kind not in "iuf":
         raise InputError(f"{path}: column weight holds {str(weight[0])[:40]!r}; write numbers")

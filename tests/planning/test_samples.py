@@ -128,7 +128,12 @@ def test_csv_and_parquet_say_the_same(tmp_path_factory, manifest):
 
 
 def test_a_column_of_weights_says_how_often_an_epoch_has_a_sample(tmp_path):
-    for weights, expected in (([2, 1], [2, 1]), ([0.5, None], [0.5, 1]), ([1, 1], None)):
+    for weights, expected in (
+        ([2, 1], [2, 1]),
+        ([0.5, None], [0.5, 1]),
+        ([1, 1], None),
+        ([None] * 2, None),
+    ):
         for name in ("m.csv", "m.parquet"):
             path = write(tmp_path / name, {"seq_len": [8, 8], "weight": weights})
             found = read_samples(path, Geometry()).weight
