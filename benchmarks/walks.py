@@ -237,7 +237,7 @@ def score(options: argparse.Namespace) -> None:
 
 def trained(options: argparse.Namespace) -> None:
     """Adds to a score how long its runs took and what their validations measured."""
-    report = Record(options.score)
+    report = Record(options.score, ("jax", "jaxlib", "flax"))
     if options.score.exists():
         report.content = json.loads(options.score.read_text())
     for folder in options.runs:

@@ -81,16 +81,25 @@ def test_the_figures_of_the_epochs_are_those_of_their_files():
 
     readme = (ROOT / "README.md").read_text()
     assert f"[buckets are {100 * shared / steps['balanced'] - 100:.0f} % faster]" in readme
-    _, newer, _ = epoch("equal_tokens")
     _, steps, start = epoch("mixed_resolution")
-    rows = [(newer, "equal-tokens"), (steps, "dual-constraint-shared")]
+    rows = [(steps, "equal-tokens"), (steps, "dual-constraint-shared")]
     for row in map(change, *zip(*rows, (start, "dual-constraint-shared"), strict=True)):
         assert row in readme
-    assert f"{newer['equal-tokens']:,.0f} → {newer['balanced']:,.0f} tokens/s" in page
     best, cold = (max({**of, "balanced": 0}.items(), key=itemgetter(1)) for of in (steps, start))
     assert (best[0], cold[0]) == ("sorted", "knapformer-bags-of-two")
     assert f"`sorted` is fastest with {best[1]:,.0f} tokens/s" in readme
     assert f"KnapFormer's rule with {cold[1]:,.0f}" in readme
+
+
+def test_the_time_to_a_loss_is_that_of_its_file():
+    page = (DOCS / "walks.md").read_text()
+    for run in read_json(ROOT / "benchmarks/results/time_to_loss_walks_h200.json")["runs"]:
+        name, loss = run["folder"], run["validation"][-1]["validation/loss"]
+        share = run["time_to_last_loss_of"]["balanced_0"]
+        told = "1" if name == "balanced_0" else f"{share:.2f}" if share else "not reached"
+        cells = f"| {run['samples'] / run['steps']:.0f} | {loss:.3f} | {told} |"
+        label = name.replace("_noise", "`, [`noise_scale: 32").removesuffix("_0")
+        assert re.search(rf"^\| `{re.escape(label)}`.* {re.escape(cells)}$", page, re.M), name
 
 
 def test_the_rates_of_14b_are_those_of_its_files():
