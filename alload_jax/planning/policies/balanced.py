@@ -218,16 +218,12 @@ class Balanced(Policy):
             typical, self.capacity, self.max_segments, self.align, _SLOT_FACTOR, setting
         )
         refuse_unplaceable(samples, shape, self, topology.ranks, self.context, setting)
-        footprint, weights = (
-            shape.footprint(samples.seq_len),
-            marginal_cost(self._model, samples.seq_len),
-        )
+        footprint = shape.footprint(samples.seq_len)
+        weights = marginal_cost(self._model, samples.seq_len)
         held, held_weights = footprint, weights
         if typical is not samples:
-            held, held_weights = (
-                shape.footprint(typical.seq_len),
-                marginal_cost(self._model, typical.seq_len),
-            )
+            held = shape.footprint(typical.seq_len)
+            held_weights = marginal_cost(self._model, typical.seq_len)
         rule = self._rule(typical.seq_len, held, topology.ranks, shape)
         shape = replace(
             shape,
