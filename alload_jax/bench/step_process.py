@@ -9,6 +9,7 @@ import math
 import statistics
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -73,13 +74,12 @@ def resolved(settings: Settings) -> tuple[ModelConfig, Mapping[RematPolicy, floa
         return model, None
     tokens = settings.batch * math.prod(settings.latents) // math.prod(model.patch_size)
     tokens += settings.batch * tokens_beside(model, settings.condition_tokens)
-    latents, seconds = (settings.batch, *settings.latents), None
-    if measurable(model):
-        seconds = layer_seconds(model, latents, condition_tokens=settings.condition_tokens)
-    given = (ALL_TRAINED, OptimizerConfig())
-    choice = choose_for(model, tokens, budget, *given, rows=settings.batch, layer_seconds=seconds)
+    latents, text = (settings.batch, *settings.latents), settings.condition_tokens
+    measure = partial(layer_seconds, model, latents, condition_tokens=text)
+    given: Json = {"rows": settings.batch, "measure": measure if measurable(model) else None}
+    choice = choose_for(model, tokens, budget, ALL_TRAINED, OptimizerConfig(), **given)
     model = dataclasses.replace(model, remat="none", remat_layers=choice.policies)
-    return model, seconds
+    return model, choice.layer_seconds
 
 
 def measure(**fields: Any) -> Json:

@@ -5,7 +5,7 @@ few layers: a loop over layers then compiles no more than that many.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -59,6 +59,8 @@ over `HOST_KEYS` or more alone."""
 HOST_KEYS = 8192
 """Least keys of attention whose output goes to the host. Computing it again takes 4 K d operations
 a token for K keys, and the way there 2 d bytes: as much at 600 TFLOP/s, 50 GB/s and 6,000 keys."""
+Measure = Callable[[Sequence[RematPolicy]], Mapping[RematPolicy, float] | None]
+"""Seconds of a layer by policy, `full` among them; None if it cannot measure."""
 _LONGEST_PATTERN = 10
 MARGIN = 0.08
 """Share of the memory that predictions leave free."""
@@ -72,18 +74,18 @@ class Choice(NamedTuple):
       seconds: predicted for a micro-batch.
       bytes: predicted peak on a device.
       budget: bytes that it may take.
-      measured: whether the times of the policies were measured.
+      layer_seconds: measured for a layer by policy; None where arithmetic predicts them.
     """
 
     policies: tuple[RematPolicy, ...]
     seconds: float
     bytes: float
     budget: float
-    measured: bool = False
+    layer_seconds: Mapping[RematPolicy, float] | None = None
 
     def line(self) -> str:
         """The choice in words."""
-        by = "by measured time, " if self.measured else ""
+        by = "by measured time, " if self.layer_seconds else ""
         return (
             f"model.remat: {in_words(self.policies)} ({by}predicted {self.bytes / 1e9:.1f} of "
             f"{self.budget / 1e9:.1f} GB)"
@@ -111,7 +113,7 @@ def choose_remat(
     rows: float | None = None,
     work_space: float = 0.0,
     trained: Trained = ALL_TRAINED,
-    layer_seconds: Mapping[RematPolicy, float] | None = None,
+    measure: Measure | None = None,
     host_budget: float = math.inf,
 ) -> Choice:
     """The fastest choice whose micro-batches of `tokens` tokens fit.
@@ -128,60 +130,62 @@ def choose_remat(
         tokens as there may be.
       work_space: bytes of libraries beyond `WORKSPACE_BYTES`, under any policy.
       trained: which parameters are trained.
-      layer_seconds: measured for a layer's forward and backward under each policy, `full` among
-        them; others are not chosen, nor what would offload what those keep. None for the times that
-        arithmetic predicts.
+      measure: measures seconds of a layer's forward and backward under policies, which is worth it
+        only for those of choices that fit, and `full`. Those that it leaves out are not chosen, nor
+        what would offload what they keep. If it finds none, or is None, arithmetic predicts them.
       host_budget: bytes of the host's memory that a device may use.
 
     Raises:
       InputError: no policy fits.
     """
 
-    def seconds_of(policies: Sequence[RematPolicy]) -> float:
-        cost = step_cost(architecture, device, ("full",) if layer_seconds else policies, trained)
-        [seconds] = bucketed_cost(cost, np.array([1]), np.array([tokens]))
-        if not layer_seconds:
-            return float(seconds)
-        gained = [layer_seconds["full"] - layer_seconds[each] for each in policies]
-        return float(seconds) - num_layers * sum(gained) / len(gained)
-
-    def predicted(policies: tuple[RematPolicy, ...]) -> Choice:
+    def needed(policies: tuple[RematPolicy, ...]) -> float:
         memory = step_memory(architecture, device, policies, shards, trained, replicas)
         samples = tokens / SHORTEST if rows is None else rows
-        needed = memory.bytes_of(tokens, samples) + work_space
-        seconds = seconds_of([_resident(each, tokens) for each in policies])
-        if policies[0] in OFFLOADED:
-            seconds += _waiting(architecture, device, tokens, policies[0], trained)
-        return Choice(policies, seconds, needed, budget, bool(layer_seconds))
+        return memory.bytes_of(tokens, samples) + work_space
 
     def in_host(policies: Sequence[RematPolicy]) -> bool:
         if policies[0] not in OFFLOADED:
             return True
         return host_bytes(architecture, device, tokens, policies[0]) <= host_budget
 
-    known = set(layer_seconds or LADDER)
     fitting = [
-        choice
+        each
         for each in _patterns(num_layers)
-        if {_resident(policy, tokens) for policy in each} <= known and in_host(each)
-        if (choice := predicted(each)).bytes <= budget * (1 - MARGIN)
+        if needed(each) <= budget * (1 - MARGIN) and in_host(each)
     ]
     if not fitting:
         # What lacks memory for the choice that takes least: the device, or else the host.
-        least = predicted(("offload",))
-        if least.bytes > budget * (1 - MARGIN):
-            needed, place = least.bytes, f"with {in_words(least.policies)}"
+        if (least := needed(("offload",))) > budget * (1 - MARGIN):
+            place = "with offload"
             there = f"has {budget / 1e9:.1f} GB with a margin of {MARGIN:.0%}"
         else:
-            needed, place = host_bytes(architecture, device, tokens, "offload"), "of the host's"
+            least, place = host_bytes(architecture, device, tokens, "offload"), "of the host's"
             there = f"may use {host_budget / 1e9:.1f} GB of them"
         raise InputError(
             f"model.remat: auto finds nothing that fits: {tokens:,} tokens need "
-            f"{needed / 1e9:.1f} GB {place}, and a device {there}; take fewer tokens "
+            f"{least / 1e9:.1f} GB {place}, and a device {there}; take fewer tokens "
             "(planning.m_mem), more shards (mesh.fsdp) or more memory (model.memory_budget)"
         )
+    computed = {each: {_resident(policy, tokens) for policy in each} for each in fitting}
+    asked = {"full"}.union(*computed.values())
+    times = None
+    if measure is not None and len(asked) > 1:
+        times = measure([each for each in LADDER if each in asked])
+
+    def predicted(policies: tuple[RematPolicy, ...]) -> Choice:
+        again = [_resident(each, tokens) for each in policies]
+        cost = step_cost(architecture, device, ("full",) if times else again, trained)
+        seconds = float(bucketed_cost(cost, np.array([1]), np.array([tokens]))[0])
+        if times:
+            gained = [times["full"] - times[each] for each in again]
+            seconds -= num_layers * sum(gained) / len(gained)
+        if policies[0] in OFFLOADED:
+            seconds += _waiting(architecture, device, tokens, policies[0], trained)
+        return Choice(policies, seconds, needed(policies), budget, times)
+
     return min(
-        fitting,
+        (predicted(each) for each in fitting if times is None or computed[each] <= times.keys()),
         key=lambda each: (each.seconds, each.policies[0] in OFFLOADED, len(each.policies)),
     )
 

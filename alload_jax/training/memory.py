@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -133,7 +133,7 @@ def choose_for(
       parameters: which parameters are trained.
       optimizer: the optimizer, whose state takes memory.
       single: as in `trained_of`.
-      options: of `choose_remat`: shards, replicas, rows, work_space and layer_seconds.
+      options: of `choose_remat`: shards, replicas, rows, work_space and measure.
 
     Raises:
       InputError: nothing fits, or no costs of such models are known.
@@ -287,13 +287,13 @@ def fitting_model(
         policies, changed = _kept_choice(path := folder / CHOICE, conditions)
         if policies:
             return policies, f"model.remat: {in_words(policies)}, as this run began"
-        seconds = _measured_seconds(model, tokens, parameters, optimizer)
         options = {name: conditions[name] for name in ("shards", "replicas", "work_space")}
-        options |= {"rows": conditions["samples"], "single": single, "layer_seconds": seconds}
+        options |= {"rows": conditions["samples"], "single": single}
+        options["measure"] = partial(_measured_seconds, model, tokens, parameters, optimizer)
         choice = choose_for(model, tokens, budget, parameters, optimizer, **options)
         path.parent.mkdir(parents=True, exist_ok=True)
-        content = {"policies": choice.policies, "for": conditions, "layer_seconds": seconds}
-        write_json(path, content)
+        content = {"policies": choice.policies, "for": conditions}
+        write_json(path, content | {"layer_seconds": choice.layer_seconds})
         return choice.policies, "; ".join([choice.line(), *changed])
 
     if model.remat == AUTO_REMAT:  # by process 0, since all must compile the same programs
@@ -332,18 +332,22 @@ def _kept_choice(path: Path, conditions: Json) -> tuple[list[str], list[str]]:
 
 
 def _measured_seconds(
-    model: ModelConfig, tokens: int, parameters: ParametersConfig, optimizer: OptimizerConfig
+    model: ModelConfig,
+    tokens: int,
+    parameters: ParametersConfig,
+    optimizer: OptimizerConfig,
+    policies: Sequence[RematPolicy],
 ) -> Mapping[RematPolicy, float] | None:
-    """Seconds of a layer by policy, where a model of two layers tells them; else None."""
+    """Seconds of a layer under policies, where a model of two layers tells them; else None."""
     from alload_jax.training import trial_step as trial  # what other policies don't need
 
     if not trial.measurable(model):
         return None
-    print("model.remat: auto times two layers under each policy", flush=True)
+    print(f"model.remat: auto times two layers with {', '.join(policies)}", flush=True)
     # As one row, whose condition a joint model counts among the tokens.
     latents = max(1, tokens - trial.tokens_beside(model, trial.CONDITION_TOKENS))
     shape = trial.square_latents(model, latents)
-    return trial.layer_seconds(model, shape, optimizer=optimizer, parameters=parameters)
+    return trial.layer_seconds(model, shape, policies, optimizer=optimizer, parameters=parameters)
 
 
 def replicas_of(mesh: MeshConfig) -> int:

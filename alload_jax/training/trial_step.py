@@ -5,6 +5,7 @@ import math
 import os
 import statistics
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -20,7 +21,7 @@ from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.common.embedding import ConditionTokens
 from alload_jax.models.common.segments import Segments
 from alload_jax.models.families import abstract_model, family_of
-from alload_jax.planning.remat import LADDER, RematPolicy
+from alload_jax.planning.remat import RematPolicy
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
 from alload_jax.training.optimizer import OptimizerConfig
 from alload_jax.training.parameters import ALL_TRAINED, ParametersConfig
@@ -226,18 +227,20 @@ def measurable(model: ModelConfig) -> bool:
 def layer_seconds(
     model: ModelConfig,
     latents: tuple[int, ...],
+    policies: Sequence[RematPolicy],
     *,
     optimizer: OptimizerConfig | None = None,
     parameters: ParametersConfig = ALL_TRAINED,
     condition_tokens: int = CONDITION_TOKENS,
 ) -> dict[RematPolicy, float] | None:
-    """Seconds of a layer under each policy, each by the gradient of a model of two layers.
+    """Seconds of a layer under policies, each by the gradient of a model of two layers.
 
     A share of what does not belong to layers is in all of them alike.
 
     Args:
       model: its `remat` does not matter.
       latents: (rows, frames, height, width) of a micro-batch.
+      policies: `full` is among them.
       optimizer: whose state is held meanwhile; None for the default.
       parameters: which parameters are trained.
       condition_tokens: applies to models conditioned on classes.
@@ -249,14 +252,14 @@ def layer_seconds(
     try:
         spec = training_spec(_with_policy(model, "full"), optimizer, None, parameters)
         step = Step(spec, condition_tokens)
-        specs = [spec._replace(model=_with_policy(model, each)) for each in LADDER]
+        specs = [spec._replace(model=_with_policy(model, each)) for each in policies]
         with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
             programs = list(pool.map(lambda each: _compiled(step, each, latents), specs))
     except jax.errors.JaxRuntimeError as error:
         if not out_of_memory(error):
             raise
         return None
-    for policy, program in zip(LADDER, programs, strict=True):
+    for policy, program in zip(policies, programs, strict=True):
         try:
             times = [_run(step, program, step.batch(latents)) for _ in range(_RUNS + 1)]
             found[policy] = statistics.median(times[1:]) / _LAYERS  # the first one warms up

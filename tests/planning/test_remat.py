@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -125,19 +126,39 @@ def test_measured_times_go_before_predicted_ones(measured, gigabytes, data):
     absent = data.draw(st.sampled_from(LADDER[1:]))
     del measured[absent]
     host = host_bytes(WAN_1_3B, H200, tokens, "offload")
-    given = {"rows": 1, "trained": single, "layer_seconds": measured, "host_budget": host}
+    asked = []
+
+    def fits(policies):
+        memory = step_memory(WAN_1_3B, H200, policies, trained=single)
+        return memory.bytes_of(tokens, 1) <= gigabytes * 1e9 * (1 - MARGIN)
+
+    def measure(policies):
+        asked.extend(policies)
+        return {each: measured[each] for each in policies if each in measured}
+
+    given = {"rows": 1, "trained": single, "measure": measure, "host_budget": host}
     choice = choose(WAN_1_3B, tokens, gigabytes, **given)
     if choice.policies == ("offload",):
         return
     assert absent not in choice.policies
-    assert "by measured time" in choice.line()
+    # What no choice that fits has, is not measured.
+    others = [n - 1 for n in range(2, 11) if 30 % n == 0]
+    few = [
+        each
+        for less, each in pairwise(LADDER[:-1])
+        if any(fits((*[less] * count, each)) for count in others)
+    ]
+    if asked:
+        assert asked == ["full", *few, *(["none"] if fits("none") else [])]
+    else:
+        assert choice.policies == ("full",)
+    assert ("by measured time" in choice.line()) == bool(asked)
 
     def total(policies):
         return sum(measured[each] for each in policies) / len(policies)
 
     for policy in measured:
-        memory = step_memory(WAN_1_3B, H200, policy, trained=single)
-        if memory.bytes_of(tokens, 1) <= gigabytes * 1e9 * (1 - MARGIN):
+        if fits([policy]):
             assert total(choice.policies) <= total([policy]) + 1e-12
     gained = 30 * (measured["full"] - total(choice.policies))
     [full] = bucketed_cost(step_cost(WAN_1_3B, H200, "full", single), [1], [tokens])

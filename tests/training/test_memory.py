@@ -310,14 +310,14 @@ def test_on_a_gpu_measured_times_choose_and_stay_in_the_run_folder(runs, train, 
     times = dict.fromkeys(LADDER, 2.0) | {"feed_forward_and_attention": 1.0}
     asked = []
 
-    def layer_seconds(model, latents, *, optimizer, parameters):
+    def layer_seconds(model, latents, policies, *, optimizer, parameters):
         asked.append(latents)
         return times
 
     monkeypatch.setattr(trial_step, "measurable", lambda model: True)
     monkeypatch.setattr(trial_step, "layer_seconds", layer_seconds)
     out = train(*BUDGET)
-    assert "model.remat: auto times two layers under each policy" in out
+    assert f"model.remat: auto times two layers with {', '.join(LADDER)}" in out
     assert "model.remat: feed_forward_and_attention (by measured time, predicted 0." in out
     stored = json.loads((runs.folder / "run" / "remat.json").read_text())
     assert stored["policies"] == ["feed_forward_and_attention"]
