@@ -132,6 +132,15 @@ def test_folders_of_others_or_of_another_run_are_left_alone(media, tmp_path):
     assert refusals
 
 
+def test_an_empty_folder_that_is_the_current_one_is_written(media, tmp_path, monkeypatch, alload):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    status, _, err = alload("prepare", "media", media, "--out", ".", *FLAGS)
+    assert (status, err) == (0, "")
+    assert {"manifest.parquet", "samples.png"} < {path.name for path in Path().iterdir()}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["here"]
+
+
 def test_a_killed_worker_ends_the_command_in_one_line(media, tmp_path):
     """An `Event` that says stop would wait for all that wait for it, also for the killed one."""
     start, held = hold(tmp_path, media, tmp_path / "out", "--workers", "2")

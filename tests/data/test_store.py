@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 from alload_jax.data import record
 from alload_jax.data.manifest import MANIFEST_NAME, read_manifest, read_rows
 from alload_jax.data.store import BadRecordError, StoreReader, StoreWriter
+from alload_jax.data.store.files import partial_folder
 
 PIXELS = {"vae_stride": (1, 1, 1)}
 
@@ -126,6 +127,18 @@ def test_what_is_in_the_way_is_refused_and_left_alone(tmp_path, make, name, said
     with says(tmp_path / name, *said):
         StoreWriter(tmp_path / "store", **PIXELS)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_current_folder_is_written_if_it_is_empty_and_a_mount_point_refused(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "store").mkdir()
+    monkeypatch.chdir(tmp_path / "store")
+    write_store(Path(), random_samples(1))
+    assert MANIFEST_NAME in [path.name for path in Path().iterdir()]
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+    with says("/", "is a mount point; name a folder in it"):
+        partial_folder(Path("/"))
 
 
 def zeros(*shape, dtype=np.float32, at=None, value=np.nan):

@@ -59,13 +59,20 @@ def go_on(folder, samples, mode="resume", **options):
 
 @pytest.mark.parametrize(
     ("before", "name"),
-    [(0, "rename"), (0, "replace"), (0, "unlink"), (2, "replace"), (2, "rmdir"), (2, "unlink")],
+    [
+        *((None, "rename"), (None, "replace"), (None, "unlink")),
+        *((0, "replace"), (0, "unlink")),  # into an empty folder
+        *((2, "replace"), (2, "rmdir"), (2, "unlink")),
+    ],
 )
 def test_a_killed_finish_or_append_goes_on_and_breaks_no_store(tmp_path, monkeypatch, before, name):
     samples, real, stopped = random_samples(5), getattr(Path, name), True
     for call in itertools.count():
         store, calls = tmp_path / str(call), []
         old = read_manifest(write_store(store, samples[:before])) if before else None
+        if before == 0:
+            store.mkdir()
+        inode = before is not None and store.stat().st_ino
         write_and_fail(store, samples, "append" if before else "new", samples_per_shard=2)
 
         def stop_later(*arguments, calls=calls, call=call, **named):
@@ -82,8 +89,11 @@ def test_a_killed_finish_or_append_goes_on_and_breaks_no_store(tmp_path, monkeyp
             except SystemExit:
                 assert not before or len(read_manifest(store)) in (2, 5)
         assert old is None or list(damaged_records(StoreReader(old))) == []
+        if call % 2 and not (store / MANIFEST_NAME).exists():
+            go_on(store, samples, samples_per_shard=2)
         finish_store(store)
         assert_store_holds(store, samples)
+        assert inode in (False, store.stat().st_ino)
         if not stopped:  # it has not so many calls
             break
     assert call > 0

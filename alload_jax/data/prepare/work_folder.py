@@ -95,13 +95,12 @@ def claimed(out: Path, flags: Json, update: bool = False) -> Iterator[None]:
       InputError: the data folder is finished or another's, another process holds it, or the
         preparation that would go on has other settings.
     """
-    folder = work_folder(out)
+    partial, folder = partial_folder(out), work_folder(out)
     is_store = (out / MANIFEST_NAME).is_file()
     empty = not out.exists() or (out.is_dir() and not any(out.iterdir()))
     if not (empty or folder.exists() or (update and is_store)):
         add = "add --update to bring it up to date, " if is_store else ""
         raise InputError(f"{out}: exists already; {add}name another folder or remove it")
-    partial = partial_folder(out)
     if not (folder / _SETTINGS).exists() and partial.is_dir() and any(partial.iterdir()):
         raise InputError(f"{partial}: holds shards of another command; remove it")
     shutil.rmtree(_removed(out), ignore_errors=True)

@@ -54,10 +54,13 @@ def partial_folder(folder: Path) -> Path:
     """The folder in which the shards of `folder` are written.
 
     Raises:
-      InputError: it is the address of object storage.
+      InputError: it is the address of object storage, or files cannot be moved to it.
     """
     if any(part.endswith(":") for part in folder.parts[:1]):  # Path has made one / of ://
         raise InputError(f"{folder}: is no folder of this machine; name one, and copy it there")
+    if os.path.ismount(folder):
+        raise InputError(f"{folder}: is a mount point; name a folder in it")
+    folder = folder if folder.name else folder.absolute()
     return folder.with_name(folder.name + ".partial")
 
 
@@ -190,8 +193,9 @@ def finish_store(
 ) -> Path:
     """Makes a store of the shards that `ShardWriter` has written for it.
 
-    The folder appears at once. Shards for a store that exists are added to it: its own shards stay
-    as they are, and readers of its old manifest are not disturbed. A call after a kill goes on.
+    The folder appears at once; in an empty one the manifest is the last file that does. Shards for
+    a store that exists are added to it: its own shards stay as they are, and readers of its old
+    manifest are not disturbed. A call after a kill goes on.
 
     Args:
       folder: the store, as given to `ShardWriter`.
@@ -238,8 +242,12 @@ def finish_store(
             write_rows(folder / MANIFEST_NAME, found, notes)
         else:
             remove_unfinished(folder)
-            write_rows(partial_folder(folder) / MANIFEST_NAME, found, notes)
-            partial_folder(folder).rename(folder)
+            write_rows(manifest := partial_folder(folder) / MANIFEST_NAME, found, notes)
+            if folder.is_dir():  # an empty one, perhaps the current one of a process
+                for path in (*(shard.path for shard in new), manifest):
+                    path.replace(folder / path.name)
+            else:
+                partial_folder(folder).rename(folder)
     for number in stored_numbers(folder):
         for place in (folder, partial_folder(folder)):
             sidecar(place, number).unlink(missing_ok=True)

@@ -188,7 +188,8 @@ def require_free(folder: Path, mode: WriterMode = "new") -> None:
     if mode not in get_args(WriterMode):
         raise InputError(f"mode is {mode!r}; choose one of {', '.join(get_args(WriterMode))}")
     is_store = (folder / manifests.MANIFEST_NAME).is_file()
-    is_empty = folder.is_dir() and not any(folder.iterdir())
+    moved = {shard.path for shard in files.finished_shards(folder)}  # until a kill
+    is_empty = folder.is_dir() and moved.issuperset(folder.iterdir())
     if folder.exists() and not is_empty and not (mode == "append" and is_store):
         raise InputError(f"{folder}: exists already; name another folder or remove it")
     if mode != "new":
