@@ -101,6 +101,7 @@ def _joined(triple: Triple) -> str:
 
 
 _MERGE, _CAPTIONS = "merge", "captions"
+_OF_SHOW = ("--config", "--patch-size", "--check", "--sheet", "--samples", "--force")
 _MOST_SAMPLES = 1000
 _DIFFERENCES = 4
 
@@ -142,8 +143,9 @@ def run(options: argparse.Namespace) -> int:
         return _merge(options)
     if options.words[0] == _CAPTIONS:
         return _captions(options)
-    for flag in ("--out", "--add-names", "--media"):
-        _require_absent(options, flag, "belongs to `alload data merge` or `alload data captions`")
+    by = {"--out": "merge` or `alload data captions", "--add-names": "merge", "--media": "captions"}
+    for flag, name in by.items():
+        _require_absent(options, flag, f"belongs to `alload data {name}`")
     if len(options.words) > 1:
         raise InputError(
             f"alload data: {len(options.words)} folders; give one, or `alload data merge` them"
@@ -152,7 +154,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _merge(options: argparse.Namespace) -> int:
-    for flag in ("--config", "--patch-size", "--check", "--sheet", "--samples"):
+    for flag in (*_OF_SHOW, "--media"):
         _require_absent(options, flag, "does not apply to merge")
     if options.out is None:
         raise InputError("alload data merge: --out is missing; name the folder to write")
@@ -166,7 +168,7 @@ def _merge(options: argparse.Namespace) -> int:
 
 
 def _captions(options: argparse.Namespace) -> int:
-    for flag in ("--config", "--patch-size", "--check", "--sheet", "--samples", "--add-names"):
+    for flag in (*_OF_SHOW, "--add-names"):
         _require_absent(options, flag, "does not apply to captions")
     if len(options.words) != 2:
         raise InputError("alload data captions: give one data folder, or one table of captions")
@@ -211,8 +213,8 @@ def _require_absent(options: argparse.Namespace, flag: str, reason: str) -> None
 
 
 def _show(options: argparse.Namespace) -> int:
-    if options.samples is not None and not options.sheet:
-        raise InputError("alload data: --samples needs --sheet FILE; add it")
+    for flag in ("--samples", "--force") if not options.sheet else ():
+        _require_absent(options, flag, "needs --sheet FILE")
     if options.sheet:
         require_named("alload data", "--sheet", Path(options.sheet))
         if Path(options.sheet).exists() and not options.force:

@@ -59,6 +59,8 @@ def test_captions_lie_beside_their_files(media):
     assert len(names) == 10
     assert names == sorted(names, key=str.encode)
     assert captions(find_items(media, caption_column="mine"))["b.png"] == "7"
+    with pytest.raises(InputError, match="has no table, nor a .json beside its media with a"):
+        find_items(media, caption_column="mien")
 
 
 def test_each_line_and_each_entry_of_a_list_is_a_caption(media):

@@ -394,15 +394,14 @@ def find_items(
         raise InputError(f"{flag} needs a table, and {place} is none")
     elif _PACKED.search(place.name):
         raise InputError(f"{place}: {_UNPACK}")
-    elif place.is_dir():
-        files = sorted(place.iterdir())
-        tars = [path for path in files if path.suffix.lower() == ".tar"]
-        packed = [path for path in files if _PACKED.search(path.name)]
-        archives = [*tars, *packed] if tars else []
-        items = [item for path in archives for item in tar_items(path, rule)]
-        items = items if tars else folder_items(place, rule)
-    elif place.suffix.lower() == ".tar":
-        items = tar_items(place, rule)
+    elif place.is_dir() or place.suffix.lower() == ".tar":
+        items = _without_table(place, rule)
+        # A name that no file can have finds as much as one that none has.
+        if caption_column and items and items == _without_table(place, replace(rule, column="\0")):
+            raise InputError(
+                f"--caption-column {caption_column}: {place} has no table, nor a .json beside its "
+                "media with a caption of that name; leave it out"
+            )
     else:
         raise InputError(
             f"{place}: is no input; give a folder, a table ({', '.join(TABLES)}) or a .tar file"
@@ -410,6 +409,16 @@ def find_items(
     if not items:
         raise InputError(f"{place}: has no images or videos; name a folder that has some")
     return items
+
+
+def _without_table(place: Path, rule: CaptionRule) -> list[Item]:
+    """The media of a .tar file or a folder, in which .tar files hold all if there are some."""
+    files = sorted(place.iterdir()) if place.is_dir() else [place]
+    tars = [path for path in files if path.suffix.lower() == ".tar"]
+    packed = [path for path in files if _PACKED.search(path.name)]
+    archives = [*tars, *packed] if tars else []
+    items = [item for path in archives for item in tar_items(path, rule)]
+    return items if tars else folder_items(place, rule)
 
 
 def count_ignored(place: Path, items: Sequence[Item]) -> int:
@@ -540,6 +549,8 @@ class MediaFolder:
         ):
             if not fits:
                 raise InputError(f"{name} is {getattr(self, name)!r}; it must be {wanted}")
+        if self.keep_tags and not self.shuffle_tags:
+            raise InputError(f"keep_tags is {self.keep_tags}, but shuffle_tags is missing; add it")
 
     def captions_of(self, item: Item) -> tuple[str, ...]:
         """The captions of a file with what the folder adds."""

@@ -86,7 +86,7 @@ class MediaSettings:
     def __post_init__(self) -> None:
         frames, folded = self.frames, self.frames_per_latent
         near = max(1, round((frames - 1) / 4) * 4 + 1)
-        stride, threshold = self.stride_seconds, self.scene_threshold
+        stride, threshold, length = self.stride_seconds, self.scene_threshold, self.text_length
         folds = folded == 1 or (folded in (2, 4) and self.vae == "none")
         is_ratio = threshold is None or 1 <= threshold < math.inf
         usual = f"at least 1 and finite, such as {DEFAULT_SCENE_THRESHOLD}"
@@ -96,6 +96,7 @@ class MediaSettings:
             ("frames", frames > 0 and frames % 4 == 1, f"4n + 1, such as {near}"),
             ("min-frames", 1 <= self.min_frames <= frames, f"from 1 to --frames {frames}"),
             ("frames-per-latent", folds, "1, or with --vae none 2 or 4"),
+            ("text-length", length is None or self.text != "class", "left out with --text class"),
             ("max-clips", self.max_clips is None or self.max_clips >= 1, "at least 1"),
             ("files-per-shard", self.files_per_shard >= 1, "at least 1"),
             ("max-enlarge", 0 < self.max_enlarge < math.inf, "above 0 and finite"),
