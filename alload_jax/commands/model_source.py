@@ -23,6 +23,7 @@ from alload_jax.planning.samples import Triple
 from alload_jax.sampling.config import SamplingConfig
 from alload_jax.sampling.requests import family_fps
 from alload_jax.training import restore
+from alload_jax.training.run_files import CHECKPOINTS
 from alload_jax.training.state import Weights
 
 ScaledLora = tuple[LoraFile, float]
@@ -92,7 +93,7 @@ class Source:
             weights = Weights(params, {}, initial_variables(self.config))
         else:
             given = (self.config, self.run.parameters, mesh, self.weights, self.base)
-            weights = restore.restore_weights(self.folder / restore.CHECKPOINTS, self.step, *given)
+            weights = restore.restore_weights(self.folder / CHECKPOINTS, self.step, *given)
         values = weights.merged()
         for file, scale in self.loras:
             values = merge_file(values, file, scale)
@@ -106,13 +107,13 @@ class Source:
         """
         assert self.run is not None
         given = (self.config, self.run.parameters, mesh, self.weights)
-        folder = self.folder / restore.CHECKPOINTS
+        folder = self.folder / CHECKPOINTS
         return restore.restore_weights(folder, self.step, *given, trained_only=True).params
 
     def base_name(self) -> str:
         """What a run's trained parameters belong to, in words: weights, or those of this run."""
         assert self.run is not None
-        base = restore.read_base(self.folder.absolute() / restore.CHECKPOINTS / str(self.step))
+        base = restore.read_base(self.folder.absolute() / CHECKPOINTS / str(self.step))
         if base is not None:
             return base.weights
         begun = self.run.run.initial_weights
@@ -255,7 +256,7 @@ def find_run(
             "ema does not apply; leave it out"
         )
     kind: restore.WeightsKind = weights or ("ema" if averaged else "raw")
-    found = restore.find_step(place / restore.CHECKPOINTS, step)
+    found = restore.find_step(place / CHECKPOINTS, step)
     return Source(place, config.model, config, found, kind)
 
 

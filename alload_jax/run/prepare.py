@@ -32,7 +32,7 @@ from alload_jax.planning.settings import PlanningConfig, policy_config
 from alload_jax.planning.stream import StreamPlan, enough_samples
 from alload_jax.sharding.mesh import can_group, local_plan_ranks, ranks_of, ranks_per_group
 from alload_jax.training import RunConfig, ValidationConfig
-from alload_jax.training.restore import CHECKPOINTS
+from alload_jax.training.run_files import is_run
 from alload_jax.training.run_plan import RunPlan, run_costs
 from alload_jax.training.validator import HeldOut, split_data
 
@@ -169,7 +169,7 @@ def _with_policy(
     folder = Path(run.folder)
     if planning.policy != AUTO:
         return Choice(planning, "")
-    before = values_in(folder / "config.yaml") if (folder / CHECKPOINTS).is_dir() else {}
+    before = values_in(folder / "config.yaml") if is_run(folder) else {}
     if (name := before.get("planning.policy", AUTO)) != AUTO:
         kept = policy_config(planning, name)
         mode = before.get("planning.ranks_mode")

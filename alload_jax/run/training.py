@@ -103,28 +103,28 @@ def _require_experts(config: Config, experts: Sequence[Config]) -> None:
     """
     folder = Path(config.run.folder)
     if config.experts is None:
-        if restore.is_run(folder / EXPERTS[0]):
+        if run_files.is_run(folder / EXPERTS[0]):
             raise InputError(
                 f"{folder}: two experts were trained there; restore experts in the config, or name "
                 "another run.folder"
             )
         return
-    if restore.is_run(folder):
+    if run_files.is_run(folder):
         raise InputError(f"{folder}: one model was trained there; name another run.folder")
     run_files.require_run_or_new(folder)
     first, second = experts
     before = values_in(folder / "config.yaml").get("experts.boundary", config.experts.boundary)
-    if before != config.experts.boundary and restore.is_run(first.run.folder):
+    if before != config.experts.boundary and run_files.is_run(first.run.folder):
         raise InputError(
             f"experts.boundary is {config.experts.boundary}, but {first.run.folder} was trained "
             f"with {before}; set it to this, or name another run.folder"
         )
-    if second.run.initial_weights is None or restore.is_run(second.run.folder):
+    if second.run.initial_weights is None or run_files.is_run(second.run.folder):
         return
     place = Path(second.run.initial_weights)
     if not place.exists():
         raise InputError(f"experts.low_noise is {place}, which is not there; name its weights")
-    model = None if restore.is_run(place) else restore.described_model(place)
+    model = None if run_files.is_run(place) else restore.described_model(place)
     if model is not None:
         require_same_architecture(config.model, model, place)
 
@@ -213,7 +213,7 @@ def train(
     config, mesh, run_plan, groups = run.config, run.mesh, run.plan, run.groups
     model, planning = config.model, config.planning
     defaults = model.later_fields | OptimizerConfig.usual_identity
-    kept = folder / restore.CHECKPOINTS, config.checkpoint, run.identity, defaults
+    kept = folder / run_files.CHECKPOINTS, config.checkpoint, run.identity, defaults
     with run_files.locked(folder, cluster), Checkpoints(*kept) as checkpoints:
         # ------------------------------------------------------------ where the run goes on
         with cluster.report_failures():
@@ -343,7 +343,7 @@ def _computation(run: _Run, shapes: Callable[[], Sequence[AnyBatch]], steps: int
 
 def _weights_of_run(config: Config, spec: TrainingSpec, mesh: Mesh, run: str) -> PyTree:
     """The values of the model in another run's newest checkpoint."""
-    place = Path(run) / restore.CHECKPOINTS
+    place = Path(run) / run_files.CHECKPOINTS
     return restore.restore_weights(
         place,
         restore.find_step(place),

@@ -52,6 +52,7 @@ from alload_jax.training.parameters import (
     merge_parameters,
     split_parameters,
 )
+from alload_jax.training.run_files import CHECKPOINTS, is_run
 from alload_jax.training.state import (
     TrainingSpec,
     TrainState,
@@ -63,9 +64,6 @@ from alload_jax.training.state import (
     weights_shardings,
     with_shardings,
 )
-
-CHECKPOINTS = "checkpoints"
-"""Folder of the checkpoints in a run folder."""
 
 StepChoice = int | Literal["best"] | None
 """A step, the best one, or None for the newest."""
@@ -262,11 +260,6 @@ def described_model(place: Path) -> ModelConfig | None:
                 f"{place}: has tensors of shapes that no model has; download it again"
             ) from error
     return read_transformer(place) if (place / "config.json").is_file() else None
-
-
-def is_run(place: str | Path) -> bool:
-    """Returns whether a path is a run folder with checkpoints."""
-    return (Path(place) / CHECKPOINTS).is_dir()
 
 
 def run_around(place: Path) -> Path | None:

@@ -287,10 +287,18 @@ LOCK_NAME = "lock.json"
 """File in a run folder that its run holds, with who that is. It stays when the run ends."""
 
 
-_OF_RUNS = ("environment.json", "checkpoints", EXPERTS[0])
 _WRITTEN = ("config.yaml", "data.json", "metrics.jsonl", "summary.json", LOCK_NAME)
 _HOLDER = '{"host": '
 """How the content of a lock begins, of which a kill may leave less."""
+
+
+CHECKPOINTS = "checkpoints"
+"""Folder of the checkpoints in a run folder."""
+
+
+def is_run(place: str | Path) -> bool:
+    """Returns whether a path is a run folder with checkpoints."""
+    return (Path(place) / CHECKPOINTS).is_dir()
 
 
 def require_run_or_new(folder: Path) -> None:
@@ -299,7 +307,7 @@ def require_run_or_new(folder: Path) -> None:
     Raises:
       InputError: it does.
     """
-    if any((folder / name).exists() for name in _OF_RUNS):
+    if is_run(folder) or any((folder / name).exists() for name in ("environment.json", EXPERTS[0])):
         return
     if (folder / MANIFEST_NAME).exists():
         raise InputError(f"{folder}: is a data folder; name another run.folder")

@@ -36,7 +36,6 @@ from alload_jax.training.checkpoint_files import (
 )
 from alload_jax.training.parameters import ALL_TRAINED, ParametersConfig, merge_parameters
 from alload_jax.training.restore import (
-    CHECKPOINTS,
     described_model,
     find_step,
     given_parameters,
@@ -44,6 +43,7 @@ from alload_jax.training.restore import (
     read_identity,
     restore_weights,
 )
+from alload_jax.training.run_files import CHECKPOINTS
 from alload_jax.training.state import Weights, abstract_state, init_state, training_spec
 
 MODEL = WanConfig(dim=16, ffn_dim=16, num_heads=2, num_layers=1, freq_dim=8)
