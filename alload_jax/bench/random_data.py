@@ -21,7 +21,7 @@ def write_random_store(
 
     Args:
       folder: to make.
-      samples: their sizes.
+      samples: their sizes and weights.
       model: whose channels and conditions the data have.
       text_tokens: of each text; None for as many as the model takes.
 
@@ -44,7 +44,8 @@ def write_random_store(
     grids = Geometry(stride).latent_grid(*samples.shape.T).tolist()
     latents = rng.standard_normal(channels * max(map(math.prod, grids)), np.float32)
     with StoreWriter(folder, vae_stride=stride) as writer:
-        for size, grid in zip(samples.shape.tolist(), grids, strict=True):
+        weights = np.ones(len(samples)) if samples.weight is None else samples.weight
+        for size, grid, weight in zip(samples.shape.tolist(), grids, weights, strict=True):
             shape = (*grid, channels)
             given = np.zeros((*grid, form.given_channels), np.float32)
             writer.add(
@@ -54,4 +55,5 @@ def write_random_store(
                 given=given if form.given_channels else None,
                 image=image,
                 parts=parts or None,
+                weight=float(weight),
             )

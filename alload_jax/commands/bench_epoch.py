@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--data", required=True, type=Path, help="data folder; written first if there is none")
     add("--workload", help="sizes of the samples of a data folder to write: a manifest, or "
         f"{', '.join(names())}")  # fmt: skip
-    add("--samples", type=COUNT, default=4000, help="number of these samples (default 4000)")
+    add("--samples", type=COUNT, help="number of these samples (default 4000)")
     add("--one-aspect", action="store_true", help="only 16:9 samples: fewer programs")
     add("--longest", type=COUNT, help="maximum tokens of these samples; longer ones are left out")
     add("--seconds", type=ABOVE_0, default=200, help="time of a case after its first steps, if its "
@@ -121,7 +121,9 @@ def _require_data(options: argparse.Namespace, model: "ModelConfig") -> None:
 
     if options.workload in names():
         ratios = {(16, 9): 1.0} if options.one_aspect else ASPECT_RATIOS
-        samples = make_workload(options.workload, options.samples, aspect_ratios=ratios)
+        samples = make_workload(options.workload, options.samples or 4000, aspect_ratios=ratios)
+    elif options.samples or options.one_aspect:
+        raise InputError(f"{_COMMAND}: --samples and --one-aspect need a named workload")
     else:
         samples = read_samples(options.workload, Geometry())
         if not samples.shape.all():
@@ -131,7 +133,13 @@ def _require_data(options: argparse.Namespace, model: "ModelConfig") -> None:
             )
     if options.longest:
         kept = samples.seq_len <= options.longest
-        samples = Samples(samples.shape[kept], samples.seq_len[kept])
+        if not kept.any():
+            least = samples.seq_len.min()
+            raise InputError(
+                f"{_COMMAND}: --longest {options.longest}: the shortest sample has {least} tokens"
+            )
+        weight = None if samples.weight is None else samples.weight[kept]
+        samples = Samples(samples.shape[kept], samples.seq_len[kept], weight)
     print(f"{options.data}: writing {len(samples):,} samples", flush=True)
     write_random_store(options.data, samples, model, _TEXT_TOKENS)
 

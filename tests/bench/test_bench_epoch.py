@@ -180,18 +180,29 @@ def test_whole_runs_are_measured_and_leave_only_the_data(flags, tmp_path):
 
 def test_data_have_the_sizes_of_a_manifest(tmp_path):
     model = WanConfig(dim=32, ffn_dim=64, num_heads=2, num_layers=1, in_channels=4)
-    (tmp_path / "sizes.csv").write_text("frames,height,width\n1,64,64\n5,64,96\n5,96,96\n")
-    sizes = str(tmp_path / "sizes.csv")
-    given = SimpleNamespace(data=tmp_path / "data", workload=sizes, longest=50)
+    lines = "frames,height,width,weight\n1,64,64,\n5,64,96,3\n5,96,96,2\n"
+    (tmp_path / "sizes.csv").write_text(lines)
+    usual = {"workload": str(tmp_path / "sizes.csv"), "samples": None, "one_aspect": False}
+    given = SimpleNamespace(data=tmp_path / "data", longest=50, **usual)
     bench_epoch._require_data(given, model)
-    sizes = read_manifest(given.data).samples((1, 2, 2)).shape.tolist()
-    assert sizes == [[1, 64, 64], [5, 64, 96]]
+    found = read_manifest(given.data).samples((1, 2, 2))
+    assert found.shape.tolist() == [[1, 64, 64], [5, 64, 96]]
+    assert found.weight.tolist() == [1, 3]
+    for changes, words in (
+        ({"longest": 5}, "--longest 5: the shortest sample has 16 tokens"),
+        ({"samples": 7}, "--samples and --one-aspect need a named workload"),
+        ({"one_aspect": True}, "--samples and --one-aspect need a named workload"),
+    ):
+        given = SimpleNamespace(data=tmp_path / "more", **usual | {"longest": None} | changes)
+        with pytest.raises(InputError, match=words):
+            bench_epoch._require_data(given, model)
     (tmp_path / "tokens.csv").write_text("seq_len\n16\n")
-    given = SimpleNamespace(data=tmp_path / "more", workload=str(tmp_path / "tokens.csv"))
+    usual["workload"] = str(tmp_path / "tokens.csv")
+    given = SimpleNamespace(data=tmp_path / "more", **usual)
     with pytest.raises(InputError, match=r"tokens\.csv: has no frames, height and width"):
         bench_epoch._require_data(given, model)
     assert not given.data.exists()
-    given = SimpleNamespace(data=tmp_path / "more", workload="wan-480", longest=None)
+    given.workload = "wan-480"
     with pytest.raises(InputError, match=r"wan-480: no such manifest"):
         bench_epoch._require_data(given, model)
 
