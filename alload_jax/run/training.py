@@ -324,6 +324,7 @@ def _computation(run: _Run, shapes: Callable[[], Sequence[AnyBatch]], steps: int
         shapes=shapes,
         cluster=run.cluster,
         folder=run.folder,
+        kept=sum(getattr(callback, "kept_bytes", 0) for callback in config.callbacks),
     )
     by_token = getattr(config.objective, "weighting", "sample") == "token"
     weight = None  # each step is divided by its own

@@ -64,6 +64,7 @@ def trained_of(
     optimizer: OptimizerConfig,
     *,
     single: bool = False,
+    kept: float = 0,
 ) -> Trained:
     """Counts the trained parameters and the bytes of each, for memory models.
 
@@ -73,6 +74,7 @@ def trained_of(
       optimizer: the optimizer, whose state is counted without being made.
       single: whether steps have one micro-batch, so that no sum is kept beside its gradient, which
         stays in the dtypes of `gradient_dtypes`.
+      kept: bytes of each trained parameter that callbacks take besides.
     """
     trained, frozen = split_parameters(abstract_model(model).params, parameters)
     narrow = gradient_dtypes(model) if single else {}
@@ -87,7 +89,7 @@ def trained_of(
         leaf.size * jnp.dtype(narrow.get(path_name(path), optimizer.accumulate_dtype)).itemsize
         for path, leaf in jax.tree.flatten_with_path(trained)[0]
     )
-    each = _WEIGHT_BYTES + average + (gradients + moments) / count
+    each = _WEIGHT_BYTES + average + kept + (gradients + moments) / count
     if parameters.identity():
         named = flatten_dict(frozen, sep="/").items()
         stacks = [leaf.shape for name, leaf in named if parameters.to_host(name, leaf)]
@@ -122,6 +124,7 @@ def choose_for(
     optimizer: OptimizerConfig,
     *,
     single: bool = True,
+    kept: float = 0,
     **options: Any,
 ) -> Choice:
     """The fastest choice for a model that fits; see `choose_remat`.
@@ -132,13 +135,13 @@ def choose_for(
       budget: bytes that a step may take.
       parameters: which parameters are trained.
       optimizer: the optimizer, whose state takes memory.
-      single: as in `trained_of`.
+      single, kept: as in `trained_of`.
       options: of `choose_remat`: shards, replicas, rows, work_space and measure.
 
     Raises:
       InputError: nothing fits, or no costs of such models are known.
     """
-    options["trained"] = trained_of(model, parameters, optimizer, single=single)
+    options["trained"] = trained_of(model, parameters, optimizer, single=single, kept=kept)
     on_gpus = jax.default_backend() == "gpu"
     options["host_budget"] = bytes_of_one(jax.local_device_count(), on_gpus=on_gpus)
     architecture, layers = from_fields(model.architecture()), getattr(model, "num_layers", 1)
@@ -155,14 +158,15 @@ def require_fit(
     *,
     replicas: int,
     single: bool,
+    kept: float = 0,
 ) -> None:
     """Refuses a model whose step is predicted not to fit, by more than a prediction may err.
 
     Models of which no costs are known are left to the compiler.
 
     Args:
-      model, tokens, budget, parameters, optimizer, single: as in `choose_for`; conditions do not
-        count.
+      model, tokens, budget, parameters, optimizer, single, kept: as in `choose_for`; conditions do
+        not count.
       mesh: how weights and state are sharded.
       replicas: as in `step_memory`.
 
@@ -180,7 +184,7 @@ def require_fit(
     def trained(name: OptimizerName) -> Trained:
         others: Json = {} if name == optimizer.name else {"mu_dtype": "float32"}
         own = dataclasses.replace(optimizer, name=name, **others)
-        return trained_of(model, parameters, own, single=single)
+        return trained_of(model, parameters, own, single=single, kept=kept)
 
     def memory(
         remat: Remat = model.policies, times: int = 1, name: OptimizerName = optimizer.name
@@ -243,6 +247,7 @@ def fitting_model(
     shapes: Callable[[], Sequence[AnyBatch]],
     cluster: Cluster,
     folder: Path,
+    kept: float,
 ) -> ModelConfig:
     """The model with policies that fit this run's devices in place of `remat: auto`; prints them.
 
@@ -254,6 +259,7 @@ def fitting_model(
       shapes: gives those of its micro-batches.
       cluster: its processes.
       folder: of the run.
+      kept: as in `trained_of`.
 
     Raises:
       InputError: nothing fits, the tokens of a micro-batch are not known, or a step of the policies
@@ -288,7 +294,7 @@ def fitting_model(
         if policies:
             return policies, f"model.remat: {in_words(policies)}, as this run began"
         options = {name: conditions[name] for name in ("shards", "replicas", "work_space")}
-        options |= {"rows": conditions["samples"], "single": single}
+        options |= {"rows": conditions["samples"], "single": single, "kept": kept}
         options["measure"] = partial(_measured_seconds, model, tokens, parameters, optimizer)
         choice = choose_for(model, tokens, budget, parameters, optimizer, **options)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -305,7 +311,7 @@ def fitting_model(
     if budget is not None:
         epoch, replicas = run_plan.plan.epoch(0), replicas_of(mesh)
         most = int((epoch.rows * epoch.padded_len).max())
-        options: Json = {"replicas": replicas, "single": single}
+        options: Json = {"replicas": replicas, "single": single, "kept": kept}
         require_fit(model, most, budget, parameters, optimizer, mesh, **options)
     return model
 

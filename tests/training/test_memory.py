@@ -25,6 +25,7 @@ from alload_jax.run import training
 from alload_jax.run.training import share_comparisons
 from alload_jax.sharding.mesh import MeshConfig
 from alload_jax.training import trial_step
+from alload_jax.training.callbacks import GradientNoiseConfig
 from alload_jax.training.memory import (
     STATE_REMEDY,
     RunMemory,
@@ -102,7 +103,7 @@ H100 = 63.5e9
 
 
 def refusal(
-    model=WAN_14B, tokens=32_760, budget=H100, fsdp=4, replicas=1, single=True, **optimizer
+    model=WAN_14B, tokens=32_760, budget=H100, fsdp=4, replicas=1, single=True, kept=0, **optimizer
 ):
     """What is said of a step; empty if it may fit."""
     try:
@@ -111,6 +112,7 @@ def refusal(
             MeshConfig(fsdp=fsdp),
             replicas=replicas,
             single=single,
+            kept=kept,
         )
     except InputError as error:
         return str(error)
@@ -169,9 +171,15 @@ def test_replicas_share_the_state_but_not_the_weights():
     # Of several micro-batches, one gradient more is held.
     assert refusal(small, 8_000, 10.5e9, fsdp=1, replicas=8) == ""
     assert refusal(small, 8_000, 10.5e9, fsdp=1, replicas=8, single=False)
+    assert refusal(small, 8_000, 10.5e9, fsdp=1, replicas=8, kept=4)
 
 
-def test_a_run_is_refused_before_it_compiles(runs):
+def test_a_run_is_refused_before_it_compiles(runs, monkeypatch):
+    monkeypatch.setattr(GradientNoiseConfig, "kept_bytes", 10**7)  # of each of few parameters
+    for remat in ("full", "auto"):
+        flags = ("--model.memory_budget", "2", "--model.remat", remat)
+        (line,) = errors(runs.here(*flags, "--callbacks", "[{name: gradient_noise}]").stderr)
+        assert "2.0 GB" in line
     refused = runs.here("--model.memory_budget", "0.1")
     (line,) = errors(refused.stderr)
     assert "before any token, and it has 0.1 GB" in line

@@ -4,7 +4,7 @@ import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import jax
 from typing_extensions import override
@@ -32,7 +32,13 @@ class CallbackContext(NamedTuple):
 
 
 class CallbackConfig(Protocol):
-    """A frozen dataclass whose fields are a callback's config; `name` is its name in the config."""
+    """A frozen dataclass whose fields are a callback's config; `name` is its name in the config.
+
+    Attributes:
+      kept_bytes: of each trained parameter, what it takes at most, split over the ranks.
+    """
+
+    kept_bytes: ClassVar[int] = 0
 
     def make(self, context: CallbackContext) -> Callback:
         """Builds the callback."""
@@ -146,7 +152,7 @@ class TimeLimit(Callback):
 class GradientNoiseConfig(CallbackConfig):
     """When the gradient noise scale (arXiv 1812.06162) is measured, for `planning.noise_scale`.
 
-    Takes 4 bytes a trained parameter more, split over the ranks, which no prediction counts.
+    Takes 4 bytes a trained parameter more, split over the ranks.
 
     Attributes:
       name: `gradient_noise`.
@@ -154,6 +160,7 @@ class GradientNoiseConfig(CallbackConfig):
       steps: number of steps whose samples are taken, the last ones; a measurement takes as long.
     """
 
+    kept_bytes: ClassVar[int] = 4
     name: Literal["gradient_noise"] = "gradient_noise"
     every: int = 500
     steps: int = 16
