@@ -114,6 +114,7 @@ LONGEST = 80_000
 _MEMORY_LENGTH = 4_096
 _MEMORY_SIZES = (1, 2, 4)
 _RAM_SHARE = 0.5
+_NO_TIME = "skipped: no time left"
 _TIMED_SECONDS = 1.5
 """Approximate seconds of timed steps per case: 3 to 15 steps, or 1 to 3 if a step takes longer."""
 
@@ -248,14 +249,7 @@ class Calibration:
         ]
         cases = list(dict.fromkeys(case for found in kinds for case in found))
         self._compile(cases[: self._workers])
-        # Later programs are larger, and run.
-        least = math.ceil(2 * -(-LEAST_POINTS // self._workers) * self._compile_seconds)
-        if least > self.bounds.seconds:
-            raise InputError(
-                f"alload calibrate: --seconds is {self.bounds.seconds:g}, but a program takes "
-                f"{self._compile_seconds:.0f} s to compile here, and a fit needs {LEAST_POINTS}; "
-                f"give at least {least}"
-            )
+        self._require_time(0)
         self._compile(cases)
         bytes_ = {case: self._bytes(case) for case in cases}
         model = fit_memory(
@@ -271,13 +265,30 @@ class Calibration:
         return finding
 
     def measure(self, m_mem: int) -> Iterator[Outcome]:
-        """Times the cases of the grid within the bounds, in order of increasing tokens."""
+        """Times the cases of the grid within the bounds, in order of increasing tokens.
+
+        Raises:
+          InputError: the time is too short for a fit.
+        """
         longest, beside = self._longest(m_mem), self.step.tokens_beside
         waiting = grid(self.bounds.shortest, longest, m_mem, beside)
         for outcome in self._measure(waiting, self.bounds.seconds):
             if outcome.seconds is not None:
                 self._points.append(outcome.point())
+            elif outcome.note == _NO_TIME and len(self._points) < LEAST_POINTS:
+                self._require_time(2 * self.bounds.seconds)
             yield outcome
+
+    def _require_time(self, least: float) -> None:
+        """Refuses bounds of fewer seconds than this, or than a fit takes."""
+        # Later programs are larger, and run.
+        compiling = 2 * -(-LEAST_POINTS // self._workers) * self._compile_seconds
+        if (least := math.ceil(max(least, compiling))) > self.bounds.seconds:
+            raise InputError(
+                f"alload calibrate: --seconds is {self.bounds.seconds:g}, but a program takes "
+                f"{self._compile_seconds:.0f} s to compile here, and a fit needs {LEAST_POINTS}; "
+                f"give at least {least}"
+            )
 
     def measure_sparse(self, m_mem: int) -> Iterator[Outcome]:
         """Times steps whose layers all have sparse attention, for each of `DENSITIES`.
@@ -345,7 +356,11 @@ class Calibration:
         deadline = time.perf_counter() + seconds
         # A few at a time because XLA compiles one program on several cores already.
         for begin in range(0, len(waiting), self._workers):
-            left = deadline - time.perf_counter() - self._compile_seconds
+            # Of the time for all programs that a fit lacks, or else for the next.
+            lacking = max(self._workers, LEAST_POINTS - len(self._points))
+            new = sum(case not in self._programs for case in waiting[begin : begin + lacking])
+            left = deadline - time.perf_counter()
+            left -= -(-new // self._workers) * self._compile_seconds
             chosen = []
             for case in waiting[begin : begin + self._workers]:
                 step = _expected(self._points, case)
@@ -353,7 +368,7 @@ class Calibration:
                     left -= needed
                     chosen.append(case)
                 else:
-                    yield Outcome(case, note="skipped: no time left")
+                    yield Outcome(case, note=_NO_TIME)
             self._compile(chosen)
             yield from map(self._time, chosen)
 

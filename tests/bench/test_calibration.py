@@ -203,6 +203,7 @@ def program_of(temporary):
 )
 def test_the_grid_is_timed_within_time_and_memory(seconds, memory, repeats, notes, monkeypatch):
     monkeypatch.setattr(calibration, "_TARGETS", ())
+    monkeypatch.setattr(calibration, "LEAST_POINTS", 3)
     step, bounds = PretendedStep(), calibration.Bounds(seconds, 4, 64, memory=memory)
     found = list(calibration.Calibration(step, bounds).measure(64))
     timed = {each.case.tokens: each for each in found if each.seconds}
@@ -212,6 +213,30 @@ def test_the_grid_is_timed_within_time_and_memory(seconds, memory, repeats, note
         assert each.seconds == each.least == each.most == STEP_SECONDS[tokens]
         assert each.bytes == 20 + 104 * tokens
         assert step.ran.count(tokens) == 1 + each.repeats
+
+
+@pytest.mark.parametrize(("seconds", "ends", "least"), [(29, 6, 60), (40, 18, 80), (60, 30, None)])
+def test_too_little_time_for_a_fit_is_told_as_soon_as_it_is_known(
+    seconds, ends, least, monkeypatch
+):
+    """A program compiles in 6 seconds. Where that is little enough, the fourth step is too long."""
+    clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
+
+    def compile(step, latents):
+        clock.now += 6
+        return program_of(100)
+
+    monkeypatch.setattr(PretendedStep, "compile", compile)
+    monkeypatch.setattr(calibration, "time", clock)
+    monkeypatch.setattr(calibration, "_TARGETS", ())
+    monkeypatch.setattr(calibration.os, "cpu_count", lambda: 1)
+    measured = calibration.Calibration(PretendedStep(), calibration.Bounds(seconds, 4, 64))
+    if least is None:
+        assert sum(each.seconds is not None for each in measured.measure(64)) == 5
+    else:
+        with pytest.raises(InputError, match=f"takes 6 s .* a fit needs 5; give at least {least}"):
+            list(measured.measure(64))
+    assert clock.now == ends
 
 
 @pytest.mark.slow
