@@ -167,7 +167,12 @@ def test_a_wrong_folder_is_refused_by_its_place(folders):
         ({"path": "clips", "frame": 5}, "frame is no key of a folder; there are path, weight"),
         ({"path": "clips", "frames": 6}, r"folder 1 \(clips\): --frames is 6; it must be 4n"),
         ({"path": "clips", "frames": 5.5}, "frames is 5.5; give a whole number"),
-        ({"path": "nowhere"}, "nowhere: no such file or folder"),
+        ({"path": "nowhere"}, r"folder 1 \(nowhere\): .*nowhere: no such file or folder"),
+        (
+            {"path": "clips", "weight": 0},
+            r"\(clips\): weight is 0; it must be from 0.001 to 1,000$",
+        ),
+        ({"path": ""}, "folder 1 lacks path"),
         ({"frames": 5}, "folder 1 lacks path"),
         ("clips", "folder 1 lacks path"),
         ({"path": "clips", "trigger": False}, "trigger is False; give text, in quotes"),
@@ -178,7 +183,7 @@ def test_a_wrong_folder_is_refused_by_its_place(folders):
         ({"path": "clips", "captions": "some"}, "captions is 'some'; it must be one or all"),
         ({"path": "clips", "fps": True}, "fps is True"),
         ({"path": "clips", "keep_tags": 1}, "keep_tags is 1, but shuffle_tags is missing; add it"),
-        ({"path": "clips", "caption_column": "x"}, r"--caption-column x: .*clips has no table, no"),
+        ({"path": "clips", "caption_column": "x"}, "caption-column x: .*clips has no ta"),
     ):
         with pytest.raises(InputError, match=words):
             folders(given)

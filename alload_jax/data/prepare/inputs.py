@@ -42,9 +42,9 @@ from alload_jax.data.prepare.sources import (
     short,
     suffix_of,
 )
-from alload_jax.data.selection import SourceWeight
 from alload_jax.errors import VALUE_KINDS, InputError, print_stderr
 from alload_jax.files import Json, parse_json, parse_yaml, read_text, replacing, require_regular
+from alload_jax.planning.epoch import LEAST_WEIGHT, MOST_WEIGHT
 
 _SILENT = frozenset(
     {*SIDECARS, ".jsonl", ".csv", ".tsv", ".parquet", ".md", ".srt", ".vtt", ".ini", ".db", ".npy"}
@@ -540,8 +540,8 @@ class MediaFolder:
     media_root: str | None = None
 
     def __post_init__(self) -> None:
-        SourceWeight(self.path, self.weight)
         for name, fits, wanted in (
+            ("weight", LEAST_WEIGHT <= self.weight <= MOST_WEIGHT, _WEIGHTS),
             ("caption_dropout", 0 <= self.caption_dropout <= 1, "from 0 to 1"),
             ("shuffle_tags", 0 <= self.shuffle_tags <= _MOST_ORDERS, f"from 0 to {_MOST_ORDERS}"),
             ("keep_tags", self.keep_tags >= 0, "0 or more"),
@@ -571,6 +571,7 @@ class MediaFolder:
         return tuple(found)
 
 
+_WEIGHTS = f"from {LEAST_WEIGHT:,} to {MOST_WEIGHT:,.0f}"
 _MOST_ORDERS = 100
 _DRAWS = 20
 """Draws for each order of the tags."""
@@ -590,20 +591,21 @@ def set_items(place: Path, settings: MediaSettings) -> list[Item]:
     places: dict[PurePosixPath, Path] = {}
     for number, given in enumerate(_folders(place), 1):
         where = f"{place}: folder {number}"
-        if not isinstance(given, dict) or not isinstance(given.get("path"), str):
+        if not isinstance(given, dict) or not str(path := given.get("path") or "").strip("/"):
             raise InputError(f"{where} lacks path; give the folder's")
         try:
             clips = {name: given[name] for name in given if name in _CLIPS}
             own = _checked(MediaSettings, clips)
             rest = {name: given[name] for name in given if name not in clips}
             folder = MediaFolder(**_checked(MediaFolder, rest))
-            replace(settings, **own)
+            every = (folder.captions or replace(settings, **own).captions) == "all"
+            source, name = place.parent / folder.path, _name(folder.path)
+            root = place.parent / folder.media_root if folder.media_root else None
+            columns = folder.path_column, folder.caption_column
+            items = find_items(source, *columns, every, root)
         except InputError as error:
-            raise InputError(f"{where} ({given['path']}): {error}") from error
-        every = (folder.captions or settings.captions) == "all"
-        source, name = place.parent / folder.path, _name(folder.path)
-        root = place.parent / folder.media_root if folder.media_root else None
-        for item in find_items(source, folder.path_column, folder.caption_column, every, root):
+            raise InputError(f"{where} ({path}): {error}") from error
+        for item in items:
             first, *others = captions = folder.captions_of(item)
             of_file = tuple(map(clean, (item.caption or "", *item.alternatives)))
             item = replace(item, found=() if captions == of_file else of_file)
