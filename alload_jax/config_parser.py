@@ -391,6 +391,8 @@ def build_named(key: str, item: Any, registry: Registry[type[Any]]) -> Any:
 def _keys(kind: type[Any], prefix: str = "") -> Iterator[str]:
     """Yields every dotted key that a config can have."""
     for name, annotation in typing.get_type_hints(kind).items():
+        if typing.get_origin(annotation) is typing.ClassVar:
+            continue
         yield prefix + name
         for part in (annotation, *typing.get_args(annotation)):
             if dataclasses.is_dataclass(part) and isinstance(part, type):

@@ -102,6 +102,7 @@ def test_a_wrong_file_is_one_line(text, words, tmp_path):
         ("run.seed", "-9223372036854775809", "run.seed is -9223372036854775809; give a number of"),
         ("run.folder", "x\0", "run.folder is 'x\\x00'; remove the NUL character"),
         ("run.stepz", "3", "command line: key run.stepz is unknown; did you mean run.steps?"),
+        ("optimizer.usual_identity", "3", "identity is unknown; did you mean optimizer.mu_dtype?"),
         ("zzzzzzzz", "3", "command line: key zzzzzzzz is unknown; `--help` lists all keys"),
         ("model.eps", ".inf", "model.eps is inf; give a finite number"),
         ("model.num_classes", "9223372036854775806", "775806; it must be at most 1,048,576"),
