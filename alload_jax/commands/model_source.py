@@ -23,7 +23,7 @@ from alload_jax.planning.samples import Triple
 from alload_jax.sampling.config import SamplingConfig
 from alload_jax.sampling.requests import family_fps
 from alload_jax.training import restore
-from alload_jax.training.run_files import CHECKPOINTS
+from alload_jax.training.run_files import CHECKPOINTS, run_around
 from alload_jax.training.state import Weights
 
 ScaledLora = tuple[LoraFile, float]
@@ -207,7 +207,7 @@ def find_source(
         return find_run(place, weights, step)
     if not place.is_file() and not (place / "config.json").is_file():
         inner = place / "transformer"
-        near = inner if (inner / "config.json").is_file() else restore.run_around(place)
+        near = inner if (inner / "config.json").is_file() else run_around(place)
         raise InputError(
             f"{place}: is neither a run folder of train.py (config.yaml) nor a transformer folder "
             "of diffusers (config.json), nor a file of weights; "

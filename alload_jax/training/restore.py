@@ -52,7 +52,7 @@ from alload_jax.training.parameters import (
     merge_parameters,
     split_parameters,
 )
-from alload_jax.training.run_files import CHECKPOINTS, is_run
+from alload_jax.training.run_files import CHECKPOINTS, is_run, run_around
 from alload_jax.training.state import (
     TrainingSpec,
     TrainState,
@@ -260,12 +260,6 @@ def described_model(place: Path) -> ModelConfig | None:
                 f"{place}: has tensors of shapes that no model has; download it again"
             ) from error
     return read_transformer(place) if (place / "config.json").is_file() else None
-
-
-def run_around(place: Path) -> Path | None:
-    """The run folder of a path that is its folder of checkpoints, or one of these."""
-    near = (each for each in (place, place.parent) if each.name == CHECKPOINTS and place.is_dir())
-    return next((each.parent for each in near if (each.parent / "config.yaml").is_file()), None)
 
 
 def _of_run(

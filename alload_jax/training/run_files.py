@@ -301,6 +301,12 @@ def is_run(place: str | Path) -> bool:
     return (Path(place) / CHECKPOINTS).is_dir()
 
 
+def run_around(place: Path) -> Path | None:
+    """The run folder of a path that is its folder of checkpoints, or one of these."""
+    near = (each for each in (place, place.parent) if each.name == CHECKPOINTS and place.is_dir())
+    return next((each.parent for each in near if (each.parent / "config.yaml").is_file()), None)
+
+
 def require_run_or_new(folder: Path) -> None:
     """Refuses a folder without a run that holds data, or files that a run would replace.
 
@@ -311,6 +317,8 @@ def require_run_or_new(folder: Path) -> None:
         return
     if (folder / MANIFEST_NAME).exists():
         raise InputError(f"{folder}: is a data folder; name another run.folder")
+    if run := run_around(folder):
+        raise InputError(f"{folder}: is a part of the run {run}; name another run.folder")
     for path in filter(Path.exists, (folder / name for name in _WRITTEN)):
         if path.name == LOCK_NAME and path.is_file():
             begin = path.read_bytes()[: len(_HOLDER)].decode(errors="replace")

@@ -265,6 +265,9 @@ def test_files_that_no_run_wrote_are_not_replaced(tmp_path):
     (tmp_path / "environment.json").touch()  # a run that was copied without its lock
     with locked(tmp_path, Cluster()):
         pass
+    for part in ("checkpoints", "checkpoints/7"):
+        with pytest.raises(InputError, match=f"is a part of the run {tmp_path}; name another"):
+            locked(tmp_path / part, Cluster()).__enter__()
 
 
 @pytest.mark.parametrize(
