@@ -8,6 +8,7 @@ The fields depend on the name, so `read_config` reads the names first.
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -390,7 +391,15 @@ def write_config(config: Config, path: Path) -> None:
     It omits the settings that differ by process, because the next start may use other processes.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, yaml.safe_dump(_shared_values(config), sort_keys=False))
+    write_atomically(path, yaml.dump(_shared_values(config), Dumper=_Dumper, sort_keys=False))
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes a text such as 1e-4, which jsonargparse takes for a number and YAML does not."""
+
+
+_NUMBER = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$")
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+0123456789"))
 
 
 def use_compilation_cache(run: RunConfig) -> None:

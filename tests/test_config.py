@@ -200,6 +200,10 @@ def test_the_last_file_and_the_flags_win_and_aliases_are_values(tmp_path, monkey
     for _ in range(2):
         write_config(config, tmp_path / "a" / "b" / "written.yaml")
     assert read_config(["--config", str(tmp_path / "a" / "b" / "written.yaml")]) == config
+    for name in ("1e-4", "1E5", "+1.5e3", "1e-4x"):  # of a sweep; YAML has no such numbers
+        argv = ["--config", DIGITS, "--run.folder", name, "--data.exclude", name]
+        write_config(read_config(argv), tmp_path / "named.yaml")
+        assert read_config(["--config", str(tmp_path / "named.yaml")]).data.exclude == name
     monkeypatch.chdir(tmp_path)
     assert read_config(["--config", "digits", f"--config={file}", *flags]) == config
     Path("digits").write_text("run: {steps: &n 7}\ncheckpoint: {every: *n}\n")
