@@ -50,20 +50,18 @@ def middle_frame(path: Path) -> Image.Image:
     Raises:
       OSError: the file is missing or damaged.
     """
-    if path.suffix.lower() == ".mp4":
-        import av  # of the extra `media`
-
-        try:
+    try:
+        if path.suffix.lower() == ".mp4":
             frames, _ = read_frames(path)
-        except (av.FFmpegError, ValueError) as error:
-            raise OSError(f"{path}: cannot be read ({error})") from error
-        return frames[len(frames) // 2].convert("RGB")
-    with Image.open(path) as picture:
-        # A GIF stores equal frames as one that lasts longer.
-        shown = ImageSequence.Iterator(picture)
-        ends = list(accumulate(float(frame.info.get("duration") or 1) for frame in shown))
-        picture.seek(bisect_right(ends, ends[-1] / 2) if len(ends) > 1 else 0)
-        return picture.convert("RGB")
+            return frames[len(frames) // 2].convert("RGB")
+        with Image.open(path) as picture:
+            # A GIF stores equal frames as one that lasts longer.
+            shown = ImageSequence.Iterator(picture)
+            ends = list(accumulate(float(frame.info.get("duration") or 1) for frame in shown))
+            picture.seek(bisect_right(ends, ends[-1] / 2) if len(ends) > 1 else 0)
+            return picture.convert("RGB")
+    except Exception as error:  # decoders raise anything for damaged files
+        raise OSError(f"{path}: cannot be read ({error})") from error
 
 
 def write_frames(

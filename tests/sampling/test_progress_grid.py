@@ -151,7 +151,9 @@ def test_the_middle_of_a_clip_is_its_middle_in_time(tmp_path, suffix):
     write_frames(tmp_path / f"clip{suffix}", frames, suffix)
     found = middle_frame(tmp_path / f"clip{suffix}")
     assert abs(int(np.asarray(found)[8, 8, 0]) - 200) < 8
+    whole = (tmp_path / f"clip{suffix}").read_bytes()
     (tmp_path / f"bad{suffix}").write_bytes(b"nothing")
-    for name in ("bad", "none"):
+    (tmp_path / f"cut{suffix}").write_bytes(whole[: {".gif": 103, ".mp4": 1468}[suffix]])
+    for name in ("bad", "cut", "none"):
         with pytest.raises(OSError, match=name):
             middle_frame(tmp_path / f"{name}{suffix}")
