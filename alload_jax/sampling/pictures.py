@@ -6,6 +6,7 @@ Equal samples produce equal bytes. Files are written atomically.
 import importlib.util
 import io
 import json
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
@@ -117,7 +118,19 @@ def _write_mp4(path: Path, frames: Sequence[Image.Image], fps: float) -> None:
 PICTURES = (".png", ".gif", ".mp4")
 LATENTS = ".safetensors"
 
-_GIF_SIDE = 2**16 - 1
+_SIDES = {".gif": 2**16 - 1, ".mp4": 2**14}
+"""Pixels of the longest side that a format has, or its encoder takes."""
+
+
+def too_large(suffix: str, height: int, width: int) -> str | None:
+    """Why a picture of this size cannot be written in a format; None if it can."""
+    if max(height, width) <= (most := _SIDES.get(suffix, math.inf)):
+        return None
+    name = suffix[1:].upper()
+    return (
+        f"would have {height}×{width} pixels, but {name} supports sides up to {most}; choose a "
+        "smaller size"
+    )
 
 
 def check_format(place: str, path: Path, size: tuple[int, int, int], channels: int | None) -> None:
@@ -147,11 +160,8 @@ def check_format(place: str, path: Path, size: tuple[int, int, int], channels: i
         )
     elif suffix == ".png" and frames > 1:
         reason = f"holds one frame, but the sample has {frames}; choose .gif or .mp4"
-    elif suffix == ".gif" and max(height, width) > _GIF_SIDE:
-        reason = (
-            f"would have {height}×{width} pixels, but GIF supports sides up to {_GIF_SIDE}; choose "
-            ".mp4 or a smaller size"
-        )
+    elif (large := too_large(suffix, height, width)) is not None:
+        reason = large
     elif suffix == ".mp4" and not has_mp4():
         reason = "needs the package av; install alload-jax[media], or choose .gif"
     elif suffix == ".mp4" and (height % 2 or width % 2):
@@ -259,6 +269,12 @@ def cell_box(row: int, column: int, columns: int, height: int, width: int) -> Bo
     return (left, top, left + width * zoom, top + height * zoom)
 
 
+def page_size(rows: int, columns: int, height: int, width: int) -> tuple[int, int]:
+    """(width, height) of the picture of a grid, in pixels."""
+    _, _, right, bottom = cell_box(rows - 1, columns - 1, columns, height, width)
+    return right + _GAP, bottom + _GAP
+
+
 def _zoom(columns: int, width: int) -> int:
     return max(1, (_TARGET_WIDTH // columns - _GAP) // width)
 
@@ -267,12 +283,12 @@ def _grid(images: np.ndarray, headers: list[str]) -> Image.Image:
     """Draws [rows, columns, height, width, channels] as one picture, enlarged without blur."""
     rows, columns, height, width, channels = images.shape
     zoom = _zoom(columns, width)
-    cell_height, cell_width = height * zoom + _GAP, width * zoom + _GAP
-    page = Image.new("RGB", (columns * cell_width + _GAP, rows * cell_height + _HEADER), _PAPER)
+    page = Image.new("RGB", page_size(rows, columns, height, width), _PAPER)
     draw = ImageDraw.Draw(page)
     font = ImageFont.load_default(size=20)
     for column, header in enumerate(headers):
-        centre = (_GAP + column * cell_width + (cell_width - _GAP) / 2, _HEADER / 2)
+        left, _, right, _ = cell_box(0, column, columns, height, width)
+        centre = ((left + right) / 2, _HEADER / 2)
         draw.text(centre, header, fill=_INK, font=font, anchor="mm")
     pixels = to_bytes(images)
     pixels = np.broadcast_to(pixels, (*pixels.shape[:-1], 3)) if channels == 1 else pixels

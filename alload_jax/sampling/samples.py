@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from alload_jax.diffusion.timesteps import TimestepConfig, shift_of
 from alload_jax.errors import InputError
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.planning.samples import Geometry, Triple, divisible
-from alload_jax.sampling.config import Draw, GridConfig, PromptConfig, SamplingConfig
+from alload_jax.sampling.config import Draw, PromptConfig, SamplingConfig
 from alload_jax.sampling.encoders import Encoders, find_encoders
 from alload_jax.sampling.flow import Condition, Flow, make_expert_flows
 from alload_jax.sampling.pictures import (
@@ -30,6 +30,8 @@ from alload_jax.sampling.pictures import (
     Picture,
     cell_box,
     clip_suffix,
+    page_size,
+    too_large,
     write_clip,
     write_grid,
 )
@@ -129,7 +131,7 @@ class SampleWriter:
         self.draw = make_draw(model, timesteps, config, manifest.vae_stride)
         self._folder, self._model, self._config = folder, model, config
         self.condition_tokens, self.origin = manifest.longest_text(), manifest.origin
-        _check_grids(config.grids, model, manifest)
+        _check_grids(config, model, manifest)
         self._labels = []  # of each grid, [rows·num_classes, condition_tokens] int32
         for grid in config.grids:
             row, column = np.indices((grid.rows, model.num_classes)).reshape(2, -1)
@@ -252,7 +254,8 @@ def _request(number: int, prompt: PromptConfig, target: Target, suffix: str) -> 
     return check_request(RawRequest(values, place, frozenset(values)), target)
 
 
-def _check_grids(grids: Sequence[GridConfig], model: ModelConfig, manifest: Manifest) -> None:
+def _check_grids(config: SamplingConfig, model: ModelConfig, manifest: Manifest) -> None:
+    grids, columns = config.grids, model.num_classes
     if grids and model.text:
         raise InputError(
             "sampling.grids: a column shows a class, but the model's condition is text; leave "
@@ -277,5 +280,8 @@ def _check_grids(grids: Sequence[GridConfig], model: ModelConfig, manifest: Mani
                 f"{model.patch_size}{held}; choose a size that is"
             )
         tokens = Geometry(stride, model.patch_size).token_grid(*np.asarray(grid.size)[:, None])[0]
-        count = grid.rows * model.num_classes
+        count = grid.rows * columns
         require_memory(f"sampling.grids: {grid.size}", model, math.prod(tokens.tolist()), count)
+        width, height = page_size(grid.rows, columns, grid.height, grid.width)
+        if large := too_large(clip_suffix(grid.frames, config.clip_format), height, width):
+            raise InputError(f"sampling.grids: {grid.size} with {grid.rows} rows {large}")

@@ -125,10 +125,12 @@ def test_a_failure_leaves_what_was_there(tmp_path, monkeypatch):
         ("x.mp4", (2, 9, 8), 3, "9×8 pixels"),
         ("x.mp4", (2, 8, 9), 3, "8×9 pixels"),
         ("x.gif", (2, 8, 65536), 1, "8×65536 pixels, but GIF"),
+        ("x.mp4", (2, 16386, 8), 3, "16386×8 pixels, but MP4 supports sides up to 16384"),
         ("x.gif", (2, 8, 8), None, "need a decoder; give --vae"),
         ("x.PNG", (1, 9, 9), 3, None),
         ("x.mp4", (2, 8, 8), 1, None),
         ("x.gif", (2, 9, 65535), 1, None),
+        ("x.mp4", (2, 16384, 8), 1, None),
         ("x.safetensors", (2, 9, 9), None, None),
     ],
 )

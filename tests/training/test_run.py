@@ -149,6 +149,10 @@ BAD = [
     ),
     (("--run.steps", "0"), "run.steps is 0"),
     (("--sampling.grids", "[{frames: 1, height: 9, width: 8}]"), "is not a multiple"),
+    (
+        ("--sampling.grids", "[{frames: 5, height: 8, width: 8, rows: 800}]"),
+        "with 800 rows would have 67230×844 pixels, but GIF supports sides up to 65535",
+    ),
 ]
 
 
