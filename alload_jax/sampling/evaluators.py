@@ -174,7 +174,7 @@ class DigitMotion(Evaluator):
     width: int = 16
 
     def __post_init__(self) -> None:
-        require_positive(f"evaluators: {self.name}: ", self, "clips")
+        require_positive(f"evaluators: {self.name}: ", self, "clips", "height", "width")
         if self.frames < 4:
             raise InputError(
                 f"evaluators: digit_motion: frames is {self.frames}; third differences need 4"
@@ -192,7 +192,7 @@ class DigitMotion(Evaluator):
     def evaluate(self, drawing: Drawing) -> dict[str, float]:
         images, digits = load_digits()
         size = (self.frames, self.height, self.width)
-        rng = np.random.default_rng(drawing.seed)
+        rng = np.random.default_rng(abs(drawing.seed))
         chosen = rng.choice(len(images), self.clips, replace=self.clips > len(images))
         labels = np.full((self.clips, drawing.condition_tokens), digits.max() + 1, np.int32)
         labels[:, 0] = digits[chosen]

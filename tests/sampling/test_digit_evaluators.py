@@ -78,6 +78,8 @@ def test_the_motion_of_clips_is_told_beside_that_of_real_ones():
     circle, drift, unnamed = (each["jerk_over_travel_real"] for each in found)
     assert 0.005 < circle < 0.01 < drift < 0.05
     assert drift == unnamed
+    negative = Drawing(shaken, None, 2, -1, {"digits": {}})  # a seed that JAX takes
+    assert DigitMotion(clips=6).evaluate(negative)["jerk_over_travel_real"] > 0
 
 
 def manifest_of(stride, origin):
@@ -112,6 +114,9 @@ def test_data_and_a_model_that_fit_pass():
             evaluator.check(FOUR, manifest_of(stride, DIGITS))
 
 
-def test_too_few_frames_are_refused():
+def test_clips_without_motion_or_pixels_are_refused():
     with pytest.raises(InputError, match="frames is 3; third differences need 4"):
         DigitMotion(frames=3)
+    for side in ("height", "width"):
+        with pytest.raises(InputError, match=f"digit_motion: {side} is 0; it must be at least 1"):
+            DigitMotion(**{side: 0})
