@@ -11,6 +11,7 @@ import numpy as np
 from alload_jax.data.manifest import VAE
 from alload_jax.data.record import IMAGE, TEXT, fold_frames
 from alload_jax.errors import InputError, print_stderr
+from alload_jax.files import require_regular
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.common.safetensor_files import open_safetensors
 
@@ -237,6 +238,7 @@ def read_picture(path: Path, height: int, width: int) -> np.ndarray:
 
     try:
         source = Source(path, 0, path.stat().st_size)
+        require_regular(path)
         (picture,) = decode_image(source, lambda *_: Bucket(height, width))
     except (OSError, UnusableError) as error:
         reason = getattr(error, "strerror", None) or str(error)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -278,6 +279,9 @@ def test_what_is_no_picture_is_one_line(tmp_path):
             read_picture(path, 16, 16)
         assert str(error.value).startswith(f"{path}: cannot be read as an image (")
         assert "\n" not in str(error.value)
+    os.mkfifo(tmp_path / "pipe.png")  # reading it would wait for ever
+    with pytest.raises(InputError, match=r"pipe\.png: is not a regular file; name another"):
+        read_picture(tmp_path / "pipe.png", 16, 16)
 
 
 def test_drawing_takes_a_layers_tensors_and_float32_of_all_pairs_at_least(monkeypatch):
