@@ -148,6 +148,11 @@ class Config:
                 f"checkpoint.keep_best is {self.checkpoint.keep_best}, but nothing is validated; "
                 "give validation.share or validation.folder"
             )
+        if (high := self.sampling.high_noise) and (self.sampling.grids or self.evaluators):
+            raise InputError(
+                f"sampling.high_noise is {high}, which draws the beginning of prompts alone; leave "
+                "it out, or sampling.grids and evaluators"
+            )
         if self.run.epochs is not None and self.planning.recalibrate == "epoch":
             raise InputError(
                 f"run.epochs is {self.run.epochs}, but with planning.recalibrate epoch the length "

@@ -64,6 +64,10 @@ WRONG_FILES = [
         "planning.noise_scale is 30 samples, but objective.weighting is token",
     ),
     (
+        "{sampling: {high_noise: runs/high, grids: [{frames: 1, height: 8, width: 8}]}}",
+        "sampling.high_noise is runs/high, which draws the beginning of prompts alone",
+    ),
+    (
         "{planning: {policy: sorted, m_mem: 64, noise_scale: 30}}",
         "planning.noise_scale is 30, by which sorted plans nothing",
     ),
