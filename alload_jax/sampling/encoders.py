@@ -21,26 +21,6 @@ if TYPE_CHECKING:  # what functions import themselves: a run that draws without 
     from alload_jax.encoders.vae import Vae
 
 
-def read_embeddings(path: Path, name: str) -> np.ndarray:
-    """Reads the tensor of that name, or the only tensor, from a safetensors file as float32.
-
-    Raises:
-      InputError: the file or tensor is missing, or a value is not finite.
-    """
-    with open_safetensors(path) as file:
-        keys = sorted(file.keys())
-        if name not in keys and len(keys) != 1:
-            raise InputError(
-                f"{path}: holds {', '.join(keys) or 'nothing'}; rename one of them to {name}"
-            )
-        tensor = file.get_tensor(name if name in keys else keys[0])
-    with np.errstate(over="ignore"):
-        values = np.asarray(tensor, np.float32)
-    if not np.isfinite(values).all():
-        raise InputError(f"{path}: holds values that are not finite in float32; create it again")
-    return values
-
-
 def read_tensors(
     path: Path, names: tuple[str, ...], may_hold_others: bool = False
 ) -> dict[str, np.ndarray]:
@@ -65,17 +45,26 @@ def read_tensors(
 def _read_tensors(
     path: Path, names: tuple[str, ...], may_hold_others: bool, version: tuple[int, ...]
 ) -> dict[str, np.ndarray]:
-    first, *others = names
-    found = {first: read_embeddings(path, first)}
+    first = names[0]
     with open_safetensors(path) as file:
-        held = set(file.keys())
-    unknown = sorted(held - set(names)) if len(held) > 1 and not may_hold_others else []
-    if unknown:
-        raise InputError(
-            f"{path}: holds {', '.join(unknown)}, but the model takes {', '.join(names)} from it; "
-            "remove or rename them"
-        )
-    return found | {name: read_embeddings(path, name) for name in others if name in held}
+        held = sorted(file.keys())
+        if first not in held and len(held) != 1:
+            raise InputError(
+                f"{path}: holds {', '.join(held) or 'nothing'}; rename one of them to {first}"
+            )
+        unknown = [name for name in held if name not in names]
+        if unknown and len(held) > 1 and not may_hold_others:
+            raise InputError(
+                f"{path}: holds {', '.join(unknown)}, but the model takes {', '.join(names)} from "
+                "it; remove or rename them"
+            )
+        keys = {first: held[0]} | {name: name for name in names if name in held}
+        tensors = {name: file.get_tensor(key) for name, key in keys.items()}
+    with np.errstate(over="ignore"):
+        found = {name: np.asarray(tensor, np.float32) for name, tensor in tensors.items()}
+    if not all(np.isfinite(values).all() for values in found.values()):
+        raise InputError(f"{path}: holds values that are not finite in float32; create it again")
+    return found
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from alload_jax.objectives import FlowMatching
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.sampling import flow
 from alload_jax.sampling.config import SamplingConfig
-from alload_jax.sampling.encoders import read_embeddings
+from alload_jax.sampling.encoders import read_tensors
 from alload_jax.training.restore import described_model, one_device_mesh
 
 T2V, I2V = WEIGHTS, WEIGHTS.parents[1] / "i2v" / "transformer"
@@ -379,7 +379,7 @@ def test_embeddings_that_may_not_be_read_say_so(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "open", locked)
     with pytest.raises(InputError, match=r"p: cannot be read \(Permission denied\)"):
-        read_embeddings(tmp_path / "p", "text")
+        read_tensors(tmp_path / "p", ("text",))
 
 
 # ------------------------------------------------------------------- runs of text, and checkpoints
