@@ -62,9 +62,7 @@ def require_fields(
             raise InputError(f"{section}{name} is {value}; it must be {bound}")
 
 
-def require_positive(
-    section: str, config: object, *names: str, most: float = math.inf, otherwise: str = ""
-) -> None:
+def require_positive(section: str, config: object, *names: str, most: float = math.inf) -> None:
     """Checks that fields are at least 1 and not above `most`; one that is None is left alone.
 
     Args:
@@ -72,22 +70,19 @@ def require_positive(
       config: the object that has the fields.
       names: the fields.
       most: of each.
-      otherwise: what else is allowed, for the message, such as `, or null`.
 
     Raises:
       InputError: one is not; it names the field, the value and the bound.
     """
     for name in names:
-        require_positive_value(f"{section}{name}", getattr(config, name), most, otherwise)
+        require_positive_value(f"{section}{name}", getattr(config, name), most)
 
 
-def require_positive_value(
-    name: str, value: float | None, most: float = math.inf, otherwise: str = ""
-) -> None:
+def require_positive_value(name: str, value: float | None, most: float) -> None:
     """`require_positive` of one value."""
     if value is not None and not 1 <= value <= most:
         bound = f"at most {most:,}" if value > most else "at least 1"
-        raise InputError(f"{name} is {value}; it must be {bound}{otherwise}")
+        raise InputError(f"{name} is {value}; it must be {bound}")
 
 
 VALUE_KINDS = {"int": "a whole number", "float": "a finite number", "str": "text, in quotes"}

@@ -11,7 +11,7 @@ import optax
 from jax.tree_util import KeyPath
 from optax.contrib import ScheduleFreeState
 
-from alload_jax.errors import InputError, require_fields, require_positive
+from alload_jax.errors import InputError, require_fields
 from alload_jax.models.common.lora import check_patterns
 from alload_jax.sharding.mesh import path_name
 from alload_jax.training.parameters import matches, require_match
@@ -214,9 +214,9 @@ class OptimizerConfig:
             ("weight_decay final_fraction warmup_steps", lambda value: value >= 0, "0 or more"),
             ("skip_above", lambda value: value > 1, "above 1, such as 5, or null"),
             ("decay_fraction", lambda value: 0 < value <= 1, "above 0 and at most 1"),
+            ("schedule_steps decay_steps", lambda value: value >= 1, "at least 1, or null"),
         ):
             require_fields("optimizer.", self, names, holds, bound)
-        require_positive("optimizer.", self, "schedule_steps", "decay_steps", otherwise=", or null")
         if self.gradient_mean not in get_args(GradientMean):
             raise InputError(
                 f"optimizer.gradient_mean is {self.gradient_mean!r}; choose plan or step"
