@@ -1,7 +1,6 @@
 """The host's memory, of which devices may use a part, and flags of XLA that depend on it."""
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
 from alload_jax.errors import InputError
@@ -66,12 +65,9 @@ def pool_bytes() -> float:
         raise InputError(f"{POOL} is {given!r}; give a number of GiB") from error
 
 
-OVERLAP_FLAGS = {
+DEFAULT_FLAGS = {
     # Starts collectives as early, and waits for them as late, as data dependencies allow.
-    "xla_gpu_enable_latency_hiding_scheduler": "true"
-}
-"""They overlap collectives with computation."""
-DEFAULT_FLAGS = OVERLAP_FLAGS | {
+    "xla_gpu_enable_latency_hiding_scheduler": "true",
     # The scan over layers writes all of the stacks that it keeps for the backward pass; without
     # this, XLA fills them with zeros before.
     "xla_gpu_enable_dus_accumulator_zero_init_elimination": "true",
@@ -84,8 +80,8 @@ DEFAULT_FLAGS = OVERLAP_FLAGS | {
 """XLA_FLAGS in the environment takes precedence."""
 
 
-def with_defaults(flags: str, defaults: Mapping[str, str] = DEFAULT_FLAGS) -> str:
-    """Adds to XLA_FLAGS the defaults that it does not set itself.
+def with_defaults(flags: str) -> str:
+    """Adds to XLA_FLAGS the `DEFAULT_FLAGS` that it does not set itself.
 
     XLA takes a value that does not begin with "-" for the path of a file of flags. It stays as it
     is.
@@ -93,7 +89,7 @@ def with_defaults(flags: str, defaults: Mapping[str, str] = DEFAULT_FLAGS) -> st
     if flags.strip() and not flags.lstrip().startswith("-"):
         return flags
     given = {flag.removeprefix("--").split("=")[0] for flag in flags.split()}
-    added = (f"--{name}={value}" for name, value in defaults.items() if name not in given)
+    added = (f"--{name}={value}" for name, value in DEFAULT_FLAGS.items() if name not in given)
     return " ".join([*flags.split(), *added])
 
 
