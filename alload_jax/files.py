@@ -70,8 +70,8 @@ def require_regular(
         raise InputError(f"{path}: is not a regular file; {remedy}")
 
 
-def read_json(path: Path, remedy: str = "fix it or remove it", *, finite: bool = True) -> Any:
-    """Reads a JSON file; None if it does not exist. Arguments as `parse_json`.
+def read_json(path: Path, remedy: str = "fix it or remove it") -> Any:
+    """Reads a JSON file of finite numbers; None if it does not exist. Arguments as `parse_json`.
 
     Raises:
       InputError: the content is not valid JSON within the bounds.
@@ -81,7 +81,7 @@ def read_json(path: Path, remedy: str = "fix it or remove it", *, finite: bool =
         text = read_text(path, remedy)
     except FileNotFoundError:
         return None
-    return parse_json(text, str(path), remedy, finite=finite)
+    return parse_json(text, str(path), remedy)
 
 
 def parse_json(text: str | bytes, place: str, remedy: str, *, finite: bool = True) -> Any:

@@ -52,15 +52,11 @@ class LossSums(NamedTuple):
 
 
 class Objective(Protocol):
-    """A frozen dataclass whose fields are its config; `name` is its name in the config.
-
-    Attributes:
-      timesteps: distribution of noise levels, which sampling uses too.
-    """
+    """A frozen dataclass whose fields are its config; `name` is its name in the config."""
 
     @property
     def timesteps(self) -> TimestepConfig:
-        """Distribution of noise levels."""
+        """Distribution of noise levels, which sampling uses too."""
         ...
 
     def __call__(
@@ -241,10 +237,6 @@ def _drop_conditions(condition: PyTree, dropped: jax.Array, model: ModelConfig) 
     return jnp.where(dropped, jnp.asarray(null, condition.dtype), condition)
 
 
-_MINIMISED = "_loss"
-"""Suffix of the names of auxiliary values that are added to the minimised loss."""
-
-
 Weighting = Literal["sample", "token"]
 
 
@@ -328,7 +320,7 @@ class FlowMatching:
             sums[name] = jnp.tensordot(weight, finite, axes=weight.ndim)
         minimised = loss
         for name, value in sums.items():
-            if name.endswith(_MINIMISED):
+            if name.endswith("_loss"):
                 minimised = minimised + jnp.mean(value)
         return LossSums(minimised, loss, jnp.sum(batch.weight), sums)
 

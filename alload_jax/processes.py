@@ -115,18 +115,13 @@ def waits(words: str) -> Callable[[T], T]:
     """
 
     def mark(what: T) -> T:
-        for function in _functions(what):
-            _WORDS[function.__code__] = words
+        for each in vars(what).values() if isinstance(what, type) else [what]:
+            function = getattr(each, "fget", None) or getattr(each, "__func__", each)
+            if isinstance(function, FunctionType):
+                _WORDS[function.__code__] = words
         return what
 
     return mark
-
-
-def _functions(what: object) -> Iterator[FunctionType]:
-    for each in vars(what).values() if isinstance(what, type) else [what]:
-        function = getattr(each, "fget", None) or getattr(each, "__func__", each)
-        if isinstance(function, FunctionType):
-            yield function
 
 
 def waiting_for(frame: FrameType | None) -> str:

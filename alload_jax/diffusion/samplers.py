@@ -1,4 +1,4 @@
-"""Samplers, Euler, Heun and UniPC: they integrate the flow from noise to data.
+"""Samplers, Euler and UniPC: they integrate the flow from noise to data.
 
 UniPC (arXiv 2302.04867): between levels s and t the flow's exact solution is, with α = 1 − σ,
 λ = ln(α / σ) and h = λt − λs,

@@ -6,7 +6,6 @@ within rounding, in memory that does not grow with the frames' pixels. diffusers
 takes all frames at once, with a mask of attention of the squared number of latents.
 """
 
-import sys
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import cached_property, partial
@@ -17,7 +16,7 @@ import numpy as np
 from typing_extensions import override
 
 from alload_jax.encoders import loading
-from alload_jax.errors import InputError
+from alload_jax.errors import InputError, print_stderr
 from alload_jax.planning.samples import Triple
 
 if TYPE_CHECKING:
@@ -189,10 +188,9 @@ class Vae(loading.Encoder):
             except torch.OutOfMemoryError:
                 self._tiled_from = area
             torch.cuda.empty_cache()
-            print(
+            print_stderr(
                 f"{self.folder}: frames of {area:,.0f} pixels do not fit the memory of "
-                f"{self._device}; they are taken in tiles",
-                file=sys.stderr,
+                f"{self._device}; they are taken in tiles"
             )
         self._model.enable_tiling()
         try:
