@@ -255,7 +255,8 @@ def write_grid(path: Path, clips: np.ndarray, headers: list[str]) -> None:
       headers: one for each column.
     """
     frames = [_grid(clips[:, :, n], headers) for n in range(clips.shape[2])]
-    write_frames(path, frames, path.suffix)
+    with replacing(path) as unfinished:
+        write_frames(unfinished, frames, path.suffix)
 
 
 Box = tuple[int, int, int, int]

@@ -103,7 +103,7 @@ def test_an_mp4_does_not_depend_on_what_memory_held_before(tmp_path):
 
 
 def test_a_failure_leaves_what_was_there(tmp_path, monkeypatch):
-    def fail(path, frames, suffix, fps):
+    def fail(path, frames, suffix, fps=None):
         path.write_text("half")
         raise OSError("no space")
 
@@ -113,6 +113,8 @@ def test_a_failure_leaves_what_was_there(tmp_path, monkeypatch):
         write_clip(tmp_path / "x.gif", clip(3, 4, 6, 1), {})
     with pytest.raises(InputError, match="not finite"):
         write_clip(tmp_path / "x.gif", np.full((2, 4, 4, 1), np.nan, np.float32), {})
+    with pytest.raises(OSError, match="no space"):
+        write_grid(tmp_path / "x.gif", clip(3, 4, 6, 1)[None, None], ["0"])
     assert [path.name for path in tmp_path.iterdir()] == ["x.gif"]
     assert (tmp_path / "x.gif").read_text() == "old"
 
