@@ -4,21 +4,23 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from alload_jax.data.manifest import VAE
+from alload_jax.data.prepare.captions import clean
+from alload_jax.data.prepare.encoders import ByteText
+from alload_jax.data.prepare.sources import Bucket, Source, UnusableError, decode_image
 from alload_jax.data.record import IMAGE, TEXT, fold_frames
+from alload_jax.encoders import open_image, open_text, open_vae
+from alload_jax.encoders.conditions import ImageEncoder, TextModel
+from alload_jax.encoders.loading import Encoder, release_memory
+from alload_jax.encoders.vae import Vae
 from alload_jax.errors import InputError, print_stderr
 from alload_jax.files import require_regular
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.common.safetensor_files import open_safetensors
-
-if TYPE_CHECKING:  # what functions import themselves: a run that draws without encoders needs none
-    from alload_jax.data.prepare.encoders import ByteText
-    from alload_jax.encoders.conditions import ImageEncoder, TextModel
-    from alload_jax.encoders.vae import Vae
 
 
 def read_tensors(
@@ -77,9 +79,9 @@ class Encoders:
       image: encoder of given images.
     """
 
-    text: "TextModel | ByteText | None" = None
-    vae: "Vae | None" = None
-    image: "ImageEncoder | None" = None
+    text: TextModel | ByteText | None = None
+    vae: Vae | None = None
+    image: ImageEncoder | None = None
 
     def encoded(self, words: str) -> dict[str, np.ndarray]:
         """The tokens of a prompt by kind, [L, width] float32: `text`, and others if it has some.
@@ -87,9 +89,6 @@ class Encoders:
         Raises:
           InputError: the weights of the encoder cannot be loaded.
         """
-        from alload_jax.data.prepare.captions import clean
-        from alload_jax.data.prepare.encoders import ByteText
-
         assert self.text is not None
         if isinstance(self.text, ByteText):
             return {TEXT: self.text.encode(clean(words)).astype(np.float32)}
@@ -97,10 +96,6 @@ class Encoders:
 
     def unload(self) -> None:
         """Frees the weights of text and image encoders, which are as large as the model's."""
-        if self.text is None and self.image is None:
-            return
-        from alload_jax.encoders.loading import Encoder, release_memory
-
         loaded = [each for each in (self.text, self.image) if isinstance(each, Encoder)]
         for encoder in loaded:
             encoder.unload()
@@ -148,12 +143,9 @@ def find_encoders(
 
 def _text(
     model: ModelConfig, known: dict[str, Any], folder: Path | None
-) -> "TextModel | ByteText | None":
+) -> TextModel | ByteText | None:
     if folder is None and (known.get("name") != "bytes" or model.text is None):
         return None
-    from alload_jax.data.prepare.encoders import ByteText
-    from alload_jax.encoders import open_text
-
     if folder is None:
         return ByteText(known["width"], known["length"])
     if model.text is None:
@@ -166,9 +158,7 @@ def _text(
     return encoder
 
 
-def _vae(model: ModelConfig, known: dict[str, Any], folder: Path) -> "Vae":
-    from alload_jax.encoders import open_vae
-
+def _vae(model: ModelConfig, known: dict[str, Any], folder: Path) -> Vae:
     vae = open_vae(folder)
     if vae.channels != model.latent_channels:
         raise InputError(
@@ -179,9 +169,7 @@ def _vae(model: ModelConfig, known: dict[str, Any], folder: Path) -> "Vae":
     return vae
 
 
-def _image(model: ModelConfig, known: dict[str, Any], folder: Path) -> "ImageEncoder":
-    from alload_jax.encoders import open_image
-
+def _image(model: ModelConfig, known: dict[str, Any], folder: Path) -> ImageEncoder:
     if model.image is None:
         raise InputError(f"--image-encoder {folder}: the model takes no image embeddings")
     encoder, place = open_image(folder), f"--image-encoder {folder}"
@@ -223,8 +211,6 @@ def read_picture(path: Path, height: int, width: int) -> np.ndarray:
     Raises:
       InputError: the file is missing or no image.
     """
-    from alload_jax.data.prepare.sources import Bucket, Source, UnusableError, decode_image
-
     try:
         source = Source(path, 0, path.stat().st_size)
         require_regular(path)

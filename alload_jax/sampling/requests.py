@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -14,6 +14,7 @@ from jaxtyping import PyTree
 
 from alload_jax.data.condition import Conditions, put_condition
 from alload_jax.data.record import GIVEN, IMAGE, TEXT, pixel_channels, unfold_frames
+from alload_jax.encoders.vae import Vae
 from alload_jax.errors import InputError
 from alload_jax.files import parse_json, read_text
 from alload_jax.models.common.config import ConditionPart, ModelConfig
@@ -24,9 +25,6 @@ from alload_jax.sampling.encoders import Encoders, as_latent, read_picture, read
 from alload_jax.sampling.flow import Condition
 from alload_jax.sampling.pictures import check_format
 from alload_jax.sharding.host_memory import host_bytes
-
-if TYPE_CHECKING:
-    from alload_jax.encoders.vae import Vae
 
 NUMBERS = ("frames", "height", "width", "seed")
 FILES = ("prompt_embeds", "negative_embeds", "image_embeds", "image", "last_image", "out")
@@ -444,7 +442,7 @@ def _require_shape(raw: RawRequest, key: str, found: np.ndarray, dim: int) -> No
 # ---------------------------------------------------------------- what a model is given
 
 
-def decoded(latents: np.ndarray, request: Request, vae: "Vae | None") -> np.ndarray:
+def decoded(latents: np.ndarray, request: Request, vae: Vae | None) -> np.ndarray:
     """The picture of a sample: decoded by the VAE, or the pixels that the latents are.
 
     Args:
