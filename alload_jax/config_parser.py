@@ -375,12 +375,14 @@ def build_named(key: str, item: Any, registry: Registry[type[Any]]) -> Any:
     if not isinstance(item, dict) or "name" not in item:
         known = ", ".join(registry.names()) or "none"
         raise InputError(f"{key}: {item!r} has no name; choose one of {known}")
-    kind = registry.get(item["name"])
+    kind, place = registry.get(item["name"]), f"{key}: {item['name']}"
+    check_kinds(place, item, kind)
     parser = _Parser(prog=key)
-    parser.known_keys, parser.place = list(_keys(kind)), f"{key}: {item['name']}"
+    parser.known_keys, parser.place = list(_keys(kind)), place
     parser.add_class_arguments(kind)
     try:
-        parsed = parser.instantiate(parser.parse_object(Namespace(**item)))
+        values = Namespace(**{str(name): value for name, value in item.items()})
+        parsed = parser.instantiate(parser.parse_object(values))
     except InputError:
         raise
     except ValueError as error:

@@ -48,6 +48,11 @@ WRONG_FILES = [
     ("callbacks: [{name: profil}]", "callback 'profil' is unknown; choose one of profile, "),
     ("callbacks: [{name: profile, stepz: 3}]", "callbacks: profile: key stepz is unknown"),
     ("callbacks: [{name: profile, steps: 0}]", "callbacks: profile: steps is 0; it must be at"),
+    (
+        "callbacks: [{name: profile, steps: null}]",
+        "callbacks: profile: steps is null; give a value",
+    ),
+    ("callbacks: [{name: profile, 1: 2}]", "callbacks: profile: key 1 is unknown; `--help` lists"),
     ("optimizer: {groups: [head]}", "optimizer.groups holds 'head'; give mappings"),
     ("optimizer: {groups: [{clip_norm: 1}]}", "groups: {'clip_norm': 1} lacks parameters"),
     ("optimizer: {groups: [{parameters: [a], clip_norm: 0}]}", "optimizer.clip_norm is 0"),
