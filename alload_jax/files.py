@@ -107,14 +107,13 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
         seen: set[tuple[str, str]] = set()
-        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
-            name = (key.tag, str(key.value))
-            if isinstance(key, yaml.ScalarNode) and name in seen:
+        pairs = node.value if isinstance(node, yaml.MappingNode) else ()
+        for key in (key for key, _ in pairs if isinstance(key, yaml.ScalarNode)):
+            if (name := (key.tag, key.value)) in seen:
                 raise yaml.MarkedYAMLError(
                     problem=f"the key {key.value} stands twice", problem_mark=key.start_mark
                 )
-            if isinstance(key, yaml.ScalarNode):
-                seen.add(name)
+            seen.add(name)
         return super().construct_mapping(node, deep)
 
 
@@ -177,7 +176,7 @@ def _parts(values: Iterable[object]) -> Iterator[object]:
 def _check_plain(value: object, finite: bool) -> None:
     if type(value) is int and not -(2**63) <= value < 2**63:
         raise ValueError("a whole number is beyond 64 bits")
-    if type(value) is float and not (math.isfinite(value) if finite else True):
+    if finite and type(value) is float and not math.isfinite(value):
         raise ValueError(f"a number is {value}")
     if type(value) is str and not value.isascii():
         try:

@@ -43,7 +43,7 @@ from alload_jax.errors import (
 )
 from alload_jax.files import parse_json
 from alload_jax.processes import FOR_OTHERS, waits
-from alload_jax.sharding.mesh import AXES, replicated
+from alload_jax.sharding.mesh import AXES, processes_of, replicated
 
 T = TypeVar("T")
 
@@ -210,9 +210,7 @@ class Consensus:
         self._cluster, self._signal, self._wants_save = cluster, signal, wants_save
         self._prefix = f"problems/{cluster.calls}"  # a second run has steps of these numbers too
         self._row_sharding = NamedSharding(mesh, PartitionSpec(AXES))
-        self._num_rows = sum(
-            device.process_index == jax.process_index() for device in mesh.devices.flat
-        )
+        self._num_rows = processes_of(mesh).count(jax.process_index())
         self._max = jax.jit(lambda rows: rows.max(axis=0), out_shardings=replicated(mesh))
 
     def submit(self, step: int, problems: tuple[str, ...]) -> Callable[[], Decision]:

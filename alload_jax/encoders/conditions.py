@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+from PIL import Image
 from typing_extensions import override
 
 from alload_jax.encoders import loading
@@ -461,8 +462,6 @@ class ImageEncoder(loading.Encoder):
           ValueError: the picture has another shape or dtype.
           InputError: the weights cannot be loaded.
         """
-        from PIL import Image
-
         if picture.dtype != np.uint8 or picture.ndim != 3 or picture.shape[-1] != 3:
             raise ValueError(
                 f"the picture is {picture.dtype} of shape {picture.shape}; give uint8 [H, W, 3]"
