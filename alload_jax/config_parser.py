@@ -199,7 +199,7 @@ def parse_config(
     """
     argv = with_examples(argv)
     files = {file: read_yaml(file) for file in config_files(argv)}
-    kinds: dict[str, Any] = dict.fromkeys(lists, list[dict[str, Any]])
+    kinds: dict[str, Any] = dict.fromkeys(lists, list[dict[str, str | Any]])
     contents = files | {text: content for _, text, content in _sections(argv, config)}
     kinds |= {part.key: _kind_of(part, argv, contents) for part in parts}
     typed = _typed(config, kinds)

@@ -213,6 +213,16 @@ def test_the_last_file_and_the_flags_win_and_aliases_are_values(tmp_path, monkey
         argv = ["--config", DIGITS, "--run.folder", name, "--data.exclude", name]
         write_config(read_config(argv), tmp_path / "named.yaml")
         assert read_config(["--config", str(tmp_path / "named.yaml")]).data.exclude == name
+    for name in ("1e-4", "2026", "no", "lr: 3", "# 7"):
+        argv = [
+            "--config",
+            DIGITS,
+            "--trackers",
+            json.dumps([{"name": "mlflow", "experiment": name}]),
+        ]
+        write_config(read_config(argv), tmp_path / "named.yaml")
+        (tracker,) = read_config(["--config", str(tmp_path / "named.yaml")]).trackers
+        assert tracker.experiment == name
     monkeypatch.chdir(tmp_path)
     assert read_config(["--config", "digits", f"--config={file}", *flags]) == config
     Path("digits").write_text("run: {steps: &n 7}\ncheckpoint: {every: *n}\n")
