@@ -137,8 +137,22 @@ def test_the_current_folder_is_written_if_it_is_empty_and_a_mount_point_refused(
     write_store(Path(), random_samples(1))
     assert MANIFEST_NAME in [path.name for path in Path().iterdir()]
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
-    with says("/", "is a mount point; name a folder in it"):
-        partial_folder(Path("/"))
+    (tmp_path / "root").symlink_to("/")
+    for name in ("/", tmp_path / "root"):
+        with says("/", "is a mount point; name a folder in it"):
+            partial_folder(Path(name))
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_link_is_written_where_it_leads(tmp_path, there):
+    """Beside the link, the shards might lie on another file system, from which none is moved."""
+    (tmp_path / "large").mkdir()
+    if there:
+        (tmp_path / "large" / "store").mkdir()
+    (tmp_path / "link").symlink_to("large/store")
+    assert partial_folder(tmp_path / "link") == tmp_path / "large" / "store.partial"
+    manifest = read_manifest(write_store(tmp_path / "link", random_samples(1)))
+    assert (len(manifest), (tmp_path / "link").is_symlink()) == (1, True)
 
 
 def zeros(*shape, dtype=np.float32, at=None, value=np.nan):

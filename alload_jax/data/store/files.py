@@ -58,9 +58,10 @@ def partial_folder(folder: Path) -> Path:
     """
     if any(part.endswith(":") for part in folder.parts[:1]):  # Path has made one / of ://
         raise InputError(f"{folder}: is no folder of this machine; name one, and copy it there")
+    if not folder.name or folder.is_symlink():
+        folder = folder.resolve()
     if os.path.ismount(folder):
         raise InputError(f"{folder}: is a mount point; name a folder in it")
-    folder = folder if folder.name else folder.absolute()
     return folder.with_name(folder.name + ".partial")
 
 
@@ -247,7 +248,7 @@ def finish_store(
                 for path in (*(shard.path for shard in new), manifest):
                     path.replace(folder / path.name)
             else:
-                partial_folder(folder).rename(folder)
+                partial_folder(folder).rename(folder.resolve())
     for number in stored_numbers(folder):
         for place in (folder, partial_folder(folder)):
             sidecar(place, number).unlink(missing_ok=True)
