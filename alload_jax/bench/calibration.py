@@ -361,16 +361,15 @@ class Calibration:
             new = sum(case not in self._programs for case in waiting[begin : begin + lacking])
             left = deadline - time.perf_counter()
             left -= -(-new // self._workers) * self._compile_seconds
-            chosen = []
-            for case in waiting[begin : begin + self._workers]:
+            chosen, together = [], waiting[begin : begin + self._workers]
+            for case in together:
                 step = _expected(self._points, case)
                 if (needed := step * (1 + _repeats(step)) if step else 0.0) <= left:
                     left -= needed
                     chosen.append(case)
-                else:
-                    yield Outcome(case, note=_NO_TIME)
             self._compile(chosen)
             yield from map(self._time, chosen)
+            yield from (Outcome(each, note=_NO_TIME) for each in together if each not in chosen)
 
     def _compile(self, cases: Sequence[Case]) -> None:
         """Compiles missing programs in parallel; a case that runs out of memory gets None."""

@@ -239,6 +239,16 @@ def test_too_little_time_for_a_fit_is_told_as_soon_as_it_is_known(
     assert clock.now == ends
 
 
+def test_steps_that_are_compiled_together_count_before_time_is_too_short(monkeypatch):
+    """Four are compiled at once, and the sixth step would take too long."""
+    monkeypatch.setattr(calibration.os, "cpu_count", lambda: 16)
+    cases = [Case(1, 4), Case(2, 2), Case(1, 8), Case(2, 4), Case(1, 16), Case(1, 64)]
+    monkeypatch.setattr(calibration, "grid", lambda *_: cases)
+    measured = calibration.Calibration(PretendedStep(), calibration.Bounds(20, 4, 64))
+    notes = [each.note for each in measured.measure(64)]
+    assert notes == [None] * 5 + ["skipped: no time left"]
+
+
 @pytest.mark.slow
 def test_packed_rows_are_timed_beside_batches_where_that_decides(monkeypatch):
     fields = {"dim": 16, "ffn_dim": 32, "num_heads": 2, "num_layers": 1, "patch_size": [1, 1, 1]}
