@@ -302,9 +302,10 @@ def is_run(place: str | Path) -> bool:
 
 
 def run_around(place: Path) -> Path | None:
-    """The run folder of a path that is its folder of checkpoints, or one of these."""
-    near = (each for each in (place, place.parent) if each.name == CHECKPOINTS and place.is_dir())
-    return next((each.parent for each in near if (each.parent / "config.yaml").is_file()), None)
+    """The run folder of a path that is its folder of checkpoints, or lies in it."""
+    place = place.absolute()
+    near = (each.parent for each in (place, *place.parents) if each.name == CHECKPOINTS)
+    return next((run for run in near if (run / "environment.json").is_file()), None)
 
 
 def require_run_or_new(folder: Path) -> None:
@@ -345,7 +346,6 @@ def locked(folder: Path, cluster: Cluster) -> Iterator[None]:
     if not first_process():
         yield
         return
-    folder.mkdir(parents=True, exist_ok=True)
     root = folder.resolve()
     with cluster.report_failures():
         for parent, folders, files in os.walk(root):
@@ -356,6 +356,7 @@ def locked(folder: Path, cluster: Cluster) -> Iterator[None]:
                         "may be a link)"
                     )
         require_run_or_new(folder)
+        folder.mkdir(parents=True, exist_ok=True)
     with open_own(folder / LOCK_NAME, "a+") as file:
         with cluster.report_failures():
             _take(file, folder)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -258,7 +259,7 @@ def test_a_second_run_is_refused_until_the_first_one_ends(tmp_path, holder):
             assert str(os.getpid()) in (tmp_path / LOCK_NAME).read_text()
 
 
-def test_files_that_no_run_wrote_are_not_replaced(tmp_path):
+def test_files_that_no_run_wrote_are_not_replaced(tmp_path, monkeypatch):
     (tmp_path / "config.yaml").write_text("mine")
     with pytest.raises(InputError, match=r"config.yaml: no run wrote this file, .* run.folder"):
         locked(tmp_path, Cluster()).__enter__()
@@ -269,9 +270,15 @@ def test_files_that_no_run_wrote_are_not_replaced(tmp_path):
     (tmp_path / "environment.json").touch()  # a run that was copied without its lock
     with locked(tmp_path, Cluster()):
         pass
-    for part in ("checkpoints", "checkpoints/7"):
+    (tmp_path / "checkpoints" / "7").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "checkpoints")
+    for part in (".", "7", "8", "7/state"):  # a folder 8 would be its newest step
         with pytest.raises(InputError, match=f"is a part of the run {tmp_path}; name another"):
-            locked(tmp_path / part, Cluster()).__enter__()
+            locked(Path(part), Cluster()).__enter__()
+    assert [str(each) for each in Path().rglob("*")] == ["7"]
+    (tmp_path / "environment.json").unlink()  # config.yaml and checkpoints of anything
+    with locked(Path("8"), Cluster()):
+        pass
 
 
 @pytest.mark.parametrize(

@@ -435,6 +435,7 @@ def test_invalid_checkpoints_are_refused(refused, text_run, tmp_path):
     refuse("none: is neither a run folder", "none")
     refuse("did you mean pipeline/transformer?", "pipeline")
     run = shutil.copytree(text_run[0], tmp_path / "run")
+    (run / "environment.json").touch()
     for part in (run / "checkpoints", next((run / "checkpoints").iterdir())):
         refuse(f"did you mean {run}?", part)
         with pytest.raises(InputError, match=f"did you mean {run}, its newest step"):
