@@ -289,12 +289,13 @@ def fitting_model(
             # Shape groups have sums of gradients of their own, not split over the others.
             "replicas": 1 if independent else replicas_of(mesh),
             "device": jax.local_devices()[0].device_kind,
+            "kept": kept,
         }
         policies, changed = _kept_choice(path := folder / CHOICE, conditions)
         if policies:
             return policies, f"model.remat: {in_words(policies)}, as this run began"
-        options = {name: conditions[name] for name in ("shards", "replicas", "work_space")}
-        options |= {"rows": conditions["samples"], "single": single, "kept": kept}
+        options = {name: conditions[name] for name in ("shards", "replicas", "work_space", "kept")}
+        options |= {"rows": conditions["samples"], "single": single}
         options["measure"] = partial(_measured_seconds, model, tokens, parameters, optimizer)
         choice = choose_for(model, tokens, budget, parameters, optimizer, **options)
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -307,7 +307,8 @@ def test_a_budget_is_filled_and_the_run_goes_on_with_what_it_chose(runs, train):
     del content["for"]["samples"], content["for"]["work_space"]
     path.write_text(json.dumps(content | {"policies": ["full"]}))
     assert "model.remat: full, as this run began" in train(*BUDGET)
-    # Another budget is told and chosen for.
+    # Another budget is told and chosen for, and what callbacks keep.
+    assert "; kept was 0 and is 4" in train(*BUDGET, "--callbacks", "[{name: gradient_noise}]")
     out = train("--model.memory_budget", "3")
     assert "(predicted 0.5 of 3.0 GB); budget was 2000000000.0 and is 3000000000.0" in out
     assert "model.remat: " not in train("--model.remat", "full", "--model.memory_budget", "3")
