@@ -59,7 +59,7 @@ def test_captions_lie_beside_their_files(media):
     assert len(names) == 10
     assert names == sorted(names, key=str.encode)
     assert captions(find_items(media, caption_column="mine"))["b.png"] == "7"
-    with pytest.raises(InputError, match="has no table, nor a"):
+    with pytest.raises(InputError, match="nor media whose caption has that name"):
         find_items(media, caption_column="mien")
 
 

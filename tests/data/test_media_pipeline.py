@@ -254,7 +254,7 @@ REFUSED = {
     "--image-to-video first": "--vae wan or --vae hunyuan_video",
     "--vae wan --image-to-video first": "--vae-folder",
     "--ray-address x": "--ray-address does not apply",
-    "--caption-column x": "has no table, nor a .json beside its media with a caption of that name",
+    "--caption-column x": "has no table, nor media whose caption has that name in a .json (a .txt",
     "--text class --text-length 3": "--text-length is 3; it must be left out with --text class",
     "--scenes --scene-threshold 0.5": "at least 1",
     "--scenes --scene-threshold inf": "'inf' is not a finite number",

@@ -399,8 +399,8 @@ def find_items(
         # A name that no file can have finds as much as one that none has.
         if caption_column and items and items == _without_table(place, replace(rule, column="\0")):
             raise InputError(
-                f"--caption-column {caption_column}: {place} has no table, nor a .json beside its "
-                "media with a caption of that name; leave it out"
+                f"--caption-column {caption_column}: {place} has no table, nor media whose caption "
+                "has that name in a .json (a .txt goes before it); leave it out"
             )
     else:
         raise InputError(
