@@ -403,8 +403,8 @@ class _Dumper(yaml.SafeDumper):
     """Quotes a text such as 1e-4, which jsonargparse takes for a number and YAML does not."""
 
 
-_NUMBER = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$")
-_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+0123456789"))
+_NUMBER = re.compile(r"([-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+|\._[0-9_]*)$")
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+.0123456789"))
 
 
 def use_compilation_cache(run: RunConfig) -> None:

@@ -382,7 +382,9 @@ def build_named(key: str, item: Any, registry: Registry[type[Any]]) -> Any:
     parser.add_class_arguments(kind)
     try:
         values = Namespace(**{str(name): value for name, value in item.items()})
-        parsed = parser.instantiate(parser.parse_object(values))
+        given = parser.parse_object(values)
+        _check_values(place, given.as_dict())
+        parsed = parser.instantiate(given)
     except InputError:
         raise
     except ValueError as error:

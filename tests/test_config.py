@@ -52,6 +52,10 @@ WRONG_FILES = [
         "callbacks: [{name: profile, steps: null}]",
         "callbacks: profile: steps is null; give a value",
     ),
+    (
+        'callbacks: [{name: time_limit, minutes: ".inf"}]',
+        "time_limit.minutes is inf; give a finite",
+    ),
     ("callbacks: [{name: profile, 1: 2}]", "callbacks: profile: key 1 is unknown; `--help` lists"),
     ("optimizer: {groups: [head]}", "optimizer.groups holds 'head'; give mappings"),
     ("optimizer: {groups: [{clip_norm: 1}]}", "groups: {'clip_norm': 1} lacks parameters"),
@@ -209,7 +213,7 @@ def test_the_last_file_and_the_flags_win_and_aliases_are_values(tmp_path, monkey
     for _ in range(2):
         write_config(config, tmp_path / "a" / "b" / "written.yaml")
     assert read_config(["--config", str(tmp_path / "a" / "b" / "written.yaml")]) == config
-    for name in ("1e-4", "1E5", "+1.5e3", "1e-4x"):  # of a sweep; YAML has no such numbers
+    for name in ("1e-4", "1E5", "+1.5e3", "1e-4x", "._5"):  # of a sweep; YAML has no such numbers
         argv = ["--config", DIGITS, "--run.folder", name, "--data.exclude", name]
         write_config(read_config(argv), tmp_path / "named.yaml")
         assert read_config(["--config", str(tmp_path / "named.yaml")]).data.exclude == name
