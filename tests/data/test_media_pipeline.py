@@ -94,7 +94,8 @@ def test_a_run_goes_on_with_the_same_settings_and_files_alone(media, whole, tmp_
         ({"frames_per_latent": 4}, "--frames-per-latent unset, not 4"),
         ({"scenes": True}, "--scene-threshold unset, not 3.0"),
     ):
-        with pytest.raises(InputError, match=r"out: was begun with .* remove ") as error:
+        match = f"out: was begun with .*, or remove .*out.prepare and {out}.partial to start again"
+        with pytest.raises(InputError, match=match) as error:
             prepare(folder, out, **{"files_per_shard": 1} | changes)
         assert named in str(error.value)
     (folder / "clip 0.txt").write_text("another caption")
@@ -135,6 +136,8 @@ def test_folders_of_others_or_of_another_run_are_left_alone(media, tmp_path):
 def test_an_empty_folder_that_is_the_current_one_is_written(media, tmp_path, monkeypatch, alload):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
+    with claimed(Path().absolute(), {"fps": "8"}):  # other settings, and stopped before a shard
+        pass
     status, _, err = alload("prepare", "media", media, "--out", ".", *FLAGS)
     assert (status, err) == (0, "")
     assert {"manifest.parquet", "samples.png"} < {path.name for path in Path().iterdir()}

@@ -141,7 +141,8 @@ def _removed(out: Path) -> Path:
 
 
 def _compare(out: Path, path: Path, flags: Json, update: bool) -> None:
-    begun = out.exists() or any(partial_folder(out).glob("shard-*.parquet"))
+    partial = partial_folder(out)
+    begun = any(out.glob("*")) or any(partial.glob("shard-*.parquet"))
     if not path.exists() or not begun:  # other settings than those of no shard do no harm
         _write(path, flags)
         return
@@ -155,7 +156,7 @@ def _compare(out: Path, path: Path, flags: Json, update: bool) -> None:
     order = {"update": 0, "files": 2}
     for flag in sorted(flags.keys() | found.keys(), key=lambda flag: (order.get(flag, 1), flag)):
         if found.get(flag) != flags.get(flag):
-            remedy = f"remove {path.parent} and {out.name}.partial to start again"
+            remedy = f"remove {path.parent} and {partial} to start again"
             if flag == "update":
                 raise InputError(f"{out}: an update of it was interrupted; add --update to go on")
             if flag == "files":
