@@ -182,7 +182,7 @@ def test_a_wrong_folder_is_refused_by_its_place(folders):
         ({"path": "clips", "area": "50x50"}, "not multiples of 16"),
         ({"path": "clips", "captions": "some"}, "captions is 'some'; it must be one or all"),
         ({"path": "clips", "fps": True}, "fps is True"),
-        ({"path": "clips", "keep_tags": 1}, "keep_tags is 1, but shuffle_tags is missing; add it"),
+        ({"path": "clips", "keep_tags": 1}, "keep_tags is 1, but shuffle_tags is 0; set it too"),
         ({"path": "clips", "caption_column": "x"}, "caption-column x: .*clips has no ta"),
     ):
         with pytest.raises(InputError, match=words):

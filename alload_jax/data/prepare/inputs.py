@@ -550,7 +550,7 @@ class MediaFolder:
             if not fits:
                 raise InputError(f"{name} is {getattr(self, name)!r}; it must be {wanted}")
         if self.keep_tags and not self.shuffle_tags:
-            raise InputError(f"keep_tags is {self.keep_tags}, but shuffle_tags is missing; add it")
+            raise InputError(f"keep_tags is {self.keep_tags}, but shuffle_tags is 0; set it too")
 
     def captions_of(self, item: Item) -> tuple[str, ...]:
         """The captions of a file with what the folder adds."""
