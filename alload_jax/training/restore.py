@@ -245,8 +245,6 @@ def described_model(place: Path) -> ModelConfig | None:
     inner = place / "transformer"
     if not (place / "config.json").is_file() and (inner / "config.json").is_file():
         raise InputError(f"{place}: is a whole pipeline; did you mean {inner}?")
-    if run := run_around(place):
-        raise InputError(f"{place}: is a part of a run; did you mean {run}, its newest step?")
     if place.is_file():
         with Checkpoint(place) as checkpoint:
             shapes = {key: checkpoint.header_of(key)[0] for key in checkpoint.keys}
@@ -259,7 +257,11 @@ def described_model(place: Path) -> ModelConfig | None:
             raise InputError(
                 f"{place}: has tensors of shapes that no model has; download it again"
             ) from error
-    return read_transformer(place) if (place / "config.json").is_file() else None
+    if (place / "config.json").is_file():
+        return read_transformer(place)
+    if run := run_around(place):
+        raise InputError(f"{place}: is a part of a run; did you mean {run}, its newest step?")
+    return None
 
 
 def _of_run(

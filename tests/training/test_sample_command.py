@@ -440,6 +440,9 @@ def test_invalid_checkpoints_are_refused(refused, text_run, tmp_path):
         refuse(f"did you mean {run}?", part)
         with pytest.raises(InputError, match=f"did you mean {run}, its newest step"):
             described_model(part)
+    exported = shutil.copytree(T2V, run / "checkpoints" / "exported" / "transformer")
+    assert described_model(exported) == described_model(T2V)
+    shutil.rmtree(exported.parent)
     for path in (run / "checkpoints" / "7" / "state").rglob("*"):
         if path.is_file() and path.stat().st_size > 2000:
             path.write_bytes(path.read_bytes()[:1000])
