@@ -28,6 +28,8 @@ from alload_jax.training.run_files import is_validation, process_seconds
 
 WARM_UP = 3
 """First steps of a run, which no figure of its steps counts."""
+_FEWEST = WARM_UP + 5
+"""Steps, of a run that is measured."""
 _PROFILED = {"name": "profile", "first": 8, "steps": 6}
 
 
@@ -36,7 +38,7 @@ class _EnoughError(Exception):
 
 
 class _Watch(Callback):
-    """Ends the run with the first step of its second epoch, or after some seconds."""
+    """Ends the run with the first step of its second epoch, or after some steps and seconds."""
 
     def __init__(self, seconds: float, found: Json):
         self._seconds, self._found = seconds, found
@@ -53,7 +55,8 @@ class _Watch(Callback):
         whole = step.epoch > 0  # by now the metrics of the first are written
         if not whole:
             self._programs.update(map(signature, step.batches))
-            if run.done < WARM_UP or time.monotonic() < self._ends:
+            # The metrics of the last step are not written.
+            if run.done <= _FEWEST or time.monotonic() < self._ends:
                 return
         jax.block_until_ready(metrics)
         memory = [device.memory_stats() for device in jax.local_devices()]
@@ -127,14 +130,13 @@ def figures_of(folder: Path, ready: float) -> Json:
       and `idle` are as `device_shares` has them, if the profiler shows GPUs.
 
     Raises:
-      InputError: the run ended within the warm-up.
+      InputError: an epoch has too few steps.
     """
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     rows = [line for line in lines if not is_validation(line) and not line["epoch"]]
-    if len(rows) < WARM_UP + 5:
+    if len(rows) < _FEWEST:
         raise InputError(
-            f"{folder}: only {len(rows)} steps were run, and {WARM_UP + 5} are needed; give more "
-            "samples or more seconds"
+            f"an epoch has only {len(rows)} steps, and {_FEWEST} are needed; give more samples"
         )
     names = ("step_seconds", "tokens", "samples", "loss", "padding", "imbalance", "predicted_cost")
     every = np.asarray([[row[name] for name in names] for row in rows])

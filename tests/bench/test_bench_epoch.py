@@ -39,6 +39,7 @@ sampling: {prompts: [{prompt: x, frames: 1, height: 64, width: 64}]}
 CASES = """
 equal-tokens: {planning: {policy: equal_tokens, ranks_mode: synchronous}}
 sorted: {planning: {policy: sorted, ranks_mode: independent}}
+few: {planning: {policy: sorted, ranks_mode: independent, m_mem: 99999}}
 """
 
 
@@ -62,8 +63,8 @@ def run_files(folder, seconds, tokens, samples, losses, costs):
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
 
-@pytest.mark.parametrize(("steps", "seconds", "last"), [(10, 99, 11), (40, 4.5, 8)])
-def test_a_run_ends_after_its_first_epoch_or_so_many_seconds(monkeypatch, steps, seconds, last):
+@pytest.mark.parametrize(("steps", "seconds", "last"), [(10, 99, 11), (40, 4.5, 9), (40, 8.5, 12)])
+def test_a_run_ends_after_its_first_epoch_or_so_many_steps_and_seconds(monkeypatch, steps, seconds, last):
     watch, run = epoch._Watch(seconds, found := {}), SimpleNamespace(done=0)
     monkeypatch.setattr(epoch.time, "monotonic", lambda: run.done)  # a step takes a second
     with suppress(epoch._EnoughError):
@@ -102,7 +103,7 @@ def test_figures_scale_the_seconds_of_all_steps_but_the_first_to_the_epoch(tmp_p
     run_files(tmp_path, range(1, 9), *([1.0] * 8 for _ in range(4)))
     assert figures_of(tmp_path, 0.0)["with_cost"] is None
     run_files(tmp_path, *([1.0] * 7 for _ in range(5)))
-    with pytest.raises(InputError, match=r"only 7 steps were run, and 8 are needed"):
+    with pytest.raises(InputError, match=r"only 7 steps, and 8 are needed"):
         figures_of(tmp_path, 0.0)
 
 
@@ -155,7 +156,8 @@ def test_whole_runs_are_measured_and_leave_only_the_data(flags, tmp_path):
     variables = {"XLA_FLAGS": xla_flags, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path / "tmp")}
     (tmp_path / "tmp").mkdir()
     command = [sys.executable, "-m", "alload_jax.cli", *flags, *words]
-    subprocess.run(command, env=os.environ | variables, check=True, cwd=tmp_path)
+    both = [*command, "--only", "equal-tokens", "sorted"]
+    subprocess.run(both, env=os.environ | variables, check=True, cwd=tmp_path)
     cases = json.loads((tmp_path / "out.json").read_text())["cases"]
     assert [case["case"] for case in cases] == ["equal-tokens", "sorted"]
     data = read_manifest(tmp_path / "data")
@@ -171,7 +173,7 @@ def test_whole_runs_are_measured_and_leave_only_the_data(flags, tmp_path):
     assert not [path for path in tmp_path.rglob("*") if "checkpoint" in path.name]
     # An existing folder is taken as it is.
     stamp = (tmp_path / "data" / "manifest.parquet").stat().st_mtime_ns
-    again = [*command, "--only", "sorted", "--seconds", "0.001"]
+    again = [*command, "--only", "few"]
     assert subprocess.run(again, env=os.environ | variables, cwd=tmp_path).returncode == 1
     (case,) = json.loads((tmp_path / "out.json").read_text())["cases"]
     assert "and 8 are needed" in case["error"]
