@@ -64,7 +64,9 @@ def run_files(folder, seconds, tokens, samples, losses, costs):
 
 
 @pytest.mark.parametrize(("steps", "seconds", "last"), [(10, 99, 11), (40, 4.5, 9), (40, 8.5, 12)])
-def test_a_run_ends_after_its_first_epoch_or_so_many_steps_and_seconds(monkeypatch, steps, seconds, last):
+def test_a_run_ends_after_its_first_epoch_or_enough_steps_and_seconds(
+    monkeypatch, steps, seconds, last
+):
     watch, run = epoch._Watch(seconds, found := {}), SimpleNamespace(done=0)
     monkeypatch.setattr(epoch.time, "monotonic", lambda: run.done)  # a step takes a second
     with suppress(epoch._EnoughError):
