@@ -124,6 +124,7 @@ def test_a_wrong_file_is_one_line(text, words, tmp_path):
         ("data.source.name", "pathlib:Path", "'pathlib:Path' is not a dataclass with a method"),
         ("data.source", "{format: floppy}", "data.source is given without data.source.name"),
         ("data.source.format", "floppy", "data.source is given without data.source.name"),
+        ("model.text", "{dim: 0, length: 3}", "model.text.dim is 0; it must be at least 1"),
         ("model.lora", "3", "line: model.lora is 3; give its keys, such as {rank: 16}"),
         ("model.lora", "[1]", "line: model.lora is [1]; give its keys, such as {rank: 16}"),
         ("model", "wan", "line: model is 'wan'; give its keys, such as {family: ...}"),
@@ -229,6 +230,9 @@ def test_the_last_file_and_the_flags_win_and_aliases_are_values(tmp_path, monkey
         assert tracker.experiment == name
     monkeypatch.chdir(tmp_path)
     assert read_config(["--config", "digits", f"--config={file}", *flags]) == config
+    # Only --config takes an example's name.
+    argv = ["--config", "digits", "--run.folder", "digits"]
+    assert read_config(argv).run.folder == "digits"
     Path("digits").write_text("run: {steps: &n 7}\ncheckpoint: {every: *n}\n")
     assert read_yaml("digits")["checkpoint"]["every"] == 7
     assert read_config(["--config", DIGITS, "--config=digits"]).run.steps == 7

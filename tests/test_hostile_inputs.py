@@ -21,7 +21,7 @@ from alload_jax import cli, files
 from alload_jax.config import read_config
 from alload_jax.data.store import StoreWriter
 from alload_jax.distributed.cluster import Cluster
-from alload_jax.errors import InputError, one_line, reason_of, run_command
+from alload_jax.errors import InputError, first_line, one_line, reason_of, run_command
 from alload_jax.files import open_regular, replacing
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.sampling.config import SamplingConfig
@@ -384,6 +384,8 @@ def test_a_message_is_one_line_of_bounded_length_with_its_begin_and_end():
     assert one_line(f"y {'x' * 304}") == f"y {'x' * 150}...{'x' * 150}"
     assert one_line("ab " * 500) == "ab " * 200 + "..." + "ab " * 200
     assert str(InputError("a\nb")) == "a\\nb"
+    assert first_line(ValueError(" a \nb")) == "a "
+    assert first_line(ValueError()) == "ValueError"
 
 
 def test_secrets_in_addresses_reach_no_message_and_no_config():
