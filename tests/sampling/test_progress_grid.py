@@ -1,6 +1,7 @@
 """Pictures of the same samples over the steps of a run."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,6 +10,9 @@ from hypothesis import strategies as st
 from looks import assert_looks
 from PIL import Image
 
+from alload_jax.diffusion.timesteps import TimestepConfig
+from alload_jax.models.wan.transformer import WanConfig
+from alload_jax.sampling.config import GridConfig, SamplingConfig
 from alload_jax.sampling.pictures import (
     cell_box,
     clip_suffix,
@@ -24,8 +28,26 @@ from alload_jax.sampling.progress_grid import (
     Row,
     step_folder,
 )
+from alload_jax.sampling.samples import SampleWriter
 
 CLASSES, SIDE = 3, 4
+
+
+def test_a_column_shows_its_class_and_others_that_differ_by_row(tmp_path):
+    manifest = SimpleNamespace(vae_stride=(1, 1, 1), longest_text=lambda: 4, origin={}, fps=8)
+    model = WanConfig(in_channels=1, num_classes=5, patch_size=(1, 4, 4))
+    config = SamplingConfig(grids=(GridConfig(1, 8, 8, rows=2, labels=3),))
+    writer = SampleWriter(tmp_path, model, TimestepConfig(), config, manifest, trained_null=True)
+    drawn = []
+
+    def draw(values, key, labels, size):
+        drawn.append(np.asarray(labels).tolist())
+        return np.zeros((len(labels), *size, 1), np.float32)
+
+    writer.draw = draw
+    assert len(list(writer.pictures(1, {}))) == 1
+    expected = [[c, (c + r) % 5, (c + 2 * r) % 5, 5] for r in (1, 2) for c in range(5)]
+    assert drawn == [expected]
 
 
 def shade(step, label):

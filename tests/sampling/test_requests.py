@@ -18,6 +18,7 @@ from alload_jax.errors import InputError
 from alload_jax.models.common.config import ImageConfig, TextConfig
 from alload_jax.models.common.sparse_attention.config import SparseAttentionConfig
 from alload_jax.models.hunyuan_video.transformer import HunyuanVideoConfig
+from alload_jax.models.hunyuan_video.transformer_13b import HunyuanVideo13bConfig
 from alload_jax.models.wan.transformer import WanConfig
 from alload_jax.sampling import requests
 from alload_jax.sampling.encoders import Encoders, as_latent, find_encoders, read_picture
@@ -109,6 +110,20 @@ def test_what_no_device_holds_is_refused_before_it_is_compiled(size, batch, word
     with pytest.raises(InputError, match=words):
         check_request(raw, target(model, batch=batch))
     check_request(RawRequest(SIZE | {"class": (1,)}), target(model, batch=batch))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        dataclasses.replace(MODEL, patch_size=(2, 4, 4)),
+        HunyuanVideo13bConfig(in_channels=3, patch_size=(1, 4, 4), text=TextConfig(64, 16)),
+    ],
+    ids=["frames in pairs", "one time for all frames"],
+)
+def test_a_picture_needs_a_model_that_takes_a_first_frame(tmp_path, model):
+    values = SIZE | {"frames": 6, "out": Path("x.gif"), "prompt": "a", "image": tmp_path / "x.png"}
+    with pytest.raises(InputError, match=r"--image is given, but the model cannot take a first"):
+        check_request(RawRequest(values), target(model, encoders=Encoders(text=ByteText(16))))
 
 
 # ---------------------------------------------------------------- several kinds of tokens
