@@ -185,6 +185,7 @@ def test_context_groups_split_samples_where_one_of_the_policies_can():
     for policy in ("balanced", "auto"):
         argv = ["--config", DIGITS, "--mesh.context", "2", "--planning.policy", policy]
         assert with_context(read_config(argv)).planning.context == 2
+        assert read_config([*argv, "--planning.noise_scale", "30"]).planning.noise_scale == 30
     argv[-1] = "equal_tokens"
     assert with_context(read_config(argv)).planning.context == 1
 
