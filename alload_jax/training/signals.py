@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
@@ -148,6 +149,8 @@ def silence_threads() -> None:
     """
     for name in ("absl", "asyncio"):
         logging.getLogger(name).addFilter(_is_worth_saying)
+    # A second Ctrl-C may end Orbax between making what saves and awaiting it.
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)
     main = sys.excepthook
 
     def excepthook(

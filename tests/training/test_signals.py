@@ -137,6 +137,23 @@ def test_a_run_needs_no_output():
     assert done.returncode == 7
 
 
+SAVING = """
+import sys
+from alload_jax.training.signals import silence_threads
+
+async def save(): ...
+
+silence_threads()
+save()
+print("saved", file=sys.stderr)
+"""
+
+
+def test_what_orbax_did_not_await_when_ctrl_c_came_again_is_not_told():
+    done = subprocess.run([sys.executable, "-c", SAVING], capture_output=True, timeout=PATIENCE)
+    assert done.stderr == b"saved\n"
+
+
 def test_commands_print_in_any_encoding():
     command, ascii = [sys.executable, "-c", PRINTING, ""], {"PYTHONIOENCODING": "ascii"}
     done = subprocess.run(
