@@ -218,6 +218,7 @@ def on_a_pretended_gpu(monkeypatch):
     monkeypatch.setattr(jax.nn, "dot_product_attention", lambda q, k, v, implementation: q)
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_table_and_writes_json_and_a_picture(
     tmp_path, capsys, on_a_pretended_gpu
 ):

@@ -125,6 +125,7 @@ def test_kernels_compile_as_recorded(tmp_path):
         assert one["spilled_bytes"] <= other["spilled_bytes"] + 64
 
 
+@pytest.mark.slow
 def test_predicted_memory_is_that_of_compiled_programs_of_every_policy(program):
     program, recorded = program("compiled_memory"), cases_of(RESULTS / "compiled_memory_h200.json")
     cases = list(program.cases())

@@ -150,6 +150,7 @@ def wan():
     return attributions(compiled_program(WAN, "full"))
 
 
+@pytest.mark.slow
 def test_every_part_of_a_block_is_found_in_its_passes(wan):
     found = {(each.part, each.detail) for each in wan.values()}
     everywhere = ("self-attention", "cross-attention", PRODUCTS, "norms with modulation")
@@ -159,6 +160,7 @@ def test_every_part_of_a_block_is_found_in_its_passes(wan):
     assert {part for part, _ in found} <= set(ORDER)
 
 
+@pytest.mark.slow
 def test_flops_of_the_passes_are_those_of_the_architecture(wan):
     counted = Counter()
     for each in wan.values():

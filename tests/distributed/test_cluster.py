@@ -187,6 +187,7 @@ for number, case in enumerate(cases):
 """
 
 
+@pytest.mark.slow
 def test_waiting_processes_end_on_ctrl_c_or_sigterm_or_after_a_while_with_one_line(tmp_path):
     """A background job ignores Ctrl-C; each process is forked, so that JAX is imported once."""
     command = [sys.executable, "-c", WAITS, str(tmp_path)]

@@ -49,7 +49,7 @@ def graded(case, calls, in_one_row=False, **changes):
 GUIDED = "hunyuan_video_13b/guided"
 ROWS = [(case, False) for case in WAN + HUNYUAN + HUNYUAN_13B]
 ROWS += [(case, True) for case in ("wan/t2v", GUIDED, "wan/flf2v", "hunyuan_video/both")]
-QUICK = [*ROWS[-3:], ("wan/t2v", False)]
+QUICK = [*ROWS[-2:], ("wan/t2v", False)]
 
 
 @pytest.mark.parametrize(

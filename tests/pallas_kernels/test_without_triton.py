@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import pytest
 from kernel_cases import BF16, F32
 from lowering import lowered_for_cuda
 
@@ -45,6 +46,7 @@ KERNELS = {
 """Kernels through Mosaic GPU of a forward and a backward; XLA computes the rest."""
 
 
+@pytest.mark.slow
 def test_auto_lowers_all_functions_and_their_gradients():
     script = (
         "import sys; sys.path += ['../..', '..']; "
