@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 import gpu_target
-from step_parts import CLIP, IMAGES
+from compiled_step import CLIP, IMAGES
 
 from alload_jax.bench.harness import benchmark_parser, model_fields, training_fields
 from alload_jax.errors import run_command

@@ -20,10 +20,9 @@ import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import gpu_target
-from step_parts import CLIP, IMAGES, Case
 
 from alload_jax.bench.harness import benchmark_parser, model_fields, training_fields
 from alload_jax.bench.step_profile.attribution import PRODUCTS, attributions
@@ -34,6 +33,23 @@ from alload_jax.models.families import config_from_fields
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
 from alload_jax.training.trial_step import training_spec
 
+
+class Case(NamedTuple):
+    """A step of `rows` of latents (frames, height, width); layers are one by one or a loop."""
+
+    rows: int
+    latents: tuple[int, int, int]
+    remat: str
+    unrolled: bool = False
+
+    @property
+    def name(self) -> str:
+        """In words."""
+        tokens = math.prod(self.latents) // 4
+        return f"{self.rows}×{tokens:,}, {self.remat}" + ", unrolled" * self.unrolled
+
+
+CLIP, IMAGES = (1, (21, 60, 104)), (42, (1, 60, 104))
 CASES = (
     Case(*IMAGES, "matmuls_and_attention", unrolled=True),
     Case(*CLIP, "full"),
