@@ -1,0 +1,233 @@
+"""Measures runs of several processes: their rate, and what a lost process or a slow GPU costs.
+
+    python benchmarks/processes.py --config benchmarks/epoch.yaml --devices 2
+
+Each case trains the same data from the same start; later cases find compiled programs on disk.
+
+- one: all devices in one process.
+- several: a process for each device.
+- sockets: the same, and NCCL has sockets alone, as between hosts without a faster network.
+- killed: the last process is killed some steps after the first checkpoint. The others end, and the
+  same commands start all again, which must repeat the losses.
+- slowed: one process, and a program that computes beside it on the last GPU.
+
+Further flags are those of train.py.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from alload_jax.bench.harness import Record, benchmark_parser
+from alload_jax.bench.random_data import write_random_store
+from alload_jax.config import read_config
+from alload_jax.errors import InputError, run_command
+from alload_jax.planning.samples import Samples
+from alload_jax.planning.workloads import make_workload
+from alload_jax.training.run_files import read_metrics
+
+TRAIN = str(Path(__file__).parents[1] / "train.py")
+SAMPLES = 400
+EVERY, LOST = 10, 8
+"""Steps until the checkpoint, and after it until a process is killed."""
+LOST_AFTER = 5
+"""Seconds of `cluster.lost_after`."""
+BLOCK = 32
+"""Steps whose rate is given, while a GPU is slowed."""
+SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
+_INTERVAL, _BUSY = 0.01, 5e-4
+Rows = dict[int, dict[str, Any]]
+
+
+class Run:
+    """A run of train.py whose processes have equally many devices."""
+
+    def __init__(self, place: Path, words: list[str], devices: int, processes: int):
+        """Names its files; devices and processes are counts."""
+        self.folder, self._output = place, place.with_suffix(".txt")
+        self._words = [sys.executable, TRAIN, *words, "--run.folder", str(place)]
+        self._each, self._number = devices // processes, processes
+        self.processes: list[subprocess.Popen[str]] = []
+        self._old: int | None = None
+
+    def start(self, environment: Mapping[str, str] = os.environ) -> float:
+        """Starts its processes, again or for the first time; returns when."""
+        metrics, began, words = self.folder / "metrics.jsonl", time.monotonic(), self._words
+        self._old = metrics.stat().st_ino if metrics.exists() else None
+        if self._number > 1:
+            with socket.create_server(("localhost", 0)) as free:
+                address = f"localhost:{free.getsockname()[1]}"
+            words = [*words, "--cluster.coordinator", address, "--cluster.lost_after"]
+            words += [str(LOST_AFTER), "--cluster.processes", str(self._number)]
+        with self._output.open("a") as said:
+            for number in range(self._number):
+                seen = range(number * self._each, (number + 1) * self._each)
+                own = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, seen))}
+                own["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={self._each}"
+                numbered = ["--cluster.process", str(number)] if self._number > 1 else []
+                command, environ = [*words, *numbered], {**environment, **own}
+                started = subprocess.Popen(
+                    command, stdout=said, stderr=said, env=environ, text=True
+                )
+                self.processes.append(started)
+        return began
+
+    def rows(self) -> Rows:
+        """By number, the steps since the last start, which replaces the file of the one before."""
+        metrics = self.folder / "metrics.jsonl"
+        if not metrics.exists() or metrics.stat().st_ino == self._old:
+            return {}
+        return {row["step"]: row for row in read_metrics(metrics) if "loss" in row}
+
+    def wait(self, holds: Callable[[], bool]) -> float:
+        """When it first held; InputError if a process fails or ends before."""
+        while not holds():
+            if any(process.poll() is not None for process in self.processes):
+                raise InputError(f"the run ended: {self._output.read_text().strip()[-600:]}")
+            time.sleep(_INTERVAL)
+        return time.monotonic()
+
+    def end(self) -> float:
+        """When all its processes have ended."""
+        for process in self.processes:
+            process.wait()
+        self.processes = []
+        return time.monotonic()
+
+    def said(self, what: str) -> list[str]:
+        """The lines that its processes have printed of something."""
+        return [line for line in self._output.read_text().splitlines() if what in line]
+
+
+def rate(rows: Iterable[dict[str, Any]]) -> float:
+    """Tokens per second of some steps."""
+    kept = list(rows)
+    return sum(row["tokens"] for row in kept) / sum(row["step_seconds"] for row in kept)
+
+
+def steady(run: Run, environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """Trains a run to its end: seconds to its first step, losses, the rate of its second half."""
+    began = run.start(environment)
+    first = run.wait(lambda: bool(run.rows())) - began
+    run.end()
+    rows = list(run.rows().values())
+    losses = [row["loss"] for row in rows]
+    return {"first_step_seconds": first, "rate": rate(rows[len(rows) // 2 :]), "losses": losses}
+
+
+def killed(run: Run) -> dict[str, Any]:
+    """Kills the last process of a run, and starts all again."""
+    first = -run.start() + run.wait(lambda: bool(run.rows()))
+    checkpoint = run.folder / "checkpoints" / str(EVERY)
+    run.wait(lambda: checkpoint.exists() and max(run.rows()) >= EVERY + LOST)
+    run.processes[-1].kill()
+    lost = time.monotonic()
+    ended, before = run.end() - lost, run.rows()
+    run.start()
+    step = run.wait(lambda: max(run.rows(), default=0) > EVERY) - lost
+    new = run.wait(lambda: max(run.rows()) > max(before)) - lost
+    after = run.rows()
+    again = [number for number in before if number > EVERY and number in after]
+    return {
+        "first_step_seconds": first,
+        "kill_to_end_of_others_seconds": ended,
+        "said": run.said("was lost"),
+        "kill_to_first_step_seconds": step,
+        "kill_to_first_new_step_seconds": new,
+        "steps_repeated": len(again),
+        "losses_equal": sum(before[n]["loss"] == after[n]["loss"] for n in again),
+    }
+
+
+def slowed(run: Run, gpu: int, share: float) -> dict[str, Any]:
+    """Trains a run while another program takes a share of a GPU's time."""
+    environ = os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu)}
+    environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    command = [sys.executable, __file__, "--busy", str(share)]
+    with subprocess.Popen(command, env=environ) as busy:
+        try:
+            found = steady(run)
+        finally:
+            busy.kill()
+    rows = list(run.rows().values())
+    rates = [rate(rows[first : first + BLOCK]) for first in range(0, len(rows), BLOCK)]
+    return found | {"busy": share, "rates": rates, "said": run.said("longer")}
+
+
+def compute(share: float) -> None:
+    """Computes for a share of the time, half a millisecond at once, until it is killed."""
+    import jax
+    import jax.numpy as jnp
+
+    x = jnp.ones((4096, 4096), jnp.bfloat16)
+    work = jax.jit(lambda x, n: jax.lax.fori_loop(0, n, lambda _, y: (y @ x) / 4096, x))
+
+    def seconds(rounds: int) -> float:
+        began = time.perf_counter()
+        work(x, rounds).block_until_ready()
+        return time.perf_counter() - began
+
+    alone = (seconds(1), seconds(400) - seconds(200))[1] / 200
+    rounds = max(1, round(_BUSY / alone))
+    while True:
+        seconds(rounds)
+        time.sleep(rounds * alone * (1 / share - 1))
+
+
+def main(argv: list[str]) -> int:
+    """Measures the cases and writes the JSON after each."""
+    parser, cases = benchmark_parser(__doc__, "processes.json"), list(CASES)
+    parser.add_argument("--config", help="YAML of train.py, or an example")
+    parser.add_argument("--cases", nargs="+", choices=cases, default=cases)
+    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("--tokens", type=int, default=16_384, help="of a micro-batch")
+    parser.add_argument("--busy", type=float, default=0.1, help="share of a slowed GPU")
+    options, further = parser.parse_known_args(argv)
+    if not options.config:
+        compute(options.busy)
+    record = Record(options.out, ("jax", "jaxlib", "flax", "orbax-checkpoint"))
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        words = ["--config", options.config, "--data.folder", f"{place}/data", *further]
+        words += ["--planning.m_mem", str(options.tokens), "--checkpoint.every", str(EVERY)]
+        words += ["--run.compilation_cache", f"{place}/compiled", "--run.steps"]
+        drawn = make_workload("wan-480p", SAMPLES)
+        short = drawn.seq_len <= options.tokens
+        samples = Samples(drawn.shape[short], drawn.seq_len[short])
+        config = read_config([*words, "1"], "processes.py")
+        write_random_store(place / "data", samples, config.model)
+        for case in options.cases:
+            steps, alone, given, measure = CASES[case]
+            processes = 1 if alone else options.devices
+            run = Run(place / case, [*words, str(steps), *given], options.devices, processes)
+            try:
+                found = measure(run, options)
+            except InputError as error:
+                found = {"error": str(error)}
+            for process in run.processes:
+                process.kill()
+            run.end()
+            record.add({"case": case} | found)
+            print(case, found, flush=True)
+    return 0
+
+
+WINDOW = ("--planning.recalibrate", "window")
+CASES: dict[str, tuple[int, bool, tuple[str, ...], Callable[[Run, Any], dict[str, Any]]]] = {
+    "one": (24, True, (), lambda run, _: steady(run)),
+    "several": (24, False, (), lambda run, _: steady(run)),
+    "sockets": (24, False, (), lambda run, _: steady(run, os.environ | SOCKETS)),
+    "killed": (4 * EVERY, False, (), lambda run, _: killed(run)),
+    "slowed": (8 * BLOCK, True, WINDOW, lambda run, o: slowed(run, o.devices - 1, o.busy)),
+}
+"""Steps, whether in one process, further flags of train.py, and what is measured."""
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main, sys.argv[1:]))
