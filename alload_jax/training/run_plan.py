@@ -431,20 +431,25 @@ class RunPlan:
         if old is None or old[1:] != new[1:]:
             self.plan = self.plan.revised(new)
 
-    def add_probe(self, seconds: Sequence[float]) -> None:
-        """Adds what each rank of the plan took for the same work, measured between two steps."""
+    def add_probe(self, seconds: Sequence[float]) -> bool:
+        """Adds what each rank of the plan took for the same work, measured between two steps.
+
+        Returns whether these measurements are enough for `speeds`.
+        """
         self._probes.append(list(seconds))
+        return len(self._probes) >= _FEWEST_PROBES
 
     def speeds(self) -> list[float]:
         """The speed of each rank beside the median rank's, by the last measurements.
 
-        It is the median over them, in hundredths. Empty while there are too few, and where all are
-        about equal.
+        It is the median over them, in hundredths; of two ranks in the middle the faster one counts.
+        Empty while there are too few, and where all are about equal.
         """
         if len(self._probes) < _FEWEST_PROBES:
             return []
         seconds = np.asarray(self._probes)
-        speed = np.median(np.median(seconds, axis=1, keepdims=True) / seconds, axis=0)
+        middle = np.quantile(seconds, 0.5, axis=1, keepdims=True, method="lower")
+        speed = np.median(middle / seconds, axis=0)
         speed = np.where(np.abs(speed - 1) < UNLIKE, 1.0, np.maximum(speed.round(2), 0.01))
         return [] if (speed == 1).all() else speed.tolist()
 

@@ -273,7 +273,7 @@ def _work(rounds: jax.Array) -> jax.Array:
 
 
 class DeviceSpeeds(Callback):
-    """Measures devices every 32 steps, or as rarely as it takes a thousandth of the time.
+    """Measures devices every 32 steps, and then as rarely as it takes a thousandth of the time.
 
     Where the plan follows windows of steps, and the mesh has several ranks. Not on CPUs, whose
     devices share the cores.
@@ -309,9 +309,9 @@ class DeviceSpeeds(Callback):
         seconds = np.asarray([next(by_process[device.process_index]) for device in devices])
         of_rank = seconds.reshape(ranks_of(self._mesh), -1).max(axis=1)
         each = self._plan.plan.topology.ranks // len(of_rank)
-        self._plan.add_probe(of_rank.repeat(each).tolist())
+        known = self._plan.add_probe(of_rank.repeat(each).tolist())
         rarely = max(took for took, *_ in found) / _SHARE / min(times[1] for times in found)
-        self._due = run.done + max(_INTERVAL, int(rarely))
+        self._due = run.done + (max(_INTERVAL, int(rarely)) if known else _INTERVAL)
         self._name(devices.reshape(len(of_rank), -1), each)
         self._since, self._step = time.perf_counter(), run.done
 
