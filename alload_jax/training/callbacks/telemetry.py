@@ -224,8 +224,8 @@ class LayerLog(Callback):
         self.act(run)
 
 
-_WIDTH, _SECONDS, _REPEATS = 4096, 0.02, 3
-"""Of a square matrix; of a measurement, about; of whose times the median counts."""
+_WIDTH, _PRODUCTS, _SECONDS, _REPEATS = 4096, 8, 0.02, 3
+"""Of a square matrix; of a program; of a measurement, about; of whose times the median counts."""
 _INTERVAL, _SHARE = 32, 0.001
 """Steps between measurements, at least; share of the time that they may take."""
 _SLOW = 0.95
@@ -236,40 +236,49 @@ Probe = Callable[[], Sequence[float]]
 
 
 class DeviceProbe:
-    """A `Probe`: products of matrices, each normalised, as in the layers of a transformer."""
+    """A `Probe`: products of matrices, each normalised, as in the layers of a transformer.
+
+    Programs are sent ahead, as steps are: another program that shares a device takes more of the
+    time of work that has gaps.
+    """
 
     def __init__(self, mesh: Mesh, cluster: Cluster):
         """Of the devices of a mesh; the first call is a collective operation, and compiles."""
         self._devices = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
         self._cluster, self._rounds = cluster, 0
-        self._work = jax.jit(_work)
+        self._matrix, self._work = jax.jit(_matrix), jax.jit(_work)
 
     def __call__(self) -> list[float]:
         """See `Probe`."""
         with ThreadPoolExecutor(len(self._devices)) as pool:  # all at once, as in a step
             if not self._rounds:
                 list(pool.map(self._seconds, self._devices))
-                each = self._seconds(self._devices[0], 16) / 16
+                each = self._seconds(self._devices[0], 4) / 4
                 self._rounds = self._cluster.broadcast(lambda: max(1, round(_SECONDS / each)))
             return list(pool.map(self._seconds, self._devices))
 
     def _seconds(self, device: jax.Device, rounds: int | None = None) -> float:
-        operand = jax.device_put(np.int32(rounds or self._rounds), device)
+        first = self._matrix(jax.device_put(np.float32(0), device))
         found = []
         for _ in range(_REPEATS):
+            x = first.block_until_ready()
             began = time.perf_counter()
-            self._work(operand).block_until_ready()
+            for _ in range(rounds or self._rounds or 1):
+                x = self._work(x)
+            x.block_until_ready()
             found.append(time.perf_counter() - began)
         return statistics.median(found)
 
 
-def _work(rounds: jax.Array) -> jax.Array:
-    def one(_: int, x: jax.Array) -> jax.Array:
-        y = jnp.dot(x, x, preferred_element_type=jnp.float32)
-        return (y * jax.lax.rsqrt(jnp.mean(y * y, axis=1, keepdims=True))).astype(x.dtype)
+def _matrix(first: jax.Array) -> jax.Array:
+    return jnp.sin(first + jnp.arange(_WIDTH**2)).reshape(_WIDTH, _WIDTH).astype(jnp.bfloat16)
 
-    x = jnp.sin(jnp.arange(_WIDTH**2, dtype=jnp.float32)).reshape(_WIDTH, _WIDTH)
-    return jax.lax.fori_loop(0, rounds, one, x.astype(jnp.bfloat16))[0, 0]
+
+def _work(x: jax.Array) -> jax.Array:
+    for _ in range(_PRODUCTS):
+        y = jnp.dot(x, x, preferred_element_type=jnp.float32)
+        x = (y * jax.lax.rsqrt(jnp.mean(y * y, axis=1, keepdims=True))).astype(x.dtype)
+    return x
 
 
 class DeviceSpeeds(Callback):
