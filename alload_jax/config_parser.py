@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import yaml
-from jsonargparse import ArgumentParser, Namespace
+from jsonargparse import ArgumentParser, Namespace, get_loader, set_loader
 
 from alload_jax.errors import VALUE_KINDS, InputError, without_secrets
 from alload_jax.files import parse_yaml, read_text
@@ -209,7 +209,7 @@ def parse_config(
         section = _section_of(typed, flag[2:]) if flag.startswith("--") else None
         if section and not os.path.isfile(text) and (value := as_section(text)) is not None:
             _check_value("command line", value, section, flag[2:])
-    parser = _Parser(prog=prog, description=config.__doc__, allow_abbrev=False)
+    parser = _Parser(prog=prog, description=config.__doc__, allow_abbrev=False, parser_mode="texts")
     parser.known_keys, parser.renamed, parser.command_line = list(_keys(typed)), renamed, argv
     parser.add_argument(
         "--config",
@@ -376,8 +376,10 @@ def build_named(key: str, item: Any, registry: Registry[type[Any]]) -> Any:
         known = ", ".join(registry.names()) or "none"
         raise InputError(f"{key}: {item!r} has no name; choose one of {known}")
     kind, place = registry.get(item["name"]), f"{key}: {item['name']}"
+    if wrong := [name for name in item if "" in str(name).split(".")]:
+        raise InputError(f"{place}: {wrong[0]!r} is no key; remove it")
     check_kinds(place, item, kind)
-    parser = _Parser(prog=key)
+    parser = _Parser(prog=key, parser_mode="texts")
     parser.known_keys, parser.place = list(_keys(kind)), place
     parser.add_class_arguments(kind)
     try:
@@ -401,6 +403,15 @@ def _keys(kind: type[Any], prefix: str = "") -> Iterator[str]:
         for part in (annotation, *typing.get_args(annotation)):
             if dataclasses.is_dataclass(part) and isinstance(part, type):
                 yield from _keys(part, f"{prefix}{name}.")
+
+
+def _load(text: str) -> Any:
+    """As YAML, but text that begins like a comment or an anchor is text, such as a folder `#1`."""
+    value = get_loader("yaml")(text)
+    return text if value is None and text.lstrip()[:1] in ("#", "&") else value
+
+
+set_loader("texts", _load, (yaml.YAMLError,))
 
 
 class _Parser(ArgumentParser):

@@ -47,6 +47,7 @@ WRONG_FILES = [
     ("callbacks: [{steps: 3}]", "callbacks: {'steps': 3} has no name"),
     ("callbacks: [{name: profil}]", "callback 'profil' is unknown; choose one of profile, "),
     ("callbacks: [{name: profile, stepz: 3}]", "callbacks: profile: key stepz is unknown"),
+    ("callbacks: [{name: profile, '': 1}]", "callbacks: profile: '' is no key; remove it"),
     ("callbacks: [{name: profile, steps: 0}]", "callbacks: profile: steps is 0; it must be at"),
     (
         "callbacks: [{name: profile, steps: null}]",
@@ -215,7 +216,8 @@ def test_the_last_file_and_the_flags_win_and_aliases_are_values(tmp_path, monkey
     for _ in range(2):
         write_config(config, tmp_path / "a" / "b" / "written.yaml")
     assert read_config(["--config", str(tmp_path / "a" / "b" / "written.yaml")]) == config
-    for name in ("1e-4", "1E5", "+1.5e3", "1e-4x", "._5"):  # of a sweep; YAML has no such numbers
+    # Of sweeps and of hands; YAML reads other things, or nothing.
+    for name in ("1e-4", "1E5", "+1.5e3", "1e-4x", "._5", "#1", "&a b"):
         argv = ["--config", DIGITS, "--run.folder", name, "--data.exclude", name]
         write_config(read_config(argv), tmp_path / "named.yaml")
         assert read_config(["--config", str(tmp_path / "named.yaml")]).data.exclude == name
