@@ -35,7 +35,7 @@ from alload_jax.planning.workloads import make_workload
 from alload_jax.training.run_files import read_metrics
 
 TRAIN = str(Path(__file__).parents[1] / "train.py")
-SAMPLES, EPOCHS = 300, 6
+SAMPLES, EPOCHS = 300, 5
 """Of the data; of a run while a GPU is slowed, whose rates are given."""
 EVERY, LOST = 10, 8
 """Steps until the checkpoint, and after it until a process is killed."""
@@ -118,8 +118,8 @@ def steady(run: Run, environment: Mapping[str, str] = os.environ) -> dict[str, A
     first = run.wait(lambda: bool(run.rows())) - began
     run.end()
     rows = list(run.rows().values())
-    losses = [row["loss"] for row in rows]
-    return {"first_step_seconds": first, "rate": rate(rows[len(rows) // 2 :]), "losses": losses}
+    found = {"first_step_seconds": first, "rate": rate(rows[len(rows) // 2 :])}
+    return found | {name: [row[name] for row in rows] for name in ("loss", "step_seconds")}
 
 
 def killed(run: Run) -> dict[str, Any]:
@@ -196,7 +196,7 @@ def main(argv: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         words = ["--config", options.config, "--data.folder", f"{place}/data", *further]
-        words += ["--planning.m_mem", str(options.tokens), "--checkpoint.every", str(EVERY)]
+        words += ["--planning.m_mem", str(options.tokens)]
         words += ["--run.compilation_cache", f"{place}/compiled"]
         drawn = make_workload("wan-480p", SAMPLES)
         short = drawn.seq_len <= options.tokens
@@ -219,13 +219,15 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-STEPS, LONGER = ("--run.steps", "24"), ("--run.steps", str(4 * EVERY))
+STEPS = ("--run.steps", "24", "--checkpoint.every", "null")
+SAVED = ("--run.steps", str(4 * EVERY), "--checkpoint.every", str(EVERY))
 WINDOWS = ("--run.steps", "null", "--run.epochs", str(EPOCHS), "--planning.recalibrate", "window")
+WINDOWS += STEPS[2:]
 CASES: dict[str, tuple[bool, tuple[str, ...], Callable[[Run, Any], dict[str, Any]]]] = {
     "one": (True, STEPS, lambda run, _: steady(run)),
     "several": (False, STEPS, lambda run, _: steady(run)),
     "sockets": (False, STEPS, lambda run, _: steady(run, os.environ | SOCKETS)),
-    "killed": (False, LONGER, lambda run, _: killed(run)),
+    "killed": (False, SAVED, lambda run, _: killed(run)),
     "slowed": (True, WINDOWS, lambda run, o: slowed(run, o.devices - 1, o.busy)),
 }
 """Whether in one process, further flags of train.py, and what is measured."""
