@@ -170,6 +170,19 @@ def test_media_are_turned_upright(media, tmp_path):
         assert corners(clip[0]) == expected
 
 
+def test_videos_have_the_colours_of_stills(media, tmp_path):
+    levels = list(range(0, 256, 51))
+    write_video(media / "grey.mkv", grey_frames(levels, 64, 64), pix_fmt="yuv420p")
+    stripes = np.full((64, 64, 3), (220, 0, 0), np.uint8)
+    stripes[:, np.arange(64) % 8 < 4] = (20, 40, 230)
+    write_video(media / "moving.mkv", [stripes])
+    Image.fromarray(stripes).save(media / "still.png")
+    prepare(media, tmp_path / "out")
+    found = clips_of(tmp_path / "out")
+    assert np.abs(np.subtract(levels_of(found["grey"][0]), levels[:5])).max() <= 1
+    assert np.abs(found["moving"][0] - found["still"][0]).max() <= 1
+
+
 def comb(frame):
     """Mean difference of a row from the mean of its neighbours."""
     rows = frame.astype(float)

@@ -30,6 +30,8 @@ _EARLY = Fraction(3, 10)  # places by which a frame may be shown early
 _LATE_END = 0.25  # seconds by which frames may end before the header says
 _WITH_ALPHA = {"vp8": "libvpx", "vp9": "libvpx-vp9"}  # FFmpeg's own decoders leave alpha out
 _UNKNOWN, _BT2020, _ICTCP = 2, 9, (14, 15)  # colours by ITU-T H.273
+# All chroma in, all chroma out, accurate rounding: else white of limited range would become 253.
+_RESIZE = Interpolation.LANCZOS | 0x4000 | 0x2000 | 0x40000  # PyAV 17 has no names for them
 _STILLS = {b"\x89PNG": "PNG", b"\xff\xd8\xff": "JPEG", b"RIFF": "WebP", b"BM": "BMP"}
 
 
@@ -314,7 +316,7 @@ def to_picture(
             width=width,
             height=height,
             format=wide if is_hdr else "rgba" if with_alpha else "rgb24",
-            interpolation=Interpolation.LANCZOS,
+            interpolation=_RESIZE,
             threads=1,  # else as many as cores, in each worker
         ).to_ndarray()
     alpha: np.ndarray
