@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import struct
 import zlib
 from fractions import Fraction
@@ -25,7 +26,7 @@ from media_helpers import (
     write_audio,
     write_video,
 )
-from PIL import Image
+from PIL import Image, ImageCms
 
 from alload_jax.data.manifest import read_manifest, read_paths
 from alload_jax.data.prepare.sources import Source, UnusableError, check_pixels
@@ -280,6 +281,27 @@ def test_pictures_of_every_mode_become_rgb_on_white(media, tmp_path):
     noted = {n.partition(".")[0] for n, c in changed(tmp_path / "out").items() if len(c) > 1}
     assert noted == clear.keys()
     assert np.allclose(found["ramp"][0, :, 0, 0], ramp / 257, atol=1)
+
+
+def test_colour_profiles_of_pictures_are_applied(media, tmp_path):
+    pillow_heif.register_heif_opener()
+    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    names = {b"rXYZ": b"gXYZ", b"gXYZ": b"rXYZ"}  # red becomes green
+    swapped = re.sub(b"rXYZ|gXYZ", lambda found: names[found[0]], profile)
+    red = Image.new("RGB", (32, 32), (200, 0, 0))
+    for suffix in ("png", "jpg", "webp", "tif", "heic", "avif"):
+        red.save(media / f"{suffix}.{suffix}", quality=99, icc_profile=swapped)
+    red.convert("RGBA").save(media / "alpha.png", icc_profile=swapped)
+    others = [Image.new("RGB", (32, 32), (200, 0, level)) for level in range(4)]
+    red.save(media / "moving.webp", save_all=True, append_images=others, icc_profile=swapped)
+    for name, own in {"plain": None, "srgb": profile, "damaged": swapped[:200]}.items():
+        red.save(media / f"{name}.png", icc_profile=own)
+    prepare(media, tmp_path / "out", files_per_shard=100)
+    for name, (clip,) in clips_of(tmp_path / "out").items():
+        shown = [200, 0, 0] if name in ("plain", "srgb", "damaged") else [0, 200, 0]
+        assert clip[0, 16, 16].tolist() == pytest.approx(shown, abs=4), name
+    noted = [name for name, c in changed(tmp_path / "out").items() if len(c) > 1]
+    assert noted == ["damaged.png"]
 
 
 @pytest.mark.parametrize(

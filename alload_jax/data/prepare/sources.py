@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NamedTuple, cast
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageCms, ImageOps, UnidentifiedImageError
 
 from alload_jax.errors import InputError, first_line
 from alload_jax.planning.samples import Triple
@@ -362,7 +362,7 @@ def is_animated(source: Source) -> bool:
 
 
 def upright(image: Image.Image, colour: tuple[int, int], note: Note) -> Image.Image:
-    """An opened image of any mode as 8-bit RGB of standard range, turned as EXIF says, on white.
+    """An opened image of any mode as 8-bit sRGB of standard range, turned as EXIF says, on white.
 
     Args:
       image: the image, at the frame that is wanted.
@@ -373,6 +373,7 @@ def upright(image: Image.Image, colour: tuple[int, int], note: Note) -> Image.Im
       UnusableError: its values are floats, whose range is not known.
     """
     image = ImageOps.exif_transpose(image)
+    profile = image.info.get("icc_profile")
     if image.mode.startswith("I"):  # 16 bits, which Pillow would clip, not scale
         values = np.asarray(image).astype(np.int64).clip(0, 65535)
         clear = values == image.info.get("transparency", -1)
@@ -387,11 +388,26 @@ def upright(image: Image.Image, colour: tuple[int, int], note: Note) -> Image.Im
             note(ON_WHITE)
         white = Image.new("RGBA", rgba.size, (BACKGROUND, BACKGROUND, BACKGROUND, 255))
         image = Image.alpha_composite(white, rgba)
-    found = image.convert("RGB")
     if colour[1] not in TRANSFERS:
-        return found
+        return _as_srgb(image, profile, note)
+    found = image.convert("RGB")
     note(TONE_MAPPED.format(TRANSFERS[colour[1]]))
     return Image.fromarray(tone_mapped(np.asarray(found), *colour))
+
+
+def _as_srgb(image: Image.Image, profile: bytes | None, note: Note) -> Image.Image:
+    """The colours that an ICC profile says, as those of phones do, in sRGB."""
+    image = image if image.mode in ("L", "CMYK") else image.convert("RGB")
+    try:
+        if profile:
+            known = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+            if known.profile.xcolor_space.strip() == {"L": "GRAY"}.get(image.mode, image.mode):
+                srgb = ImageCms.createProfile("sRGB")
+                converted = ImageCms.profileToProfile(image, known, srgb, outputMode="RGB")
+                return cast(Image.Image, converted)
+    except (OSError, ImageCms.PyCMSError):
+        note("damaged colour profile, not used")
+    return image.convert("RGB")
 
 
 def decode_image(
