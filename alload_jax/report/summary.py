@@ -12,7 +12,7 @@ from alload_jax.distributed.cluster import first_process
 from alload_jax.errors import InputError, one_line, print_stderr
 from alload_jax.files import read_json
 from alload_jax.planning.cost import CostModel, in_seconds
-from alload_jax.planning.metrics import PlanMetrics, plan_metrics
+from alload_jax.planning.metrics import PlanMetrics, padding_ratio, plan_metrics
 from alload_jax.planning.plan import Plan
 from alload_jax.planning.stream import StreamPlan
 
@@ -187,9 +187,9 @@ def summarise(
 
     Returns:
       The figures by name. `loss_first` and `loss_last` are means over the samples of the first and
-      last 50 steps, or of the halves of a shorter run; `imbalance` and `padding` are means over
-      steps; `tokens_per_second` excludes padding. `updates_skipped` counts those of
-      `optimizer.skip_above`, where it is set.
+      last 50 steps, or of the halves of a shorter run; `imbalance` is the mean over steps, and
+      `padding` the share of all computed tokens, as in `PlanMetrics`; `tokens_per_second` excludes
+      padding. `updates_skipped` counts those of `optimizer.skip_above`, where it is set.
 
     Raises:
       InputError: there are no rows.
@@ -197,6 +197,7 @@ def summarise(
     if not rows:
         raise InputError("metrics.jsonl of the run folder is empty; there is nothing to summarise")
     column = {name: np.asarray([row[name] for row in rows], np.float64) for name in rows[0]}
+    computed = column["tokens"] / (1 - column["padding"])
     train_seconds = column["step_seconds"].sum()
     memory = {} if peak_memory is None else {"peak_memory_bytes": peak_memory}
     window = max(1, min(_LOSS_WINDOW, len(rows) // 2))
@@ -212,7 +213,7 @@ def summarise(
         "tokens_per_second": float(column["tokens"].sum() / train_seconds),
         "steps_per_second": float(len(rows) / train_seconds),
         "imbalance": float(column["imbalance"].mean()),
-        "padding": float(column["padding"].mean()),
+        "padding": float(padding_ratio(column["tokens"].sum(), computed.sum())),
         "input_wait_share": float(column["input_wait_seconds"].sum() / train_seconds),
         "records_skipped": int(column["skipped"].sum()),
         **({"updates_skipped": sum(skipped)} if skipped else {}),
