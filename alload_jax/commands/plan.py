@@ -69,8 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     data.add_argument(
         "--epochs",
         type=up_to(_MOST_EPOCHS),
-        help="epochs of the run: --out writes so many, and auto counts the time to the first step "
-        "over them; default: those of --config, or 1",
+        help="epochs of the run: --out writes so many, by default 1, and auto counts the time to "
+        "the first step over them, by default those of --config",
     )
     _add_costs(parser.add_argument_group("model, device and cost model"))
     _add_policies(
