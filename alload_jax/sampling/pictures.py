@@ -97,6 +97,11 @@ def encode_gif(frames: Sequence[Image.Image], fps: float = DEFAULT_FPS) -> bytes
     return content.getvalue()
 
 
+_BT709, _LIMITED = 1, 1
+"""Colours and range by H.273, as players assume of HD files. Others they guess by size."""
+_CONVERSION = {"dst_colorspace": _BT709, "dst_color_range": _LIMITED, "threads": 1}
+
+
 def _write_mp4(path: Path, frames: Sequence[Image.Image], fps: float) -> None:
     import av  # of the extra `media`
 
@@ -109,9 +114,12 @@ def _write_mp4(path: Path, frames: Sequence[Image.Image], fps: float) -> None:
         # The codec supports only even sizes.
         stream.width, stream.height = (size - size % 2 for size in frames[0].size)
         stream.pix_fmt = "yuv420p"
+        colours = dict.fromkeys(("colorspace", "color_primaries", "color_trc"), _BT709)
+        for name, value in (colours | {"color_range": _LIMITED}).items():
+            setattr(stream.codec_context, name, value)
         for frame in frames:
-            cut = frame.crop((0, 0, stream.width, stream.height))
-            container.mux(stream.encode(av.VideoFrame.from_image(cut)))
+            cut = av.VideoFrame.from_image(frame.crop((0, 0, stream.width, stream.height)))
+            container.mux(stream.encode(cut.reformat(format="yuv420p", **_CONVERSION)))
         container.mux(stream.encode())
 
 

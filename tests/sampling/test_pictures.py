@@ -70,6 +70,21 @@ def test_an_mp4_holds_every_frame(tmp_path, count, channels):
     assert fps == pytest.approx(9)
 
 
+def test_an_mp4_says_how_its_colours_are_stored(tmp_path):
+    colour = np.float32([200, 40, 30]) / 127.5 - 1
+    write_clip(tmp_path / "x.mp4", np.broadcast_to(colour, (2, 64, 64, 3)), {})
+    with av.open(str(tmp_path / "x.mp4")) as container:
+        frame = next(container.decode(video=0))
+    # By H.273, BT.709 and limited range, which players take where an HD file says nothing.
+    said = (frame.colorspace, frame.color_primaries, frame.color_trc, frame.color_range)
+    assert said == (1, 1, 1, 1)
+    y, cb, cr = (np.frombuffer(plane, np.uint8)[0] for plane in frame.planes)
+    y, cb, cr = (y - 16.0) / 219, (cb - 128.0) / 224, (cr - 128.0) / 224
+    red, blue = y + 1.5748 * cr, y + 1.8556 * cb
+    green = (y - 0.2126 * red - 0.0722 * blue) / 0.7152
+    assert np.multiply([red, green, blue], 255) == pytest.approx([200, 40, 30], abs=3)
+
+
 def test_latents_are_kept_exactly_beside_the_notes(tmp_path):
     latents = clip(3, 4, 6, 16)
     write_clip(tmp_path / "x.safetensors", latents, {"seed": 3, "shift": 5.0, "sampler": "ü"})
