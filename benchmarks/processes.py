@@ -222,13 +222,12 @@ def main(argv: list[str]) -> int:
 STEPS = ("--run.steps", "24", "--checkpoint.every", "null")
 SAVED = ("--run.steps", str(4 * EVERY), "--checkpoint.every", str(EVERY))
 WINDOWS = ("--run.steps", "null", "--run.epochs", str(EPOCHS), "--planning.recalibrate", "window")
-WINDOWS += STEPS[2:]
 CASES: dict[str, tuple[bool, tuple[str, ...], Callable[[Run, Any], dict[str, Any]]]] = {
     "one": (True, STEPS, lambda run, _: steady(run)),
     "several": (False, STEPS, lambda run, _: steady(run)),
     "sockets": (False, STEPS, lambda run, _: steady(run, os.environ | SOCKETS)),
     "killed": (False, SAVED, lambda run, _: killed(run)),
-    "slowed": (True, WINDOWS, lambda run, o: slowed(run, o.devices - 1, o.busy)),
+    "slowed": (True, (*STEPS, *WINDOWS), lambda run, o: slowed(run, o.devices - 1, o.busy)),
 }
 """Whether in one process, further flags of train.py, and what is measured."""
 
