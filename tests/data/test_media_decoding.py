@@ -184,6 +184,32 @@ def test_videos_have_the_colours_of_stills(media, tmp_path):
     assert np.abs(found["moving"][0] - found["still"][0]).max() <= 1
 
 
+@pytest.mark.parametrize(
+    ("size", "said", "meant"),
+    [((64, 64), 2, 601), ((1280, 32), 2, 709), ((32, 578), 2, 709), ((64, 64), 1, 709),
+     ((1280, 32), 6, 601)],
+)  # fmt: skip
+def test_videos_that_do_not_say_their_colours_are_read_as_players_do(
+    media, tmp_path, size, said, meant
+):
+    red, blue = (0.299, 0.114) if meant == 601 else (0.2126, 0.0722)  # by H.273
+    r, g, b = colour = np.array([200, 40, 30])
+    y = red * r + (1 - red - blue) * g + blue * b
+    chroma = (b - y) / (2 - 2 * blue), (r - y) / (2 - 2 * red)
+    (width, height), values = size, [16 + y * 219 / 255, *(128 + c * 224 / 255 for c in chroma)]
+    planes = np.full((3, height, width), np.round(values)[:, None, None], np.uint8)
+    frame = av.VideoFrame.from_ndarray(planes, format="yuv444p")
+    frame.colorspace = said
+    with av.open(str(media / "x.mkv"), "w") as container:
+        stream = container.add_stream("ffv1", rate=16)
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv444p"
+        stream.codec_context.colorspace = said
+        container.mux([*stream.encode(frame), *stream.encode()])
+    prepare(media, tmp_path / "out")
+    ((clip,),) = clips_of(tmp_path / "out").values()
+    assert np.abs(clip[0] - colour).max() <= 2
+
+
 def comb(frame):
     """Mean difference of a row from the mean of its neighbours."""
     rows = frame.astype(float)

@@ -29,7 +29,7 @@ _LONGEST_HOLD = 60  # seconds; a longer gap is a damaged time stamp
 _EARLY = Fraction(3, 10)  # places by which a frame may be shown early
 _LATE_END = 0.25  # seconds by which frames may end before the header says
 _WITH_ALPHA = {"vp8": "libvpx", "vp9": "libvpx-vp9"}  # FFmpeg's own decoders leave alpha out
-_UNKNOWN, _BT2020, _ICTCP = 2, 9, (14, 15)  # colours by ITU-T H.273
+_BT709, _UNKNOWN, _BT2020, _ICTCP = 1, 2, 9, (14, 15)  # colours by ITU-T H.273
 # All chroma in, all chroma out, accurate rounding: else white of limited range would become 253.
 _RESIZE = Interpolation.LANCZOS | 0x4000 | 0x2000 | 0x40000  # PyAV 17 has no names for them
 _STILLS = {b"\x89PNG": "PNG", b"\xff\xd8\xff": "JPEG", b"RIFF": "WebP", b"BM": "BMP"}
@@ -310,12 +310,15 @@ def to_picture(
             "colours as ICtCp, of HDR or Dolby Vision, which are not converted"
         )
     wide = "rgba64le" if with_alpha else "rgb48le"
+    # As players do: what says nothing is BT.709 if it is larger than standard definition.
+    is_hd = frame.width >= 1280 or frame.height > 576
     with damage_named("pixel format that cannot be converted"):
         picture = scaler.reformat(
             frame,
             width=width,
             height=height,
             format=wide if is_hdr else "rgba" if with_alpha else "rgb24",
+            src_colorspace=_BT709 if is_hd and frame.colorspace == _UNKNOWN else None,
             interpolation=_RESIZE,
             threads=1,  # else as many as cores, in each worker
         ).to_ndarray()
