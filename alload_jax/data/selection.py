@@ -281,13 +281,13 @@ def exclusion_identity(excluded: frozenset[int]) -> dict[str, str]:
     return {"data.exclude": digest(np.asarray(sorted(excluded), np.int64))}
 
 
-def count_excluded(step: Step, excluded: frozenset[int]) -> int:
-    """Returns how many samples of a step are left out."""
+def left_out(step: Step, excluded: frozenset[int]) -> list[int]:
+    """The samples of a step that are left out, as often as they would be trained."""
     if not excluded:
-        return 0
+        return []
     times = {
         time
         for part in step.micro_batches
         for time in zip_longest(part.samples, part.repetitions, fillvalue=0)
     }
-    return sum(sample in excluded for sample, _ in times)
+    return [sample for sample, _ in times if sample in excluded]

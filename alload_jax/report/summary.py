@@ -197,7 +197,8 @@ def summarise(
     if not rows:
         raise InputError("metrics.jsonl of the run folder is empty; there is nothing to summarise")
     column = {name: np.asarray([row[name] for row in rows], np.float64) for name in rows[0]}
-    computed = column["tokens"] / (1 - column["padding"])
+    filled = 1 - column["padding"]  # 0 where all samples of a step are left out
+    computed = np.divide(column["tokens"], filled, out=np.zeros_like(filled), where=filled > 0)
     train_seconds = column["step_seconds"].sum()
     memory = {} if peak_memory is None else {"peak_memory_bytes": peak_memory}
     window = max(1, min(_LOSS_WINDOW, len(rows) // 2))
@@ -213,7 +214,7 @@ def summarise(
         "tokens_per_second": float(column["tokens"].sum() / train_seconds),
         "steps_per_second": float(len(rows) / train_seconds),
         "imbalance": float(column["imbalance"].mean()),
-        "padding": float(padding_ratio(column["tokens"].sum(), computed.sum())),
+        "padding": float(padding_ratio(column["tokens"].sum(), max(1, computed.sum()))),
         "input_wait_share": float(column["input_wait_seconds"].sum() / train_seconds),
         "records_skipped": int(column["skipped"].sum()),
         **({"updates_skipped": sum(skipped)} if skipped else {}),

@@ -11,7 +11,7 @@ import numpy as np
 from alload_jax.data.collate import HostStep
 from alload_jax.data.loader import LoaderConfig, StepLoader
 from alload_jax.data.manifest import Manifest
-from alload_jax.data.selection import count_excluded
+from alload_jax.data.selection import left_out
 from alload_jax.distributed.cluster import Cluster
 from alload_jax.errors import InputError
 from alload_jax.files import Json
@@ -240,7 +240,14 @@ class RunPlan:
             model = model.at(layers)
         terms_of = SparseCost(0.0, 0.0, 0.0, layers=layers) if layers else SQUARES
         found = step_metrics(step, self.plan, model, terms_of)
-        return found._replace(samples=found.samples - count_excluded(step, self._excluded))
+        if not (missing := left_out(step, self._excluded)):
+            return found
+        share = 1 - self.plan.samples.seq_len[missing].sum() / found.tokens
+        return found._replace(
+            samples=found.samples - len(missing),
+            tokens=round(found.tokens * share),
+            padding=1 - (1 - found.padding) * share,
+        )
 
     def content(self, number: int) -> list[Json]:
         """The micro-batches of a step as JSON values.

@@ -14,9 +14,9 @@ from alload_jax.data.manifest import read_manifest
 from alload_jax.data.selection import (
     SourceWeight,
     content_order,
-    count_excluded,
     exclusion_identity,
     is_held_out,
+    left_out,
     positions,
     read_excluded,
     source_shares,
@@ -149,10 +149,11 @@ def test_a_file_names_samples_to_leave_out_but_not_all_and_no_others(tmp_path):
 def test_each_time_of_an_excluded_sample_counts_and_others_have_another_identity():
     samples = Samples(np.zeros((9, 3), np.int64), np.full(9, 4), weight=np.full(9, 3.0))
     plan = Plan(samples, EqualTokens(40), RankTopology(2), 0)
-    counts = [count_excluded(plan.step(n), frozenset({1, 5})) for n in range(plan.steps_per_epoch)]
-    assert sum(counts) == 6
+    steps = map(plan.step, range(plan.steps_per_epoch))
+    each = [sample for step in steps for sample in left_out(step, frozenset({1, 5}))]
+    assert sorted(each) == [1, 1, 1, 5, 5, 5]
     plain = Plan(Samples(samples.shape, samples.seq_len), EqualTokens(40), RankTopology(2), 0)
-    assert count_excluded(plain.step(0), frozenset({1, 5})) == 2
+    assert sorted(left_out(plain.step(0), frozenset({1, 5}))) == [1, 5]
     found = [exclusion_identity(frozenset(one)) for one in ((), (1,), (1, 2), (2,))]
     assert len({str(one) for one in found}) == 4
     assert exclusion_identity(frozenset((2, 1))) == exclusion_identity(frozenset((1, 2)))

@@ -88,6 +88,20 @@ def samples_of(plan, first, stop):
     return [[part.samples for part in plan.step(n).micro_batches] for n in range(first, stop)]
 
 
+def test_samples_that_are_left_out_count_in_no_figure(planning):
+    whole, excluded = run_plan(planning()), frozenset(range(0, 800, 7))
+    run = RunPlan(whole.plan, planning(), Cluster(), excluded=excluded)
+    for number in range(whole.plan.steps_per_epoch):
+        before, found = whole.metrics(number), run.metrics(number)
+        placed = [n for part in whole.plan.step(number).micro_batches for n in part.samples]
+        kept = [n for n in placed if n not in excluded]
+        tokens = whole.plan.samples.seq_len[kept].sum()
+        padding = 1 - tokens / before.tokens * (1 - before.padding)
+        assert found == before._replace(
+            samples=len(kept), tokens=tokens, padding=pytest.approx(padding)
+        )
+
+
 def test_epochs_after_the_first_are_planned_by_the_fitted_model(planning):
     run = run_plan(planning(policy="sorted", ranks_mode="independent"))
     first = run.plan
