@@ -406,6 +406,7 @@ def test_differences_of_weights_and_biases_are_merged(tmp_path):
 ZEROS = np.zeros((2, 16), np.float32)
 QUERY, OTHERS = "transformer.blocks.0.attn1.to_q", "lora_unet_blocks_0_self_attn_q"
 PAIR = {f"{QUERY}.lora_A.weight": ZEROS, f"{QUERY}.lora_B.weight": ZEROS.T.copy()}
+NORM = "transformer.blocks.0.norm2.lora_{}.weight"
 SIDES = dict(zip(("down", "up"), PAIR.values(), strict=True))
 
 
@@ -436,6 +437,7 @@ def test_files_that_do_not_fit_are_refused_in_one_line(tmp_path):
         (PAIR | {f"{QUERY}.alpha": np.float32([np.nan])}, "not finite"),
         ({k: np.full_like(v, np.inf) for k, v in PAIR.items()}, "has values that are not finite"),
         ({k: v.astype(np.int32) for k, v in PAIR.items()}, "is I32, not float 16 to 64"),
+        ({NORM.format("A"): ZEROS[0, :2], NORM.format("B"): ZEROS.T.copy()}, "has adapters of sh"),
         (PAIR | {k.replace("transformer", "diffusion_model"): v for k, v in PAIR.items()}, "twice"),
         (PAIR | {f"{OTHERS}.lora_{k}.weight": v for k, v in SIDES.items()}, "same layer as an"),
         ({k.replace("transformer", "text_encoder"): v for k, v in PAIR.items()}, "text encoder"),
@@ -472,10 +474,12 @@ def test_an_adapter_of_the_patch_embedding_is_a_convolution(tmp_path):
     rng, key = np.random.default_rng(0), "transformer.patch_embedding.lora_{}.weight"
     down = rng.normal(size=(2, PLAIN.in_channels, *PLAIN.patch_size)).astype(np.float32)
     up = rng.normal(size=(16, 2, 1, 1, 1)).astype(np.float32)
-    file = tmp_path / "x.safetensors"
-    safetensors.numpy.save_file({key.format("A"): down, key.format("B"): up}, file)
-    (adapter,) = read_lora(file, PLAIN).adapters.values()
-    np.testing.assert_array_equal(adapter.up, up[..., 0, 0, 0].T)
+    file, content = tmp_path / "x.safetensors", {key.format("A"): down, key.format("B"): up}
+    safetensors.numpy.save_file(content, file)
+    adapters = read_lora(file, PLAIN).adapters
+    assert [each.up.tolist() for each in adapters.values()] == [up[..., 0, 0, 0].T.tolist()]
+    write_lora(file, adapters, PLAIN, "diffusers", force=True)
+    np.testing.assert_equal(safetensors.numpy.load_file(file), content)
     safetensors.numpy.save_file({key.format("A"): down, key.format("B"): up[..., 0]}, file)
     with pytest.raises(InputError, match=r"up has shape \(16, 2, 1, 1\), not \(16, 2, 1, 1, 1\)"):
         read_lora(file, PLAIN)
