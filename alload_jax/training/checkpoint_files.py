@@ -191,7 +191,7 @@ def difference(theirs: object, ours: object, defaults: Mapping[str, object] | No
             was, now = (side.get(key, (defaults or {}).get(key)) for side in (theirs, ours))
             if isinstance(was, dict) and isinstance(now, dict) and was != now:
                 return f"of {key}, {difference(was, now)}"
-            if was != now and key == NO_AVERAGE:
+            if key == NO_AVERAGE:
                 key, was, now = "ema_decay", *(None if each else "set" for each in (was, now))
             if was != now:
                 was, now = ("null" if each is None else repr(each) for each in (was, now))
