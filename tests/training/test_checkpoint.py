@@ -4,9 +4,11 @@ import argparse
 import dataclasses
 import json
 import os
+import re
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import Mock
 
 import jax
 import numpy as np
@@ -17,9 +19,11 @@ from hypothesis import strategies as st
 from alload_jax.commands.flags import add_run_flags
 from alload_jax.distributed.cluster import Cluster
 from alload_jax.errors import InputError, LostConnectionError
+from alload_jax.models.common.lora import LoraConfig
 from alload_jax.models.common.sparse_attention.config import SparseAttentionConfig
+from alload_jax.models.lora_files import Adapter, Target, write_lora
 from alload_jax.models.wan.transformer import WanConfig
-from alload_jax.training import CheckpointConfig
+from alload_jax.training import CheckpointConfig, RunConfig
 from alload_jax.training.checkpoint import (
     BEST_NAME,
     BestCheckpoints,
@@ -39,6 +43,7 @@ from alload_jax.training.restore import (
     described_model,
     find_step,
     given_parameters,
+    new_state,
     one_device_mesh,
     read_identity,
     restore_weights,
@@ -47,6 +52,7 @@ from alload_jax.training.run_files import CHECKPOINTS
 from alload_jax.training.state import Weights, abstract_state, init_state, training_spec
 
 MODEL = WanConfig(dim=16, ffn_dim=16, num_heads=2, num_layers=1, freq_dim=8)
+ONES = np.ones((2, 16), np.float32)
 ARCHITECTURE = MODEL.architecture()
 IDENTITY = {
     "model": ARCHITECTURE,
@@ -325,6 +331,21 @@ def test_a_run_gives_another_its_model_and_its_weights_in_parts(tmp_path):
     assert described_model(run).architecture() == model.architecture()
     given = given_parameters(run, model, ALL_TRAINED, mesh)
     jax.tree.map(np.testing.assert_array_equal, given, merge_parameters(state.ema, state.frozen))
+    # What does not fit begins anew, if it is trained; so do adapters that a file lacks.
+    other = dataclasses.replace(model, num_classes=7, lora=LoraConfig(rank=2))
+    query = {Target("blocks/self_attention/query/kernel", 0): Adapter(ONES.T, ONES, 1.0)}
+    write_lora(tmp_path / "x.safetensors", query, other, "diffusers")
+    begun = RunConfig("", initial_weights=str(run), initial_lora=f"{tmp_path}/x.safetensors")
+    for trained in (("lora",), ("lora", "condition_embedding")):
+        parameters = ParametersConfig(trained=trained, frozen_dtype="float32")
+        spec = training_spec(other, parameters=parameters)
+        with nullcontext() if trained[1:] else pytest.raises(InputError, match="no condition_"):
+            state, _, lacking = new_state(spec, mesh, begun, Mock())
+    assert re.fullmatch(r"condition_embedding/.* anew; .* lacks 9 of 10 adapters, .*", lacking)
+    np.testing.assert_array_equal(
+        state.params["blocks"]["self_attention"]["query"]["lora_up"], ONES[None]
+    )
+    jax.tree.map(np.testing.assert_array_equal, state.frozen["head"], given["head"])
 
 
 @pytest.mark.parametrize(

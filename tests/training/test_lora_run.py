@@ -223,11 +223,6 @@ def test_adapters_are_exported_merged_and_trained_further(lora, folder, capsys):
     assert "begin anew" not in lora.told(folder="same", run=begun, optimizer=STILL).stdout
     first = values_of(folder, "ema")
     assert_same_values(values_of(Path("same")), first, atol=1e-6)
-    some = {key: value for key, value in load_file("x.safetensors").items() if "blocks.1." in key}
-    save_file(some, "some.safetensors")
-    begun["initial_lora"] = "some.safetensors"
-    told = lora.told(folder="some", run=begun, optimizer=STILL).stdout
-    assert "; some.safetensors lacks 10 of 20 adapters, which begin anew" in told
 
 
 @pytest.mark.slow
