@@ -22,9 +22,7 @@ from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.common.cudnn import launched_tokens
 from alload_jax.models.families import abstract_model, gradient_dtypes
 from alload_jax.planning.analytic import (
-    ALL_TRAINED,
     SHORTEST,
-    STATE_BYTES,
     Remat,
     Trained,
     step_memory,
@@ -95,8 +93,6 @@ def trained_of(
         stacks = [leaf.shape for name, leaf in named if parameters.to_host(name, leaf)]
         on_host = sum(math.prod(s[1:]) * max(0, s[0] - _LAYERS_ON_DEVICE) for s in stacks)
         return Trained(count, parameters.stored_dtype, each, not single, on_host)
-    if each == STATE_BYTES and not single:
-        return ALL_TRAINED
     return Trained(bytes_each=each, accumulates=not single)
 
 
