@@ -72,6 +72,9 @@ class Notes(Callback):
     def due(self, run):
         return run.done == 2
 
+    def act(self, run):
+        assert run.done == 2
+
 
 TRAINERS = {}
 """By name of the plan; with compiled programs, which all tests share."""
