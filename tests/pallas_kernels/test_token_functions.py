@@ -453,10 +453,12 @@ def test_mosaic_lowers_where_pieces_could_differ_and_where_groups_are_many(
 
 
 @pytest.mark.usefixtures("for_cuda")
-@pytest.mark.parametrize(("dim", "dtype"), [(18432, BF16), (14336, F32)])
-def test_rows_of_more_threads_or_bytes_than_a_program_has_are_refused(dim, dtype):
-    run = partial(run_norm, head_dim=128, implementation="mosaic")
-    with pytest.raises(ValueError, match=f"groups of threads cannot share {dim} channels"):
+@pytest.mark.parametrize(
+    ("dim", "head", "dtype"), [(18432, 128, BF16), (14336, 128, F32), (1024, 32, BF16)]
+)
+def test_rows_and_heads_that_groups_of_threads_cannot_share_are_refused(dim, head, dtype):
+    run = partial(run_norm, head_dim=head, implementation="mosaic")
+    with pytest.raises(ValueError, match=f"threads cannot share {dim} channels in heads of {head}"):
         lowered_for_cuda(run, *norm_shapes((1, 2048, dim), False, None, dtype))
 
 
