@@ -378,6 +378,8 @@ def test_between_steps_nothing_is_computed_on_the_devices(tmp_path):
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     rates = [json.loads(line)["learning_rate"] for line in lines]
     assert rates == [1.0, 1.5, 2.0]
+    MetricsLog(tmp_path, resumed_at=4).close()  # after that step, whose row stays
+    assert (tmp_path / "metrics.jsonl").read_text().splitlines() == lines[:2]
     # A pause waits for the step in flight: only models that record something of layers take one.
     layers = LayerLog(tmp_path, WanConfig(), 0)
     layers.on_start(SimpleNamespace(state=SimpleNamespace(variables={})))
