@@ -2,7 +2,6 @@
 
 import re
 import statistics
-from operator import itemgetter
 from pathlib import Path
 
 from alload_jax.config import read_config
@@ -48,7 +47,7 @@ def test_the_figures_of_the_epochs_are_those_of_their_files():
         return f"{of[name]:,.0f} ({of[name] / of['balanced']:.2f}×)"
 
     page, count = section("An epoch"), 0
-    for cases, steps, start in map(epoch, ("mixed_resolution", "pytorch", "lora200")):
+    for cases, steps, start in map(epoch, ("again", "pytorch", "lora200")):
         for name, case in cases.items():
             idle = f"{100 * case['idle']:.1f} %" if "idle" in case else "–"
             words = (idle, str(case["programs"]), f"{case['first_step_seconds']:.0f} s")
@@ -81,14 +80,48 @@ def test_the_figures_of_the_epochs_are_those_of_their_files():
 
     readme = (ROOT / "README.md").read_text()
     assert f"[buckets are {100 * shared / steps['balanced'] - 100:.0f} % faster]" in readme
-    _, steps, start = epoch("mixed_resolution")
+    _, steps, start = epoch("again")
+    assert f"trains at {steps['balanced'] / steps['equal-tokens']:.2f}× the tokens" in readme
     rows = [(steps, "equal-tokens"), (steps, "dual-constraint-shared")]
     for row in map(change, *zip(*rows, (start, "dual-constraint-shared"), strict=True)):
         assert row in readme
-    best, cold = (max({**of, "balanced": 0}.items(), key=itemgetter(1)) for of in (steps, start))
-    assert (best[0], cold[0]) == ("sorted", "knapformer-bags-of-two")
-    assert f"`sorted` is fastest with {best[1]:,.0f} tokens/s" in readme
-    assert f"KnapFormer's rule with {cold[1]:,.0f}" in readme
+    _, steps, start = epoch("mixed_resolution")
+    for of, fastest in ((steps, "sorted"), (start, "knapformer-bags-of-two")):
+        assert max(of.keys() - {"balanced"}, key=of.get) == fastest
+    best, best_cold, bags, cold = (
+        f"{of[name] / of['balanced']:.2f}×"
+        for name in ("sorted", "knapformer-bags-of-two")
+        for of in (steps, start)
+    )
+    assert f"`sorted` had {best} the tokens/s of `balanced`, with start {best_cold};" in page
+    assert f"KnapFormer's rule with bags of two GPUs {bags} and {cold}:" in page
+    assert f"had {best} the\ntokens/s of `balanced` (`sorted`), with start {cold} (Knap" in readme
+    before = start["balanced"] / start["dual-constraint-shared"]
+    assert f"the third figure was {before:.2f}×" in readme
+
+
+def test_the_figures_of_several_processes_are_those_of_their_files():
+    page, readme = (DOCS / "many-gpus.md").read_text(), (ROOT / "README.md").read_text()
+    cases, killed = (
+        {
+            each["case"]: each
+            for each in read_json(ROOT / f"benchmarks/results/{name}.json")["cases"]
+        }
+        for name in ("processes_x2_h200", "processes_killed_x2_h200")
+    )
+    one, several, sockets = (cases[name]["rate"] for name in ("one", "several", "sockets"))
+    *_, before, after = cases["slowed"]["rate_of_epochs"]
+    for rate in (one, several, sockets, before, after):
+        assert f" | {rate:,.0f} ({rate / one:.2f}×) |\n" in page
+    row = f"| {one:,.0f} tokens/s | {several:,.0f} tokens/s ({several / one:.2f}×) |"
+    assert row in readme
+    case = killed["killed"]
+    for words in (
+        f"ended\n{case['kill_to_end_of_others_seconds']:.0f} s after the kill",
+        f"ended after {case['kill_to_first_new_step_seconds']:.0f} s",
+        f"{case['losses_equal']} of {case['steps_repeated']} repeated losses had",
+    ):
+        assert words in page
 
 
 def test_the_time_to_a_loss_is_that_of_its_file():
