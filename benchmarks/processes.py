@@ -42,7 +42,7 @@ EVERY, LOST = 10, 8
 LOST_AFTER = 5
 """Seconds of `cluster.lost_after`."""
 SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
-_INTERVAL, _BUSY = 0.01, 5e-4
+_INTERVAL, _BUSY, _COMPUTE = 0.01, 5e-4, "--compute"
 Rows = dict[int, dict[str, Any]]
 
 
@@ -150,7 +150,7 @@ def slowed(run: Run, gpu: int, share: float) -> dict[str, Any]:
     """Trains a run while another program takes a share of a GPU's time."""
     environ = os.environ | {"CUDA_VISIBLE_DEVICES": str(gpu)}
     environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-    command = [sys.executable, __file__, "--busy", str(share)]
+    command = [sys.executable, __file__, _COMPUTE, str(share)]
     with subprocess.Popen(command, env=environ) as busy:
         try:
             found = steady(run)
@@ -183,15 +183,15 @@ def compute(share: float) -> None:
 
 def main(argv: list[str]) -> int:
     """Measures the cases and writes the JSON after each."""
+    if argv[:1] == [_COMPUTE]:
+        compute(float(argv[1]))
     parser, cases = benchmark_parser(__doc__, "processes.json"), list(CASES)
-    parser.add_argument("--config", help="YAML of train.py, or an example")
+    parser.add_argument("--config", required=True, help="YAML of train.py, or an example")
     parser.add_argument("--cases", nargs="+", choices=cases, default=cases)
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=16_384, help="of a micro-batch")
     parser.add_argument("--busy", type=float, default=0.2, help="share of a slowed GPU")
     options, further = parser.parse_known_args(argv)
-    if not options.config:
-        compute(options.busy)
     record = Record(options.out, ("jax", "jaxlib", "flax", "orbax-checkpoint"))
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
@@ -211,9 +211,10 @@ def main(argv: list[str]) -> int:
                 found = measure(run, options)
             except InputError as error:
                 found = {"error": str(error)}
-            for process in run.processes:
-                process.kill()
-            run.end()
+            finally:
+                for process in run.processes:
+                    process.kill()
+                run.end()
             record.add({"case": case} | found)
             print(case, found, flush=True)
     return 0
