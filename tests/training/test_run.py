@@ -188,9 +188,16 @@ def test_a_damaged_record_stops_a_run_or_is_skipped_in_every_epoch(runs):
     (runs.folder / "bad.txt").write_text("# not a digit\n12\n")
     left_out = runs.finish("--run.folder", "left out", "--data.exclude", "bad.txt")
     assert "samples (1 left out) of" in left_out.stdout
-    names = [name for name in COMPUTED if name != "skipped"]
-    found, expected = (computed(runs.folder / name, names) for name in ("left out", "run"))
+    folders = [runs.folder / name for name in ("left out", "run")]
+    names = [name for name in COMPUTED if name not in ("skipped", "tokens", "padding")]
+    found, expected = (computed(folder, names) for folder in folders)
     assert found == expected
+    # A damaged sample counts among the tokens, one that a list leaves out does not.
+    found, expected = (np.array(computed(folder, ["tokens", "padding"])) for folder in folders)
+    fewer = expected[:, 0] - found[:, 0]
+    assert fewer[fewer != 0].tolist() == [20] * 3  # of three epochs
+    rows = [(1 - each[:, 1]) / each[:, 0] for each in (found, expected)]
+    np.testing.assert_allclose(*rows)
 
 
 @pytest.mark.slow
