@@ -27,6 +27,7 @@ from media_helpers import (
     write_video,
 )
 from PIL import Image, ImageCms
+from PIL.TiffImagePlugin import ImageFileDirectory_v2
 
 from alload_jax.data.manifest import read_manifest, read_paths
 from alload_jax.data.prepare.sources import Source, UnusableError, check_pixels
@@ -320,14 +321,28 @@ def test_colour_profiles_of_pictures_are_applied(media, tmp_path):
     red.convert("RGBA").save(media / "alpha.png", icc_profile=swapped)
     others = [Image.new("RGB", (32, 32), (200, 0, level)) for level in range(4)]
     red.save(media / "moving.webp", save_all=True, append_images=others, icc_profile=swapped)
-    for name, own in {"plain": None, "srgb": profile, "damaged": swapped[:200]}.items():
+    unnamed = profile[:16] + b"R\xe9B " + profile[20:]  # no name of a colour space
+    owns = {"plain": None, "srgb": profile, "damaged": swapped[:200], "damaged 2": unnamed}
+    for name, own in owns.items():
         red.save(media / f"{name}.png", icc_profile=own)
+    tags = ImageFileDirectory_v2()
+    tags.tagtype[34675], tags[34675] = 2, "text"  # 34675 is the profile
+    red.save(media / "damaged 3.tif", tiffinfo=tags)
+    words = (160, 2 << 24, b"mntr", b"GRAY", b"XYZ ", b"acsp", 63190, 65536, 54061)
+    linear = struct.pack(">I4xI4s4s4s12x4s28x3i", *words).ljust(128, b"\0")
+    linear += struct.pack(">I4sII4s4xIH2x", 1, b"kTRC", 144, 16, b"curv", 1, 256)  # 100 is 168
+    grey = Image.new("L", (32, 32), 100)
+    sixteen = Image.fromarray(np.full((32, 32), 100 * 257, np.uint16))
+    for name, image in {"L": grey, "LA": grey.convert("LA"), "16": sixteen}.items():
+        image.save(media / f"grey {name}.png", icc_profile=linear)
+    grey.save(media / "grey clear.png", icc_profile=linear, transparency=3)
     prepare(media, tmp_path / "out", files_per_shard=100)
     for name, (clip,) in clips_of(tmp_path / "out").items():
-        shown = [200, 0, 0] if name in ("plain", "srgb", "damaged") else [0, 200, 0]
+        shown = [200, 0, 0] if name.partition(" ")[0] in owns else [0, 200, 0]
+        shown = [168] * 3 if name.startswith("grey") else shown
         assert clip[0, 16, 16].tolist() == pytest.approx(shown, abs=4), name
-    noted = [name for name, c in changed(tmp_path / "out").items() if len(c) > 1]
-    assert noted == ["damaged.png"]
+    noted = {name for name, c in changed(tmp_path / "out").items() if len(c) > 1}
+    assert noted == {"damaged.png", "damaged 2.png", "damaged 3.tif"}
 
 
 @pytest.mark.parametrize(

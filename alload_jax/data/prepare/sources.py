@@ -382,6 +382,7 @@ def upright(image: Image.Image, colour: tuple[int, int], note: Note) -> Image.Im
         image = Image.merge("LA", (grey, alpha))
     if image.mode == "F":
         raise UnusableError("image of floats, whose range is not known")
+    is_grey = image.mode in ("L", "LA", "La")
     if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
         rgba = image.convert("RGBA")
         if rgba.getchannel("A").getextrema()[0] != 255:
@@ -389,7 +390,7 @@ def upright(image: Image.Image, colour: tuple[int, int], note: Note) -> Image.Im
         white = Image.new("RGBA", rgba.size, (BACKGROUND, BACKGROUND, BACKGROUND, 255))
         image = Image.alpha_composite(white, rgba)
     if colour[1] not in TRANSFERS:
-        return _as_srgb(image, profile, note)
+        return _as_srgb(image.convert("L") if is_grey else image, profile, note)
     found = image.convert("RGB")
     note(TONE_MAPPED.format(TRANSFERS[colour[1]]))
     return Image.fromarray(tone_mapped(np.asarray(found), *colour))
@@ -405,7 +406,7 @@ def _as_srgb(image: Image.Image, profile: bytes | None, note: Note) -> Image.Ima
                 srgb = ImageCms.createProfile("sRGB")
                 converted = ImageCms.profileToProfile(image, known, srgb, outputMode="RGB")
                 return cast(Image.Image, converted)
-    except (OSError, ImageCms.PyCMSError):
+    except (OSError, TypeError, ValueError, ImageCms.PyCMSError):
         note("damaged colour profile, not used")
     return image.convert("RGB")
 
