@@ -211,6 +211,16 @@ def test_videos_that_do_not_say_their_colours_are_read_as_players_do(
     assert np.abs(clip[0] - colour).max() <= 2
 
 
+def test_large_vp8_with_alpha_is_read_as_without(media, tmp_path):
+    red = np.full((32, 1280, 4), (200, 40, 30, 255), np.uint8)
+    for name, pix_fmt in (("alpha", "yuva420p"), ("plain", "yuv420p")):
+        flags = {"auto-alt-ref": "0", "b": "4M"}
+        write_video(media / f"{name}.webm", [red], 16, "libvpx", pix_fmt, **flags)
+    prepare(media, tmp_path / "out")
+    for name, (clip,) in clips_of(tmp_path / "out").items():
+        assert np.abs(clip[0] - red[0, 0, :3]).max() <= 4, name
+
+
 def comb(frame):
     """Mean difference of a row from the mean of its neighbours."""
     rows = frame.astype(float)

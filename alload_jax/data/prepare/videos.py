@@ -29,7 +29,7 @@ _LONGEST_HOLD = 60  # seconds; a longer gap is a damaged time stamp
 _EARLY = Fraction(3, 10)  # places by which a frame may be shown early
 _LATE_END = 0.25  # seconds by which frames may end before the header says
 _WITH_ALPHA = {"vp8": "libvpx", "vp9": "libvpx-vp9"}  # FFmpeg's own decoders leave alpha out
-_BT709, _UNKNOWN, _BT2020, _ICTCP = 1, 2, 9, (14, 15)  # colours by ITU-T H.273
+_BT709, _UNKNOWN, _BT601, _BT2020, _ICTCP = 1, 2, 5, 9, (14, 15)  # colours by ITU-T H.273
 # All chroma in, all chroma out, accurate rounding: else white of limited range would become 253.
 _RESIZE = Interpolation.LANCZOS | 0x4000 | 0x2000 | 0x40000  # PyAV 17 has no names for them
 _STILLS = {b"\x89PNG": "PNG", b"\xff\xd8\xff": "JPEG", b"RIFF": "WebP", b"BM": "BMP"}
@@ -174,12 +174,14 @@ def first_frame_at_times(container: InputContainer) -> Iterator[Decoded]:
 def _decoded(container: InputContainer, stream: av.VideoStream) -> Iterator[av.VideoFrame]:
     decoder = stream.codec_context
     # Of HDR: what the container says, where the frames do not, else the matrix of BT.2020.
-    matrix = _BT2020 if decoder.colorspace == _UNKNOWN else decoder.colorspace
+    said = decoder.colorspace
+    matrix = _BT2020 if said == _UNKNOWN else said
     transfer, primaries = decoder.color_trc, decoder.color_primaries
     stored = {"color_trc": transfer, "color_primaries": primaries, "colorspace": matrix}
     with damage_named("damaged video"):
         if stream.metadata.get("alpha_mode") == "1" and decoder.name in _WITH_ALPHA:
             name = _WITH_ALPHA[decoder.name]
+            said = _BT601 if decoder.name == "vp8" else said
             decoder = cast(av.VideoCodecContext, av.CodecContext.create(name, "r"))
         # Threads would change nothing but the number of busy cores; workers fill those.
         decoder.thread_count = 1
@@ -191,6 +193,8 @@ def _decoded(container: InputContainer, stream: av.VideoStream) -> Iterator[av.V
                 for name, value in stored.items():
                     if getattr(frame, name) == _UNKNOWN:
                         setattr(frame, name, value)
+            if frame.colorspace == _UNKNOWN:  # libvpx does not know what container and VP8 say
+                frame.colorspace = said
             yield frame
 
 
