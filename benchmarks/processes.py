@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from alload_jax.bench.harness import Record, benchmark_parser
 from alload_jax.bench.random_data import write_random_store
@@ -90,15 +90,19 @@ class Run:
         """When it first held; InputError if a process fails or ends before."""
         while not holds():
             if any(process.poll() is not None for process in self.processes):
-                raise InputError(f"the run ended: {self._output.read_text().strip()[-600:]}")
+                self._fail()
             time.sleep(_INTERVAL)
         return time.monotonic()
 
-    def end(self) -> float:
-        """When all its processes have ended."""
-        for process in self.processes:
-            process.wait()
+    def _fail(self) -> NoReturn:
+        raise InputError(f"the run ended: {self._output.read_text().strip()[-600:]}")
+
+    def end(self, well: bool = False) -> float:
+        """When all its processes have ended; InputError if all must end `well` and one failed."""
+        statuses = [process.wait() for process in self.processes]
         self.processes = []
+        if well and any(statuses):
+            self._fail()
         return time.monotonic()
 
     def said(self, what: str) -> list[str]:
@@ -116,7 +120,7 @@ def steady(run: Run, environment: Mapping[str, str] = os.environ) -> dict[str, A
     """Trains a run to its end: seconds to its first step, losses, the rate of its second half."""
     began = run.start(environment)
     first = run.wait(lambda: bool(run.rows())) - began
-    run.end()
+    run.end(well=True)
     rows = list(run.rows().values())
     found = {"first_step_seconds": first, "rate": rate(rows[len(rows) // 2 :])}
     return found | {name: [row[name] for row in rows] for name in ("loss", "step_seconds")}

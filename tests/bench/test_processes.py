@@ -1,0 +1,28 @@
+"""What `benchmarks/processes.py` takes for a measurement."""
+
+import pytest
+
+from alload_jax.errors import InputError
+from benchmarks import processes
+
+TRAIN = """
+import json, pathlib, sys, time
+folder = pathlib.Path(sys.argv[sys.argv.index("--run.folder") + 1])
+folder.mkdir()
+row = dict(step=1, loss=1.5, step_seconds=0.5, tokens=4)
+(folder / "metrics.jsonl").write_text(json.dumps(row) + "\\n")
+time.sleep(0.2)
+sys.exit({})
+"""
+
+
+@pytest.mark.parametrize("said", ["out of memory", 0])
+def test_a_run_that_fails_after_its_first_step_has_no_rate(tmp_path, monkeypatch, said):
+    monkeypatch.setattr(processes, "TRAIN", str(tmp_path / "train.py"))
+    (tmp_path / "train.py").write_text(TRAIN.format(repr(said)))
+    run = processes.Run(tmp_path / "run", [], 1, 1)
+    if said:
+        with pytest.raises(InputError, match="the run ended: out of memory"):
+            processes.steady(run)
+    else:
+        assert processes.steady(run)["rate"] == 8
