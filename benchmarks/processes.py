@@ -70,7 +70,8 @@ class Run:
             for number in range(self._number):
                 seen = range(number * self._each, (number + 1) * self._each)
                 own = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, seen))}
-                own["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={self._each}"
+                flags = environment.get("XLA_FLAGS", "")
+                own["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={self._each}"
                 numbered = ["--cluster.process", str(number)] if self._number > 1 else []
                 command, environ = [*words, *numbered], {**environment, **own}
                 started = subprocess.Popen(

@@ -1,12 +1,15 @@
 """What `benchmarks/processes.py` takes for a measurement."""
 
+import os
+
 import pytest
 
 from alload_jax.errors import InputError
 from benchmarks import processes
 
 TRAIN = """
-import json, pathlib, sys, time
+import json, os, pathlib, sys, time
+assert os.environ["XLA_FLAGS"].split()[0] == "--mine"
 folder = pathlib.Path(sys.argv[sys.argv.index("--run.folder") + 1])
 folder.mkdir()
 row = dict(step=1, loss=1.5, step_seconds=0.5, tokens=4)
@@ -20,9 +23,10 @@ sys.exit({})
 def test_a_run_that_fails_after_its_first_step_has_no_rate(tmp_path, monkeypatch, said):
     monkeypatch.setattr(processes, "TRAIN", str(tmp_path / "train.py"))
     (tmp_path / "train.py").write_text(TRAIN.format(repr(said)))
+    environ = os.environ | {"XLA_FLAGS": "--mine"}
     run = processes.Run(tmp_path / "run", [], 1, 1)
     if said:
         with pytest.raises(InputError, match="the run ended: out of memory"):
-            processes.steady(run)
+            processes.steady(run, environ)
     else:
-        assert processes.steady(run)["rate"] == 8
+        assert processes.steady(run, environ)["rate"] == 8
