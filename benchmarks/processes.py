@@ -159,6 +159,8 @@ def slowed(run: Run, gpu: int, share: float) -> dict[str, Any]:
     with subprocess.Popen(command, env=environ) as busy:
         try:
             found = steady(run)
+            if busy.poll() is not None:
+                raise InputError("the program beside the run ended, so that it was not slowed")
         finally:
             busy.kill()
     epochs = itertools.groupby(run.rows().values(), itemgetter("epoch"))
