@@ -355,6 +355,24 @@ def test_colour_profiles_of_pictures_are_applied(media, tmp_path):
     assert noted == {"damaged.png", "damaged 2.png", "damaged 3.tif"}
 
 
+def test_colours_are_converted_of_the_pixels_that_are_kept(media, tmp_path, monkeypatch):
+    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    picture = Image.new("RGB", (320, 640), (90, 90, 90))
+    for name, image in {"RGB": picture, "P": picture.quantize()}.items():
+        image.save(media / f"{name}.png", icc_profile=profile)
+    convert, sizes = ImageCms.profileToProfile, []
+
+    def noted(image, *of, **how):
+        sizes.append(image.size)
+        return convert(image, *of, **how)
+
+    monkeypatch.setattr(ImageCms, "profileToProfile", noted)
+    prepare(media, tmp_path / "out")
+    assert sizes == [(32, 64)] * 2
+    for name, (clip,) in clips_of(tmp_path / "out").items():
+        assert np.abs(clip - 90).max() <= 1, name
+
+
 @pytest.mark.parametrize(
     ("suffix", "options"),
     [("WebP", {"lossless": True}), ("png", {}), ("apng", {}), ("avif", {"quality": 99})],

@@ -361,13 +361,19 @@ def is_animated(source: Source) -> bool:
         return False  # decode_image says why
 
 
-def upright(image: Image.Image, colour: tuple[int, int], note: Note) -> Image.Image:
+def upright(
+    image: Image.Image,
+    colour: tuple[int, int],
+    note: Note,
+    resized: Callable[[Image.Image], Image.Image] = lambda image: image,
+) -> Image.Image:
     """An opened image of any mode as 8-bit sRGB of standard range, turned as EXIF says, on white.
 
     Args:
       image: the image, at the frame that is wanted.
       colour: as `open_image` gives it.
       note: called with what is changed.
+      resized: gives it another size.
 
     Raises:
       UnusableError: its values are floats, whose range is not known.
@@ -389,16 +395,16 @@ def upright(image: Image.Image, colour: tuple[int, int], note: Note) -> Image.Im
             note(ON_WHITE)
         white = Image.new("RGBA", rgba.size, (BACKGROUND, BACKGROUND, BACKGROUND, 255))
         image = Image.alpha_composite(white, rgba)
+    keeps = "L" if is_grey else "CMYK" if image.mode == "CMYK" else "RGB"
+    image = image.convert("RGB" if colour[1] in TRANSFERS else keeps)
     if colour[1] not in TRANSFERS:
-        return _as_srgb(image.convert("L") if is_grey else image, profile, note)
-    found = image.convert("RGB")
+        return _as_srgb(resized(image), profile, note)  # whose time grows with the pixels
     note(TONE_MAPPED.format(TRANSFERS[colour[1]]))
-    return Image.fromarray(tone_mapped(np.asarray(found), *colour))
+    return resized(Image.fromarray(tone_mapped(np.asarray(image), *colour)))
 
 
 def _as_srgb(image: Image.Image, profile: bytes | None, note: Note) -> Image.Image:
     """The colours that an ICC profile says, as those of phones do, in sRGB."""
-    image = image if image.mode in ("L", "CMYK") else image.convert("RGB")
     try:
         if profile:
             known = ImageCms.ImageCmsProfile(io.BytesIO(profile))
@@ -427,12 +433,17 @@ def decode_image(
     Raises:
       UnusableError: it is damaged, no image, too large or too small.
     """
+    bucket = Bucket(0, 0)
+
+    def resized(image: Image.Image) -> Image.Image:
+        nonlocal bucket
+        bucket = choose(image.height, image.width)
+        height, width = covering(bucket, image.height, image.width)
+        return image.resize((width, height), Image.Resampling.LANCZOS)
+
     with opened(source) as file, image_errors():
-        image = upright(*open_image(file), note)
-    bucket = choose(image.height, image.width)
-    height, width = covering(bucket, image.height, image.width)
-    resized = image.resize((width, height), Image.Resampling.LANCZOS)
-    return cut(np.asarray(resized), bucket)[None]
+        image = upright(*open_image(file), note, resized)
+    return cut(np.asarray(image), bucket)[None]
 
 
 def check_pixels(height: int, width: int) -> None:
