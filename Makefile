@@ -34,7 +34,7 @@ test: lint
 
 # What takes long: whole runs, clusters, a wheel in an environment of its own, the site.
 test-slow: .venv/installed-test .venv/installed-docs
-	$(PYTEST) -n 4 -m "slow and not gpu and not parity"
+	$(PYTEST) -n 3 -m "slow and not gpu and not parity" $$(grep -rl --include='test_*.py' slow tests)
 
 # Against diffusers itself, which needs PyTorch; elsewhere golden files stand for it.
 test-parity: .venv/installed-parity
