@@ -28,7 +28,7 @@ def config_of(folder, name, steps):
         "data": {"folder": str(folder / "data")},
         "planning": {"m_mem": 32, "policy": "equal_tokens"},
         "model": model | {"patch_size": [1, 4, 4]},
-        "checkpoint": {"every": 20},
+        "checkpoint": {"every": 40},
         "trackers": [],
     }
     path = folder / f"{name}.yaml"
@@ -49,13 +49,13 @@ def test_a_killed_process_is_started_again_with_the_others_and_nothing_changes(t
     env = os.environ | {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
     env["RAY_USAGE_STATS_ENABLED"] = "0"
     flags = ["--processes", "2", "--gpus", "0", "--port", str(free_port())]
-    command = [sys.executable, SCRIPT, *flags, "--config", config_of(tmp_path, "ray", 80)]
+    command = [sys.executable, SCRIPT, *flags, "--config", config_of(tmp_path, "ray", 200)]
     with (tmp_path / "said").open("w") as said:
         begun = subprocess.Popen(
             command, env=env | {"XLA_FLAGS": ""}, stdout=said, stderr=subprocess.STDOUT
         )
         try:
-            wait_until(lambda: len(losses(tmp_path / "ray")) > 30, begun)
+            wait_until(lambda: len(losses(tmp_path / "ray")) > 60, begun)
             below = psutil.Process(begun.pid).children(recursive=True)
             (second,) = (p for p in below if p.cmdline()[-2:] == ["--cluster.process", "1"])
             second.kill()
@@ -63,9 +63,9 @@ def test_a_killed_process_is_started_again_with_the_others_and_nothing_changes(t
         finally:
             begun.kill()
     assert "[FailurePolicy] RETRY" in (tmp_path / "said").read_text()
-    alone = [sys.executable, ROOT / "train.py", "--config", config_of(tmp_path, "alone", 80)]
+    alone = [sys.executable, ROOT / "train.py", "--config", config_of(tmp_path, "alone", 200)]
     two = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     subprocess.run(alone, env=env | two, check=True, capture_output=True)
     found, expected = (np.array(losses(tmp_path / name)) for name in ("ray", "alone"))
-    assert found[:, 0].tolist() == list(range(1, 81))
+    assert found[:, 0].tolist() == list(range(1, 201))
     np.testing.assert_allclose(found, expected, rtol=1e-4)

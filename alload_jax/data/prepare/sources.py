@@ -362,18 +362,18 @@ def is_animated(source: Source) -> bool:
 
 
 def upright(
-    image: Image.Image,
-    colour: tuple[int, int],
-    note: Note,
-    resized: Callable[[Image.Image], Image.Image] = lambda image: image,
-) -> Image.Image:
-    """An opened image of any mode as 8-bit sRGB of standard range, turned as EXIF says, on white.
+    image: Image.Image, colour: tuple[int, int], note: Note
+) -> tuple[Image.Image, bytes | None]:
+    """An opened image of any mode in 8 bits of standard range, turned as EXIF says, on white.
 
     Args:
       image: the image, at the frame that is wanted.
       colour: as `open_image` gives it.
       note: called with what is changed.
-      resized: gives it another size.
+
+    Returns:
+      the image, L, CMYK or RGB, and the ICC profile of its colours, which `as_srgb` applies; None
+      for sRGB.
 
     Raises:
       UnusableError: its values are floats, whose range is not known.
@@ -398,13 +398,13 @@ def upright(
     keeps = "L" if is_grey else "CMYK" if image.mode == "CMYK" else "RGB"
     image = image.convert("RGB" if colour[1] in TRANSFERS else keeps)
     if colour[1] not in TRANSFERS:
-        return _as_srgb(resized(image), profile, note)  # whose time grows with the pixels
+        return image, profile
     note(TONE_MAPPED.format(TRANSFERS[colour[1]]))
-    return resized(Image.fromarray(tone_mapped(np.asarray(image), *colour)))
+    return Image.fromarray(tone_mapped(np.asarray(image), *colour)), None
 
 
-def _as_srgb(image: Image.Image, profile: bytes | None, note: Note) -> Image.Image:
-    """The colours that an ICC profile says, as those of phones do, in sRGB."""
+def as_srgb(image: Image.Image, profile: bytes | None, note: Note) -> Image.Image:
+    """What `upright` gives, as RGB in sRGB; its time grows with the pixels."""
     try:
         if profile:
             known = ImageCms.ImageCmsProfile(io.BytesIO(profile))
@@ -433,17 +433,12 @@ def decode_image(
     Raises:
       UnusableError: it is damaged, no image, too large or too small.
     """
-    bucket = Bucket(0, 0)
-
-    def resized(image: Image.Image) -> Image.Image:
-        nonlocal bucket
-        bucket = choose(image.height, image.width)
-        height, width = covering(bucket, image.height, image.width)
-        return image.resize((width, height), Image.Resampling.LANCZOS)
-
     with opened(source) as file, image_errors():
-        image = upright(*open_image(file), note, resized)
-    return cut(np.asarray(image), bucket)[None]
+        image, profile = upright(*open_image(file), note)
+    bucket = choose(image.height, image.width)
+    height, width = covering(bucket, image.height, image.width)
+    resized = image.resize((width, height), Image.Resampling.LANCZOS)
+    return cut(np.asarray(as_srgb(resized, profile, note)), bucket)[None]
 
 
 def check_pixels(height: int, width: int) -> None:

@@ -251,7 +251,7 @@ def animation_frames(source: sources.Source, note: sources.Note) -> Iterator[Dec
             with sources.image_errors():
                 image.seek(number)
                 image.load()
-                picture = sources.upright(image, colour, note)
+                picture = sources.as_srgb(*sources.upright(image, colour, note), note)
             frame = av.VideoFrame.from_ndarray(np.asarray(picture), format="rgb24")
             # Browsers show frames without a duration for as long.
             begin, after = after, after + (Fraction(image.info.get("duration", 0) or 100) / 1000)
