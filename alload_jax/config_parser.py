@@ -221,6 +221,9 @@ def parse_config(
     try:
         given = parser.parse_args(_sections_as_configs(argv, typed))
         _check_values("", given.as_dict())
+        for flag, text in flags_of(argv):  # of what is no text, null
+            if text.lstrip()[:1] in ("#", "&") and given.get(flag[2:], text) is None:
+                raise InputError(f"{flag[2:]} is {text!r}; give a value, or null")
         parsed = parser.instantiate(given)
     except InputError:
         raise
