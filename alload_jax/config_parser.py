@@ -221,8 +221,8 @@ def parse_config(
     try:
         given = parser.parse_args(_sections_as_configs(argv, typed))
         _check_values("", given.as_dict())
-        for flag, text in flags_of(argv):  # of what is no text, null
-            if text.lstrip()[:1] in ("#", "&") and given.get(flag[2:], text) is None:
+        for flag, text in flags_of(argv):
+            if _is_empty(text) and given.get(flag[2:], text) is None:  # of what is no text
                 raise InputError(f"{flag[2:]} is {text!r}; give a value, or null")
         parsed = parser.instantiate(given)
     except InputError:
@@ -409,9 +409,18 @@ def _keys(kind: type[Any], prefix: str = "") -> Iterator[str]:
 
 
 def _load(text: str) -> Any:
-    """As YAML, but text that begins like a comment or an anchor is text, such as a folder `#1`."""
-    value = get_loader("yaml")(text)
-    return text if value is None and text.lstrip()[:1] in ("#", "&") else value
+    """As YAML, but what has no content and does not say null is text, such as a folder `#1`."""
+    return text if _is_empty(text) else get_loader("yaml")(text)
+
+
+def _is_empty(text: str) -> bool:
+    """Whether YAML takes a text for null that does not say so: a comment, an anchor, `---`."""
+    if text.strip().lower() in ("", "~", "null"):
+        return False
+    try:
+        return get_loader("yaml")(text) is None
+    except yaml.YAMLError:
+        return False
 
 
 set_loader("texts", _load, (yaml.YAMLError,))

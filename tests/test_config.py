@@ -219,8 +219,8 @@ def test_the_last_file_and_the_flags_win_and_aliases_are_values(tmp_path, monkey
         write_config(config, tmp_path / "a" / "b" / "written.yaml")
     assert read_config(["--config", str(tmp_path / "a" / "b" / "written.yaml")]) == config
     # Of sweeps and of hands; YAML reads other things, or nothing.
-    for name in ("1e-4", "1E5", "+1.5e3", "1e-4x", "._5", "#1", "&a b"):
-        argv = ["--config", DIGITS, "--run.folder", name, "--data.exclude", name]
+    for name in ("1e-4", "1E5", "+1.5e3", "1e-4x", "._5", "#1", "&a b", "---"):
+        argv = ["--config", DIGITS, f"--run.folder={name}", f"--data.exclude={name}"]
         write_config(read_config(argv), tmp_path / "named.yaml")
         assert read_config(["--config", str(tmp_path / "named.yaml")]).data.exclude == name
     for name in ("1e-4", "2026", "no", "lr: 3", "# 7"):

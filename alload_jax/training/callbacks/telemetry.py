@@ -252,18 +252,18 @@ class DeviceProbe:
         """See `Probe`."""
         with ThreadPoolExecutor(len(self._devices)) as pool:  # all at once, as in a step
             if not self._rounds:
-                list(pool.map(self._seconds, self._devices))
+                list(pool.map(partial(self._seconds, rounds=1), self._devices))
                 each = self._seconds(self._devices[0], 4) / 4
                 self._rounds = self._cluster.broadcast(lambda: max(1, round(_SECONDS / each)))
-            return list(pool.map(self._seconds, self._devices))
+            return list(pool.map(partial(self._seconds, rounds=self._rounds), self._devices))
 
-    def _seconds(self, device: jax.Device, rounds: int | None = None) -> float:
+    def _seconds(self, device: jax.Device, rounds: int) -> float:
         first = self._matrix(jax.device_put(np.float32(0), device))
         found = []
         for _ in range(_REPEATS):
             x = first.block_until_ready()
             began = time.perf_counter()
-            for _ in range(rounds or self._rounds or 1):
+            for _ in range(rounds):
                 x = self._work(x)
             x.block_until_ready()
             found.append(time.perf_counter() - began)

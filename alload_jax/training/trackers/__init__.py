@@ -4,7 +4,9 @@ import io
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from PIL import Image
@@ -114,7 +116,9 @@ class TensorBoardConfig(TrackerConfig):
 
     @override
     def check(self) -> None:
-        """It works everywhere."""
+        """It works everywhere; its import, which takes seconds beside PyTorch, begins here."""
+        if first_process():
+            Thread(target=import_module, args=("tensorboardX",)).start()
 
     @override
     def make(self, context: TrackerContext) -> Tracker:
@@ -166,7 +170,7 @@ class TensorBoard(Tracker):
 
     def _opened(self) -> "SummaryWriter":
         if self._writer is None:
-            from tensorboardX import SummaryWriter  # slow to import where PyTorch is installed
+            from tensorboardX import SummaryWriter
 
             suffix = f".{self._files}"  # names of files hold whole seconds
             self._writer = SummaryWriter(
