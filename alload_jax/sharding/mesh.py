@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
@@ -74,7 +75,9 @@ def make_mesh(config: MeshConfig, devices: list[jax.Device] | None = None) -> Me
             "product of its axes must be their number"
         )
     shape = (data, config.fsdp, config.context, config.tensor)
-    return jax.make_mesh(shape, AXES, (AxisType.Auto,) * len(AXES), devices=devices)
+    # Not by jax.make_mesh, which refuses GPUs of several hosts (jax-ml/jax issue 37769).
+    placed = mesh_utils.create_device_mesh(shape, devices)
+    return Mesh(placed, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def ranks_of(mesh: Mesh) -> int:

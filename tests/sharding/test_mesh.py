@@ -35,3 +35,18 @@ def test_a_plan_of_more_ranks_is_shared_evenly():
     assert local_plan_ranks(mesh, 12) == frozenset(range(12))
     with pytest.raises(InputError, match=r"planning.ranks is 6, not a multiple"):
         local_plan_ranks(mesh, 6)
+
+
+def test_gpus_of_several_hosts_form_a_mesh_with_hosts_along_its_first_axis():
+    """JAX 0.11 gives the GPUs of each host a `slice_index` of their own."""
+
+    class Gpu:
+        platform, device_kind = "gpu", "NVIDIA H200"
+
+        def __init__(self, number, process):
+            self.id, self.process_index, self.slice_index = number, process, process
+
+    gpus = [Gpu(number, number // 2) for number in range(4)]
+    mesh = make_mesh(MeshConfig(fsdp=2), gpus)
+    assert mesh.devices.shape == (2, 2, 1, 1)
+    assert [gpu.process_index for gpu in mesh.devices.flat] == [0, 0, 1, 1]
