@@ -6,7 +6,8 @@ Each case trains the same data from the same start; later cases find compiled pr
 
 - one: all devices in one process.
 - several: a process for each device.
-- sockets: the same, and NCCL has sockets alone, as between hosts without a faster network.
+- hosts: the same, where JAX takes each process for a host and NCCL has sockets alone.
+- overlapped: the same, with the settings of docs/many-gpus.md for hosts connected by Ethernet.
 - killed: the last process is killed some steps after the first checkpoint. The others end, and the
   same commands start all again, which must repeat the losses.
 - slowed: one process, and a program that computes beside it on the last GPU.
@@ -41,7 +42,22 @@ EVERY, LOST = 10, 8
 """Steps until the checkpoint, and after it until a process is killed."""
 LOST_AFTER = 5
 """Seconds of `cluster.lost_after`."""
-SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
+_HOST = "JAX_PARTITION_INDEX"
+HOSTS = {
+    "NCCL_P2P_DISABLE": "1",
+    "NCCL_SHM_DISABLE": "1",
+    "NCCL_IB_DISABLE": "1",
+    _HOST: "number of the process",
+}
+OVERLAPPED = HOSTS | {
+    "NCCL_SOCKET_NTHREADS": "4",
+    "NCCL_NSOCKS_PERTHREAD": "4",
+    "XLA_FLAGS": "--xla_gpu_enable_pipelined_all_reduce=true "
+    "--xla_gpu_enable_pipelined_all_gather=true "
+    "--xla_gpu_enable_analytical_sol_latency_estimator=true "
+    "--xla_gpu_analytical_latency_estimator_options=nic_speed_gbps=4,gpus_per_node=1,"
+    "nccl_op_launch_us=20,chunk_prep_us=1,rtt_us=100,chunk_size_bytes=4194304",
+}
 _INTERVAL, _BUSY, _COMPUTE = 0.01, 5e-4, "--compute"
 Rows = dict[int, dict[str, Any]]
 
@@ -70,6 +86,7 @@ class Run:
             for number in range(self._number):
                 seen = range(number * self._each, (number + 1) * self._each)
                 own = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, seen))}
+                own |= {_HOST: str(number)} if _HOST in environment else {}
                 flags = environment.get("XLA_FLAGS", "")
                 own["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={self._each}"
                 numbered = ["--cluster.process", str(number)] if self._number > 1 else []
@@ -213,7 +230,8 @@ def main(argv: list[str]) -> int:
         for case in options.cases:
             alone, given, measure = CASES[case]
             processes = 1 if alone else options.devices
-            run = Run(place / case, [*words, *given], options.devices, processes)
+            chosen = [word.format(devices=options.devices) for word in given]
+            run = Run(place / case, [*words, *chosen], options.devices, processes)
             try:
                 found = measure(run, options)
             except InputError as error:
@@ -228,12 +246,14 @@ def main(argv: list[str]) -> int:
 
 
 STEPS = ("--run.steps", "24", "--checkpoint.every", "null")
+SHARDED = ("--mesh.fsdp", "{devices}")
 SAVED = ("--run.steps", str(4 * EVERY), "--checkpoint.every", str(EVERY))
 WINDOWS = ("--run.steps", "null", "--run.epochs", str(EPOCHS), "--planning.recalibrate", "window")
 CASES: dict[str, tuple[bool, tuple[str, ...], Callable[[Run, Any], dict[str, Any]]]] = {
     "one": (True, STEPS, lambda run, _: steady(run)),
     "several": (False, STEPS, lambda run, _: steady(run)),
-    "sockets": (False, STEPS, lambda run, _: steady(run, os.environ | SOCKETS)),
+    "hosts": (False, STEPS, lambda run, _: steady(run, os.environ | HOSTS)),
+    "overlapped": (False, (*STEPS, *SHARDED), lambda run, _: steady(run, os.environ | OVERLAPPED)),
     "killed": (False, SAVED, lambda run, _: killed(run)),
     "slowed": (True, (*STEPS, *WINDOWS), lambda run, o: slowed(run, o.devices - 1, o.busy)),
 }
