@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 class InputError(ValueError):
@@ -42,7 +43,7 @@ class Terminated(KeyboardInterrupt):
 
 
 def require_fields(
-    section: str, config: object, names: str, holds: Callable[[float], bool], bound: str
+    section: str, config: object, names: str, holds: Callable[[Any], bool], bound: str
 ) -> None:
     """Checks values of fields; one that is None is left alone.
 

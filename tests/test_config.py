@@ -116,6 +116,7 @@ def test_a_wrong_file_is_one_line(text, words, tmp_path):
         ("run.seed", "-9223372036854775809", "run.seed is -9223372036854775809; give a number of"),
         ("checkpoint.every", "#100", "checkpoint.every is '#100'; give a value, or null"),
         ("model.lora", " &x", "model.lora is ' &x'; give a value, or null"),
+        ("run.folder", "gs://b/x", "run.folder is gs://b/x; it must be a path of a file system"),
         ("run.folder", "x\0", "run.folder is 'x\\x00'; remove the NUL character"),
         ("run.stepz", "3", "command line: key run.stepz is unknown; did you mean run.steps?"),
         ("optimizer.usual_identity", "3", "identity is unknown; did you mean optimizer.mu_dtype?"),

@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from alload_jax.errors import InputError
+from alload_jax.files import require_local
 from alload_jax.models.common.config import ModelConfig, TextConfig
 from alload_jax.models.common.safetensor_files import (
     CONFIG_SHA256,
@@ -188,8 +189,9 @@ def require_free(folder: Path) -> None:
     """Checks that `save_weights` may create this folder.
 
     Raises:
-      InputError: the path exists and is not an empty folder.
+      InputError: the path exists and is not an empty folder, or is in object storage.
     """
+    require_local(folder)
     empty = folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir())
     if (folder.exists() or folder.is_symlink()) and not empty:
         raise InputError(f"{folder}: exists already; name another folder or remove it")

@@ -52,6 +52,9 @@ class RunConfig:
         if self.steps is None and self.epochs is None:
             object.__setattr__(self, "steps", _DEFAULT_STEPS)
         require_fields("run.", self, "seed", lambda value: value >= 0, "0 or more")
+        paths = "folder initial_weights initial_lora compilation_cache"
+        bound = "a path of a file system; mount or copy object storage"
+        require_fields("run.", self, paths, lambda value: "://" not in value, bound)
 
 
 EXPERTS = ("high_noise", "low_noise")

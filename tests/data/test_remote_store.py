@@ -15,6 +15,7 @@ from alload_jax.data.loader import PatientReader
 from alload_jax.data.manifest import read_captions
 from alload_jax.data.sources.opening import open_source
 from alload_jax.data.store import BadRecordError, ShardWriter, finish_store, merge_stores
+from alload_jax.models.weights import require_free
 
 SAMPLES = random_samples(10)
 
@@ -102,6 +103,7 @@ def test_nothing_is_written_into_object_storage(folder, tmp_path, monkeypatch):
         lambda: merge_stores([folder, other], "s3://far/new"),
         lambda: ShardWriter("s3://far/new", 0, vae_stride=(1, 1, 1)),
         lambda: finish_store("s3://far/new", shards=1),
+        lambda: require_free(Path("s3://far/new")),
     ):
         with says("is no folder of this machine; name one"):
             write()

@@ -29,7 +29,7 @@ from alload_jax.data.manifest import (
 )
 from alload_jax.data.record import SampleForm
 from alload_jax.errors import InputError
-from alload_jax.files import Json, replacing
+from alload_jax.files import Json, replacing, require_local
 
 _SHARD = re.compile(r"shard-(\d{5,})\.arrayrecord")
 _SIDECAR = re.compile(r"shard-(\d{5,})\.parquet")
@@ -56,8 +56,7 @@ def partial_folder(folder: Path) -> Path:
     Raises:
       InputError: it is the address of object storage, or files cannot be moved to it.
     """
-    if any(part.endswith(":") for part in folder.parts[:1]):  # Path has made one / of ://
-        raise InputError(f"{folder}: is no folder of this machine; name one, and copy it there")
+    require_local(folder)
     if not folder.name or folder.is_symlink():
         folder = folder.resolve()
     if os.path.ismount(folder):
