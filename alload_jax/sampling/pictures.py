@@ -114,9 +114,9 @@ def _write_mp4(path: Path, frames: Sequence[Image.Image], fps: float) -> None:
         # The codec supports only even sizes.
         stream.width, stream.height = (size - size % 2 for size in frames[0].size)
         stream.pix_fmt = "yuv420p"
-        colours = dict.fromkeys(("colorspace", "color_primaries", "color_trc"), _BT709)
-        for name, value in (colours | {"color_range": _LIMITED}).items():
-            setattr(stream.codec_context, name, value)
+        context = stream.codec_context
+        context.colorspace = context.color_primaries = context.color_trc = _BT709
+        context.color_range = _LIMITED
         for frame in frames:
             cut = av.VideoFrame.from_image(frame.crop((0, 0, stream.width, stream.height)))
             container.mux(stream.encode(cut.reformat(format="yuv420p", **_CONVERSION)))
