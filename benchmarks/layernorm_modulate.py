@@ -39,11 +39,6 @@ def measure_others(
         yield "tokamax", _tokamax(direction, sets)
 
 
-def installed() -> list[str]:
-    """Names of the packages that are measured here."""
-    return [name for name in ("torch", "triton", "tokamax") if version_of(name)]
-
-
 def _torch(direction: Pass, arguments: Arguments) -> Iterator[tuple[str, DeviceTime]]:
     """PyTorch, eager and compiled, by CUDA events with the L2 cache cleared between calls."""
     torch = importlib.import_module("torch")
@@ -102,7 +97,8 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     bench.add_kernel_arguments(parser)
     options = parser.parse_args(argv)
-    return bench.run_kernel(options, [measure_others], installed())
+    measured = [name for name in ("torch", "triton", "tokamax") if version_of(name)]
+    return bench.run_kernel(options, [measure_others], measured)
 
 
 if __name__ == "__main__":

@@ -42,16 +42,10 @@ EVERY, LOST = 10, 8
 """Steps until the checkpoint, and after it until a process is killed."""
 LOST_AFTER = 5
 """Seconds of `cluster.lost_after`."""
-_HOST = "JAX_PARTITION_INDEX"
-HOSTS = {
-    "NCCL_P2P_DISABLE": "1",
-    "NCCL_SHM_DISABLE": "1",
-    "NCCL_IB_DISABLE": "1",
-    _HOST: "number of the process",
-}
-OVERLAPPED = HOSTS | {
-    "NCCL_SOCKET_NTHREADS": "4",
-    "NCCL_NSOCKS_PERTHREAD": "4",
+_HOST = "JAX_PARTITION_INDEX"  # of a process, its number
+HOSTS = dict.fromkeys(("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE", _HOST), "1")
+OVERLAPPED = HOSTS | dict.fromkeys(("NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD"), "4")
+OVERLAPPED |= {
     "XLA_FLAGS": "--xla_gpu_enable_pipelined_all_reduce=true "
     "--xla_gpu_enable_pipelined_all_gather=true "
     "--xla_gpu_enable_analytical_sol_latency_estimator=true "
@@ -245,15 +239,14 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-STEPS = ("--run.steps", "24", "--checkpoint.every", "null")
-SHARDED = ("--mesh.fsdp", "{devices}")
+STEPS, FSDP = ("--run.steps", "24", "--checkpoint.every", "null"), ("--mesh.fsdp", "{devices}")
 SAVED = ("--run.steps", str(4 * EVERY), "--checkpoint.every", str(EVERY))
 WINDOWS = ("--run.steps", "null", "--run.epochs", str(EPOCHS), "--planning.recalibrate", "window")
 CASES: dict[str, tuple[bool, tuple[str, ...], Callable[[Run, Any], dict[str, Any]]]] = {
     "one": (True, STEPS, lambda run, _: steady(run)),
     "several": (False, STEPS, lambda run, _: steady(run)),
     "hosts": (False, STEPS, lambda run, _: steady(run, os.environ | HOSTS)),
-    "overlapped": (False, (*STEPS, *SHARDED), lambda run, _: steady(run, os.environ | OVERLAPPED)),
+    "overlapped": (False, (*STEPS, *FSDP), lambda run, _: steady(run, os.environ | OVERLAPPED)),
     "killed": (False, SAVED, lambda run, _: killed(run)),
     "slowed": (True, (*STEPS, *WINDOWS), lambda run, o: slowed(run, o.devices - 1, o.busy)),
 }
