@@ -88,6 +88,18 @@ def test_captions_get_words_and_orders_of_tags(folders):
         assert MediaFolder("clips", trigger="sks").captions_of(item) == (expected,)
 
 
+def test_a_folder_takes_one_or_all_captions_whatever_the_command_says(folders, tmp_path):
+    (tmp_path / "clips" / "b ü.txt").write_text("one\ntwo\n")
+    place = tmp_path / "set.yaml"
+    every, joined = ("one", "two"), ("one two",)
+    cases = (("", "all", every), ("", "one", joined), ("all", "one", every), ("one", "all", joined))
+    for own, of_command, expected in cases:
+        place.write_text(yaml.safe_dump({"folders": [{"path": "clips", "captions": own}]}))
+        settings = MediaSettings(**SMALL, captions=of_command)
+        (item,) = (each for each in set_items(place, settings) if each.caption)
+        assert (item.caption, *item.alternatives) == expected
+
+
 def test_weights_and_dropout_reach_plans_and_texts_and_follow_the_set(folders):
     out = folders({"path": "portraits", "weight": 3, "caption_dropout": 0.25}, {"path": "clips"})
     manifest = read_manifest(out)

@@ -7,8 +7,9 @@ import pytest
 from planning_cases import WAN, of_lengths, refused
 
 from alload_jax.planning.cost import CostFile
-from alload_jax.planning.factory import choose_policy, make_plan
-from alload_jax.planning.policies.policy import makespan, time_to_loss
+from alload_jax.planning.factory import choose_policy, make_plan, make_policy
+from alload_jax.planning.policies.balanced import RowTrials
+from alload_jax.planning.policies.policy import RankTopology, makespan, time_to_loss
 from alload_jax.planning.settings import PlanningConfig, policy_config
 from alload_jax.planning.study import Study, advice
 
@@ -66,6 +67,20 @@ def test_the_less_noise_the_fewer_samples_of_a_step():
     fields = [dataclasses.asdict(plan.policy) for plan in found[2:]]
     assert fields[0]["row_tokens"] == pytest.approx(fields[1]["row_tokens"], rel=0.05)
     assert "noise_scale" not in found[3].identity()  # that of runs before it was known
+
+
+@pytest.mark.parametrize("noise_scale", [None, 3.0, 300.0])
+def test_what_the_search_leaves_out_cannot_be_faster(noise_scale):
+    """The bound of a row is no more than its time, and tells short rows from long ones."""
+    samples, ranks = samples_of(120, 8_192), RankTopology(4)
+    config = dataclasses.replace(NOISY, noise_scale=noise_scale, max_segments=64)
+    trials = RowTrials(make_policy(config, COSTS), samples, ranks)
+    footprint = np.sort(-(-samples.seq_len // trials.policy.align) * trials.policy.align)[::-1]
+    rows = np.array([8_192, 12_288, 20_480, 32_768, 65_536, 131_072])
+    bounds = trials._lower_bounds(rows, footprint)
+    times = np.array([trials.time(int(row), 64) for row in rows])
+    assert (bounds <= times * (1 + 1e-9)).all()
+    assert bounds[0] > 0.6 * times[0]
 
 
 def test_where_an_empty_row_costs_nothing_less_noise_still_makes_shorter_rows():
