@@ -22,8 +22,9 @@ from alload_jax.data.loader import LoaderConfig
 from alload_jax.data.selection import SourceWeight
 from alload_jax.data.sources import SOURCES, SourceConfig
 from alload_jax.data.store.reader import is_address
+from alload_jax.distributed.cluster import Cluster
 from alload_jax.distributed.initialize import ClusterConfig
-from alload_jax.errors import InputError
+from alload_jax.errors import InputError, print_stderr
 from alload_jax.files import Json, parse_yaml, read_text
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.common.sparse_attention.config import PREDICTOR_NAME, PREDICTOR_PATTERN
@@ -407,8 +408,23 @@ _NUMBER = re.compile(r"([-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+|\._[0-9_]*)
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+.0123456789"))
 
 
-def use_compilation_cache(run: RunConfig) -> None:
-    """Makes JAX keep compiled programs on disk if `run.compilation_cache` is set."""
+def use_compilation_cache(run: RunConfig, cluster: Cluster | None = None) -> None:
+    """Makes JAX keep compiled programs on disk if `run.compilation_cache` is set.
+
+    Not where the processes of `cluster` have other folders of that path, as on disks of their own:
+    those that find no program would compile it, and XLA, which divides the timing of algorithms
+    among all, waits a day for the others.
+    """
     if run.compilation_cache:
         jax.config.update("jax_compilation_cache_dir", str(Path(run.compilation_cache).absolute()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    folder = jax.config.values["jax_compilation_cache_dir"]
+    place = Path(folder) if folder and not is_address(folder) else None
+    if cluster is None or cluster.shares(place):
+        return
+    jax.config.update("jax_compilation_cache_dir", None)
+    if cluster.process_id == 0:
+        print_stderr(
+            f"note: run.compilation_cache is {folder}, which not all processes see, so compiled "
+            "programs are not kept; name a folder that all hosts share"
+        )

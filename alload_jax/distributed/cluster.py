@@ -11,13 +11,15 @@ message. Without it the remaining processes would wait in their next collective:
 
 import json
 import os
+import secrets
 import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from threading import Event, Thread
 from types import TracebackType
 from typing import Literal, NamedTuple, NoReturn, Self, TypeVar, get_args
@@ -134,6 +136,24 @@ class Cluster:
         keys = [f"{prefix}/{process}" for process in range(self.num_processes)]
         return [json.loads(self.store.wait_for(key)) for key in keys]
 
+    def shares(self, folder: Path | None) -> bool:
+        """Whether all processes see one folder, or all name none. A collective operation.
+
+        Process 0 creates it if necessary, and for a moment a file in it, for which the others look.
+        """
+        if self.store is None:
+            return True
+        name = f".shared-{secrets.token_hex(8)}" if folder else ""
+        with suppress(OSError):  # then nobody sees it
+            if folder and self.process_id == 0:
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / name).touch()
+        found = self.all_gather(_sees(folder, self.broadcast(lambda: name)))
+        with suppress(OSError):
+            if folder and self.process_id == 0:
+                (folder / name).unlink()
+        return all(found)
+
     def require_same(self, values: Mapping[str, object], remedy: str) -> None:
         """Checks that all processes have the same values. A collective operation.
 
@@ -159,6 +179,23 @@ class Cluster:
                         f"process {process} of {self.num_processes}: {name} is {value!r}, but "
                         f"{wanted!r} in process 0; {remedy}"
                     )
+
+
+_SEEN_SECONDS = 10.0
+"""How long a network file system may take to show a new file to other hosts."""
+
+
+def _sees(folder: Path | None, name: str) -> bool:
+    """Whether a folder shows a file of this name in time; without one, whether there is none."""
+    end = time.monotonic() + _SEEN_SECONDS
+    while folder and name:
+        with suppress(OSError):
+            if name in os.listdir(folder):  # of which NFS asks the server
+                return True
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.1)
+    return not folder and not name
 
 
 def _print_error(error: BaseException) -> int:

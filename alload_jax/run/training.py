@@ -205,10 +205,10 @@ def train(
     `whole`, or of one of its two experts; the config in the folder of `whole` continues it.
     """
     began, folder, root = time.monotonic(), Path(config.run.folder), Path(whole.run.folder)
-    use_compilation_cache(config.run)
     if cluster.heartbeat:
         cluster.heartbeat.remedy = partial(run_files.after_loss, folder, root, config.cluster)
     cluster.require_same(values_of(config), "start all processes with the same config")
+    use_compilation_cache(config.run, cluster)
     run = _Run(config, cluster, stop, watchdog)
     config, mesh, run_plan, groups = run.config, run.mesh, run.plan, run.groups
     model, planning = config.model, config.planning

@@ -5,11 +5,14 @@ import signal
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
-from patience import PATIENCE, free_port
+from patience import PATIENCE, free_port, wait_until
 
+from alload_jax.config import use_compilation_cache
+from alload_jax.distributed import cluster as cluster_module
 from alload_jax.distributed import coordination
 from alload_jax.distributed import initialize as initialize_module
 from alload_jax.distributed.cluster import Cluster
@@ -21,6 +24,7 @@ from alload_jax.distributed.coordination import (
 )
 from alload_jax.distributed.initialize import ClusterConfig, initialize
 from alload_jax.errors import InputError, Terminated
+from alload_jax.training import RunConfig
 
 ALL = {"coordinator": "host:9", "processes": 2, "process": 0}
 BAD = [
@@ -293,6 +297,47 @@ def test_processes_that_differ_are_named():
     ):
         with pytest.raises(InputError, match=words):
             cluster.require_same(mine, "same config")
+
+
+class Store(dict):
+    """What two threads share that stand for processes."""
+
+    put = dict.__setitem__
+
+    def wait_for(self, key):
+        wait_until(lambda: key in self)
+        return self[key]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "shared"),
+    [
+        *(("one", "one", True), (None, None, True), ("file/in", "file/in", False)),
+        ("one", "other", False),  # one path on disks of their own
+        *(("one", None, False), (None, "one", False)),
+    ],
+)
+def test_programs_are_kept_only_where_all_processes_see_them(
+    first, second, shared, tmp_path, monkeypatch, capsys
+):
+    """Where some find a program, those that compile it would wait for them in XLA for a day."""
+    monkeypatch.setattr(cluster_module, "_SEEN_SECONDS", 0.3)
+    (tmp_path / "file").touch()
+    (tmp_path / "other").mkdir()
+    settings, store = {"jax_compilation_cache_dir": None}, Store()
+    monkeypatch.setattr("jax.config.update", settings.__setitem__)
+    clusters = [Cluster(), Cluster()]
+    for process, cluster in enumerate(clusters):
+        cluster.process_id, cluster.num_processes, cluster.store = process, 2, store
+    folders = [place and tmp_path / place for place in (first, second)]
+    with ThreadPoolExecutor() as threads:
+        found = list(threads.map(Cluster.shares, clusters, folders))
+    assert found == [shared] * 2
+    assert not list(tmp_path.rglob(".shared*"))
+    run = RunConfig("run", compilation_cache=str(folders[0] or tmp_path))
+    use_compilation_cache(run, SimpleNamespace(process_id=0, shares=lambda _: shared))
+    assert settings["jax_compilation_cache_dir"] == (run.compilation_cache if shared else None)
+    assert ("which not all processes see" in capsys.readouterr().err) is not shared
 
 
 def test_only_loopback_addresses_are_of_this_host_alone():
