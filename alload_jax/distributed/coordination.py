@@ -284,8 +284,8 @@ SECRET_NAME = "cluster.secret"
 """File of the secret in the run folder; only its owner can read it."""
 LONGEST_TEXT = 1 << 22
 """Characters of the longest text that is sent or read."""
-_VISIBLE_SECONDS = 60
-"""How long to wait for a file that another host has written: NFS caches folders."""
+VISIBLE_SECONDS = 60
+"""How long to wait for what another host has written: NFS caches folders."""
 _BYTES = 32
 _PROOF = 2 * hashlib.sha256().digest_size
 
@@ -332,7 +332,7 @@ def create_secret(folder: Path) -> bytes:
     return secret
 
 
-def read_secret(folder: Path, digest: str, seconds: float = _VISIBLE_SECONDS) -> bytes:
+def read_secret(folder: Path, digest: str, seconds: float = VISIBLE_SECONDS) -> bytes:
     """Reads the secret that process 0 has written; waits until it is visible.
 
     Args:

@@ -2,6 +2,7 @@
 
 import itertools
 import shutil
+import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -12,6 +13,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from alload_jax.distributed.cluster import Cluster, first_process
+from alload_jax.distributed.coordination import VISIBLE_SECONDS
 from alload_jax.errors import InputError, one_line, print_stderr
 from alload_jax.files import Json, read_json
 from alload_jax.processes import waits
@@ -163,12 +165,28 @@ class Checkpoints:
     def continue_from(self, cluster: Cluster) -> int:
         """Finds the step to continue from, 0 for the start. A collective operation.
 
+        It waits until this host shows the checkpoints that process 0 sees. A process that saw
+        others would later not save when the rest do, which then would wait for it.
+
         Raises:
-          InputError: all checkpoints are damaged.
+          InputError: all checkpoints are damaged, or this host does not show the same in time.
         """
-        step = cluster.broadcast(self.newest_undamaged)
-        self._manager.reload()  # process 0 may have moved some
-        return step or 0
+
+        def find() -> tuple[int, list[int]]:
+            step = self.newest_undamaged() or 0
+            self._manager.reload()  # it may have moved some
+            return step, sorted(self.steps())
+
+        (step, known), end = cluster.broadcast(find), time.monotonic() + VISIBLE_SECONDS
+        while sorted(self.steps()) != known:
+            if time.monotonic() > end:
+                raise InputError(
+                    f"{self.folder}: this host shows checkpoints {sorted(self.steps())}, but that "
+                    f"of process 0 {known}; mount one file system on all hosts"
+                )
+            time.sleep(0.1)
+            self._manager.reload()
+        return step
 
     def newest_undamaged(self) -> int | None:
         """Finds the newest whole checkpoint by the checksums of its files.

@@ -8,6 +8,7 @@ import re
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
+from threading import Timer
 from unittest.mock import Mock
 
 import jax
@@ -24,6 +25,7 @@ from alload_jax.models.common.sparse_attention.config import SparseAttentionConf
 from alload_jax.models.lora_files import Adapter, Target, write_lora
 from alload_jax.models.wan.transformer import WanConfig
 from alload_jax.training import CheckpointConfig, RunConfig
+from alload_jax.training import checkpoint as checkpoint_module
 from alload_jax.training.checkpoint import (
     BEST_NAME,
     BestCheckpoints,
@@ -285,6 +287,20 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(copies, made, capsys):
     ):
         checkpoints.continue_from(Cluster())
     assert (folder / "damaged-12-2").is_dir()
+
+
+def test_a_process_waits_until_its_host_shows_the_checkpoints_of_process_0(copies, monkeypatch):
+    """Such as one that process 0 has moved away, which the others must save again with it."""
+    folder, told = copies(3, 6), Mock(broadcast=lambda _: [3, [3]])
+    with opened(folder) as checkpoints:
+        moved = Timer(0.3, shutil.rmtree, [folder / "6"])
+        moved.start()
+        assert checkpoints.continue_from(told) == 3
+        assert checkpoints.steps() == {3}
+        told.broadcast = lambda _: [9, [3, 9]]
+        monkeypatch.setattr(checkpoint_module, "VISIBLE_SECONDS", 0.2)
+        with pytest.raises(InputError, match=r"shows checkpoints \[3\], but .* 0 \[3, 9\]; mount"):
+            checkpoints.continue_from(told)
 
 
 @pytest.mark.parametrize("harm", HARMS, ids=["gone", "garbled", "manifest", "identity"])
