@@ -26,6 +26,7 @@ from alload_jax.config import (
 from alload_jax.data.batch import AnyBatch, describe
 from alload_jax.data.condition import unread
 from alload_jax.data.loader import place_ahead
+from alload_jax.data.record import checksum
 from alload_jax.data.selection import weights_identity
 from alload_jax.data.store import mean_square
 from alload_jax.distributed.cluster import Cluster, Consensus, first_process
@@ -59,6 +60,7 @@ from alload_jax.training.trackers import TrackerContext, Trackers
 from alload_jax.training.trainer import Trainer, largest, on_mesh
 from alload_jax.training.validator import Validator
 from pallas_kernels.first_use import COMPARISONS
+from pallas_kernels.layernorm_modulate import tuning
 
 
 def run(config: Config, argv: Sequence[str]) -> int:
@@ -152,6 +154,7 @@ class _Run:
         self.folder, model, planning = Path(config.run.folder), config.model, config.planning
         self.data = read_data(config.data, config.validation, model, cluster)
         self.mesh = make_mesh(config.mesh)
+        require_same_tables(cluster, self.mesh.devices.flat[0].device_kind)
         planning.refuse_foreign_costs(
             model.step_fields() | {"parameters": config.parameters.identity()},
             self.mesh.devices.flat[0].device_kind,
@@ -439,6 +442,19 @@ def _callbacks(
         return evaluation.figures | (validating[0].figures() if validating else {})
 
     return callbacks, checkpointing, figures
+
+
+def require_same_tables(cluster: Cluster, device_kind: str) -> None:
+    """Refuses hosts with other results of `alload bench tune`, by which programs would differ.
+
+    Raises:
+      InputError: a process has another file for this kind of device than process 0.
+    """
+    table = tuning.read(device_kind)
+    cluster.require_same(
+        {f"the table of kernels of {device_kind}": table and checksum(repr(table).encode())},
+        f"copy {tuning.path_of(device_kind)} of one host to the others, or remove it on all",
+    )
 
 
 def share_comparisons(cluster: Cluster, trace: Callable[[], object]) -> None:

@@ -2,7 +2,7 @@
 
 The table of an NVIDIA H200 is part of the package. Those of the user's own devices are in
 `$XDG_CACHE_HOME/pallas_kernels/layernorm_modulate`, by default under `~/.cache`.
-Processes of one run should have the same files: another division adds up in another order.
+Processes of one run must have the same files, since they must compile the same programs.
 
 How rows are divided comes from `alload bench tune` on an NVIDIA H200
 (benchmarks/results/kernel_tuning_*h200.json) and stands in `measured_h200.json`; what the kernels

@@ -22,7 +22,7 @@ from alload_jax.objectives import FlowMatching
 from alload_jax.planning.analytic import ALL_TRAINED, GRADIENT_BYTES, state_bytes
 from alload_jax.planning.remat import LADDER
 from alload_jax.run import training
-from alload_jax.run.training import share_comparisons
+from alload_jax.run.training import require_same_tables, share_comparisons
 from alload_jax.sharding.mesh import MeshConfig
 from alload_jax.training import trial_step
 from alload_jax.training.callbacks import GradientNoiseConfig
@@ -40,6 +40,7 @@ from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.parameters import ParametersConfig
 from alload_jax.training.state import TrainingSpec, TrainState, abstract_state
 from pallas_kernels.first_use import COMPARISONS
+from pallas_kernels.layernorm_modulate import tuning
 
 # ---------------------------------------------------------------- of a state
 
@@ -364,6 +365,21 @@ def test_another_file_in_its_place_is_named(runs, content):
 )
 def test_what_cannot_be_is_refused_in_one_line(runs, flags, words):
     assert words in runs.refused(*AUTO, *flags)
+
+
+@pytest.mark.usefixtures("own_comparisons")
+def test_hosts_with_other_tables_of_kernels_are_refused():
+    """Their programs would differ, and XLA would wait for a day for results of the same one."""
+    told = []
+    cluster = SimpleNamespace(require_same=lambda values, remedy: told.append((values, remedy)))
+    for ratios in ({}, {64: (1.5, 2.0)}, {64: (1.5, 2.0)}, {64: (1.5, 2.5)}):
+        tuning.write("NVIDIA L4", tuning.Tuned({}, ratios), {})
+        require_same_tables(cluster, "NVIDIA L4")
+    tuning.read.cache_clear()
+    values = [found["the table of kernels of NVIDIA L4"] for found, _ in told]
+    assert len(set(values)) == 3
+    assert values[1] == values[2]
+    assert f"copy {tuning.path_of('NVIDIA L4')} of one host" in told[0][1]
 
 
 @pytest.mark.usefixtures("own_comparisons")
