@@ -83,6 +83,10 @@ def run(config: Config, argv: Sequence[str]) -> int:
         remedy = partial(run_files.continue_with, Path(config.run.folder), config.cluster)
         experts = experts_of(config)
         with cluster.report_failures():
+            if cluster.num_processes > 1:
+                # Now that all are here: the first use of devices waits for those of the others, for
+                # two minutes, and one may take longer than another to read its data.
+                jax.devices()
             _require_experts(config, experts)
         for each in experts:
             if any(cluster.all_gather(stop.number)):  # while the expert before was trained

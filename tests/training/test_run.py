@@ -22,7 +22,7 @@ from rich.console import Console
 from source_files import make_samples, write_tensor_files
 from training_runs import COMPUTED, computed, errors, lines_of
 
-from alload_jax.config import read_config
+from alload_jax.config import Config, DataConfig, RunConfig, read_config
 from alload_jax.data.loader import PlacedStep
 from alload_jax.distributed.cluster import Cluster
 from alload_jax.distributed.initialize import ClusterConfig
@@ -30,7 +30,8 @@ from alload_jax.errors import InputError
 from alload_jax.models.wan.transformer import WanConfig
 from alload_jax.planning.cost import CostFile
 from alload_jax.planning.metrics import StepMetrics
-from alload_jax.run import prepare
+from alload_jax.planning.settings import PlanningConfig
+from alload_jax.run import prepare, training
 from alload_jax.run.prepare import make_collator, plan_run, read_data
 from alload_jax.sharding.mesh import make_mesh
 from alload_jax.training import progress
@@ -316,6 +317,21 @@ def test_what_follows_the_loss_of_a_process_is_told_with_its_step(tmp_path):
     assert after_loss(*given) == "start all processes again"
     (tmp_path / "config.yaml").touch()
     assert after_loss(*given).endswith(f"{tmp_path}/config.yaml (continues from step 20)")
+
+
+@pytest.mark.parametrize(("processes", "calls"), [(1, ["train"]), (2, ["devices", "train"])])
+def test_processes_take_their_devices_before_they_read_data(
+    processes, calls, tmp_path, monkeypatch
+):
+    """JAX waits for the devices of the others for two minutes, and one may read for longer."""
+    cluster, found = Cluster(), []
+    cluster.num_processes = processes
+    monkeypatch.setattr(training, "initialize", lambda *_: cluster)
+    monkeypatch.setattr(training, "train", lambda *_: found.append("train") or 0)
+    monkeypatch.setattr("jax.devices", lambda: found.append("devices"))
+    config = Config(RunConfig(str(tmp_path)), DataConfig("none"), PlanningConfig(m_mem=9))
+    assert training.run(config, []) == 0
+    assert found == calls
 
 
 def test_file_systems_without_locks_are_noted(tmp_path, monkeypatch, capsys):
