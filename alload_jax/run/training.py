@@ -280,7 +280,7 @@ def train(
             compile_seconds = _compile_all(run, spec, trainer, missing, state_to_train, validator)
 
             # -------------------------------------------------------- training
-            log = run_files.MetricsLog(folder, resumed_at=start)
+            log = run_files.MetricsLog(folder, start, cluster)
             callbacks, checkpointing, figures = _callbacks(
                 run, checkpoints, log, validator, square, start, total
             )

@@ -94,9 +94,14 @@ class MetricsLog:
     checkpoint; they are removed, because the resumed run computes the same values again.
     """
 
-    def __init__(self, folder: Path, resumed_at: int):
+    def __init__(self, folder: Path, resumed_at: int, cluster: Cluster):
         path = folder / "metrics.jsonl"
+        # Process 0 replaces the file, and NFS fails others who are reading the one before.
+        if not first_process():
+            cluster.broadcast(lambda: None)
         kept = drop_later(path, resumed_at)
+        if first_process():
+            cluster.broadcast(lambda: None)
         self.folder = folder
         self._file = open_own(path, buffering=1)
         self.validations: list[Json] = [row for row in kept if is_validation(row)]

@@ -34,7 +34,7 @@ from alload_jax.planning.settings import PlanningConfig
 from alload_jax.run import prepare, training
 from alload_jax.run.prepare import make_collator, plan_run, read_data
 from alload_jax.sharding.mesh import make_mesh
-from alload_jax.training import progress
+from alload_jax.training import progress, run_files
 from alload_jax.training.callbacks.telemetry import LayerLog, Telemetry
 from alload_jax.training.progress import ProgressBar
 from alload_jax.training.run_files import (
@@ -310,6 +310,23 @@ def test_metrics_are_kept_where_no_checkpoint_continues_them(tmp_path):
         assert (tmp_path / f"metrics-{number}.jsonl").read_text() == f'{{"step": {number}}}\n'
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_metrics_are_read_by_others_when_process_0_has_replaced_them(first, tmp_path, monkeypatch):
+    """NFS fails a process that is reading a file which another host replaces."""
+    path, order = tmp_path / "metrics.jsonl", []
+    path.touch()
+    monkeypatch.setattr(run_files, "first_process", lambda: first)
+    read = run_files.read_metrics
+    monkeypatch.setattr(run_files, "read_metrics", lambda path: order.append("read") or read(path))
+    replace = run_files.write_atomically
+    monkeypatch.setattr(
+        run_files, "write_atomically", lambda *file: order.append("replace") or replace(*file)
+    )
+    told = SimpleNamespace(broadcast=lambda compute: order.append("told"))
+    MetricsLog(tmp_path, 0, told).close()
+    assert order == (["read", "replace", "told"] if first else ["told", "read", "replace"])
+
+
 def test_what_follows_the_loss_of_a_process_is_told_with_its_step(tmp_path):
     for name in ("5", "20", "diverged-30"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
@@ -352,7 +369,7 @@ def refusal(folder, max_bad_records, *problems):
     records = BadRecords(folder / "bad_records.txt", Cluster())
     run = SimpleNamespace(refusal="", done=3, total=4)
     run.refuse = partial(setattr, run, "refusal")
-    log, tracker = MetricsLog(folder, resumed_at=0), TensorBoard(folder / "events", resumed_at=0)
+    log, tracker = MetricsLog(folder, 0, Cluster()), TensorBoard(folder / "events", resumed_at=0)
     bar = ProgressBar("training", 4)
     told = Telemetry(None, lambda step: 1.0, log, tracker, records, max_bad_records, bar)
     told.on_start(run)
@@ -389,7 +406,7 @@ def test_between_steps_nothing_is_computed_on_the_devices(tmp_path):
         drift=lambda *_: None,
         observe=lambda *_: None,
     )
-    log, bar = MetricsLog(tmp_path, resumed_at=0), ProgressBar("training", 5)
+    log, bar = MetricsLog(tmp_path, 0, Cluster()), ProgressBar("training", 5)
     tracker = TensorBoard(tmp_path / "events", resumed_at=0)
     told = Telemetry(plan, schedule, log, tracker, BadRecords(tmp_path / "bad", Cluster()), 0, bar)
     told.on_start(run)
@@ -401,7 +418,7 @@ def test_between_steps_nothing_is_computed_on_the_devices(tmp_path):
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     rates = [json.loads(line)["learning_rate"] for line in lines]
     assert rates == [1.0, 1.5, 2.0]
-    MetricsLog(tmp_path, resumed_at=4).close()  # after that step, whose row stays
+    MetricsLog(tmp_path, 4, Cluster()).close()  # after that step, whose row stays
     assert (tmp_path / "metrics.jsonl").read_text().splitlines() == lines[:2]
     # A pause waits for the step in flight: only models that record something of layers take one.
     layers = LayerLog(tmp_path, WanConfig(), 0)

@@ -199,7 +199,8 @@ class LayerLog(Callback):
           InputError: a line of the file is not a JSON object.
         """
         self._path, self._model, self._records = folder / LAYER_LOG, model, False
-        drop_later(self._path, resumed_at)
+        if first_process():
+            drop_later(self._path, resumed_at)
 
     @override
     def on_start(self, run: Loop) -> None:
