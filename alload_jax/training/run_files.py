@@ -379,13 +379,15 @@ def _take(file: IO[str], folder: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         file.seek(0)
-        holder = ""
+        holder = lost = ""
         with suppress(ValueError, KeyError, TypeError):  # as far as the file says it
             known = parse_json(file.read(), LOCK_NAME, "remove it")
             holder = f" (process {known['process']} on {known['host']} since {known['since']})"
+            if known["host"] != platform.node():
+                lost = f"; if that host is lost and its lock stays, as on NFS 3, remove {LOCK_NAME}"
         raise InputError(
             f"{folder}: another run trains here{holder}; stop it, wait for its end, or choose "
-            "another run.folder"
+            f"another run.folder{lost}"
         ) from error
     except OSError as error:  # some network file systems have no locks
         print(f"note: {folder}: cannot be locked ({error.strerror}); start no other run there")

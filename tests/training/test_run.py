@@ -257,7 +257,12 @@ def test_a_second_run_is_refused_until_the_first_one_ends(tmp_path, holder):
 
     message = refused()
     assert message.startswith(f"{tmp_path}: another run trains here (process {holder.pid} on ")
-    assert re.search(r"since \d{4}-\d\d-\d\d .*UTC\); stop it, wait for its end, or", message)
+    assert re.search(r"since \d{4}-\d\d-\d\d .*UTC\); stop it, wait .* run.folder$", message)
+    held = json.loads((tmp_path / LOCK_NAME).read_text()) | {"host": "lost"}
+    (tmp_path / LOCK_NAME).write_text(json.dumps(held))
+    assert refused().endswith(
+        "if that host is lost and its lock stays, as on NFS 3, remove lock.json"
+    )
     (tmp_path / LOCK_NAME).write_text("{")  # which says nothing, and is still held
     assert "another run trains here; stop" in refused()
     os.kill(holder.pid, signal.SIGKILL)
