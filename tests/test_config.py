@@ -57,6 +57,10 @@ WRONG_FILES = [
         'callbacks: [{name: time_limit, minutes: ".inf"}]',
         "time_limit.minutes is inf; give a finite",
     ),
+    (
+        "run: {epochs: 2, steps: null}\nplanning: {policy: balanced, recalibrate: epoch}",
+        "run.epochs is 2, but with planning.recalibrate epoch the length of later epochs is not",
+    ),
     ("callbacks: [{name: profile, 1: 2}]", "callbacks: profile: key 1 is unknown; `--help` lists"),
     ("optimizer: {groups: [head]}", "optimizer.groups holds 'head'; give mappings"),
     ("optimizer: {groups: [{clip_norm: 1}]}", "groups: {'clip_norm': 1} lacks parameters"),

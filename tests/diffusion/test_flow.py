@@ -64,10 +64,10 @@ class ZeroVelocity:
 
     config = MODEL
 
-    def forward(self, latents, timestep, condition, sharding=None):
+    def forward(self, latents, timestep, condition, sharding=None, first_frame_timestep=None):
         return Output(jnp.zeros_like(latents), {})
 
-    def forward_packed(self, tokens, position, metadata, timestep, condition, sharding=None):
+    def forward_packed(self, tokens, position, metadata, timestep, condition, **others):
         return Output(jnp.zeros_like(tokens), {})
 
 
@@ -81,11 +81,13 @@ def batches(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("weighting", "distribution"), [("min_snr", "logit_normal"), ("sigma_sqrt", "mode")]
+    ("weighting", "distribution", "given"),
+    [("min_snr", "logit_normal", 0.0), ("sigma_sqrt", "mode", 0.0), ("none", "uniform", 1.0)],
 )
-def test_packed_bucketed_and_by_hand_are_the_same(batches, weighting, distribution):
+def test_packed_bucketed_and_by_hand_are_the_same(batches, weighting, distribution, given):
     timesteps = TimestepConfig(distribution=distribution, shift=2.0, shift_power=0.5)
-    objective = FlowMatching(timesteps=timesteps, noise_weighting=weighting, min_snr_gamma=3.0)
+    fields = {"given_first_frame": given, "noise_weighting": weighting, "min_snr_gamma": 3.0}
+    objective = FlowMatching(timesteps=timesteps, **fields)
     key = jax.random.key(3)
     packed, alone = batches
     assert isinstance(packed[0], PackedBatch)
@@ -97,7 +99,9 @@ def test_packed_bucketed_and_by_hand_are_the_same(batches, weighting, distributi
     expected = 0.0
     for batch in alone:
         noisy = noised(batch, key, objective, MODEL)
-        error = np.square(np.asarray(noisy.target, np.float64)).mean((1, 2, 3, 4))
+        predicted = slice(1 if given and batch.latents.shape[1] > 1 else 0, None)
+        target = np.asarray(noisy.target, np.float64)[:, predicted]
+        error = np.square(target).mean((1, 2, 3, 4))
         levels = np.maximum(np.asarray(noisy.sigma, np.float64), 1e-3)
         expected += float((batch.weight * weight(levels, weighting, 3.0) * error).sum())
     (one_by_one, weights), (together, same) = total(alone), total(packed)

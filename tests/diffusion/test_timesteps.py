@@ -148,6 +148,7 @@ NARROW = "lowest is .* too narrow for float32.* widen the range"
         *(({name: value}, f"{name} is {value}") for name in FINITE for value in (NAN, INFINITE)),
         *(({"lowest": low, "highest": 0.5}, RANGE) for low in (0.5, -0.1, 0.9, NAN)),
         ({"highest": 1.1}, RANGE),
+        ({"mode_scale": 1.752}, "mode_scale is 1.752; it must be from -1 to 1.75"),
         ({"distribution": "uniform", "lowest": 0.5, "highest": 0.5 + 255 * 2**-24}, NARROW),
         ({"lowest": 1 - 1e-8}, NARROW),
         ({"highest": 1e-320, "distribution": "uniform"}, NARROW),

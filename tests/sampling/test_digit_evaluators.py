@@ -56,6 +56,10 @@ def test_jerk_is_that_of_the_path():
     travel = np.linalg.norm(np.diff(path, axis=0), axis=1).sum()
     jerk = np.linalg.norm(path[3:] - 3 * path[2:-1] + 3 * path[1:-2] - path[:-3], axis=1).mean()
     assert jerk_over_travel(dots(path)) == pytest.approx(jerk / travel)
+    moving, still = dots(np.floor(path)), dots(np.full((17, 2), 12.0))
+    brighter = np.where(moving > 0, np.linspace(1, 3, 17)[:, None, None], -3)
+    beyond = np.maximum(brighter, still)
+    assert jerk_over_travel(beyond) == jerk_over_travel(np.maximum(moving, still))
     for value in (-3.0, 1.0):  # without light or motion
         assert jerk_over_travel(np.full((17, 16, 16), value)) == 0
 
