@@ -425,6 +425,6 @@ def use_compilation_cache(run: RunConfig, cluster: Cluster | None = None) -> Non
     jax.config.update("jax_compilation_cache_dir", None)
     if cluster.process_id == 0:
         print_stderr(
-            f"note: run.compilation_cache is {folder}, which not all processes see, so compiled "
-            "programs are not kept; name a folder that all hosts share"
+            f"note: compiled programs are not kept: not all processes see what process 0 writes to "
+            f"{folder}; name a folder that all hosts share as run.compilation_cache"
         )

@@ -11,15 +11,15 @@ message. Without it the remaining processes would wait in their next collective:
 
 import json
 import os
-import secrets
 import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from threading import Event, Thread
 from types import TracebackType
 from typing import Literal, NamedTuple, NoReturn, Self, TypeVar, get_args
@@ -143,16 +143,14 @@ class Cluster:
         """
         if self.store is None:
             return True
-        name = f".shared-{secrets.token_hex(8)}" if folder else ""
-        with suppress(OSError):  # then nobody sees it
-            if folder and self.process_id == 0:
-                folder.mkdir(parents=True, exist_ok=True)
-                (folder / name).touch()
-        found = self.all_gather(_sees(folder, self.broadcast(lambda: name)))
-        with suppress(OSError):
-            if folder and self.process_id == 0:
-                (folder / name).unlink()
-        return all(found)
+        with ExitStack() as stack:
+            name = ""
+            with suppress(OSError):  # then nobody looks for it
+                if folder and self.process_id == 0:
+                    folder.mkdir(parents=True, exist_ok=True)
+                    file = stack.enter_context(NamedTemporaryFile(prefix=".shared-", dir=folder))
+                    name = Path(file.name).name
+            return all(self.all_gather(_sees(folder, self.broadcast(lambda: name))))
 
     def require_same(self, values: Mapping[str, object], remedy: str) -> None:
         """Checks that all processes have the same values. A collective operation.

@@ -6,11 +6,13 @@ import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from patience import PATIENCE, free_port, wait_until
 
+from alload_jax import config as config_module
 from alload_jax.config import use_compilation_cache
 from alload_jax.distributed import cluster as cluster_module
 from alload_jax.distributed import coordination
@@ -325,7 +327,8 @@ def test_programs_are_kept_only_where_all_processes_see_them(
     (tmp_path / "file").touch()
     (tmp_path / "other").mkdir()
     settings, store = {"jax_compilation_cache_dir": None}, Store()
-    monkeypatch.setattr("jax.config.update", settings.__setitem__)
+    kept = SimpleNamespace(update=settings.__setitem__, values=settings)
+    monkeypatch.setattr(config_module, "jax", SimpleNamespace(config=kept))
     clusters = [Cluster(), Cluster()]
     for process, cluster in enumerate(clusters):
         cluster.process_id, cluster.num_processes, cluster.store = process, 2, store
@@ -334,10 +337,13 @@ def test_programs_are_kept_only_where_all_processes_see_them(
         found = list(threads.map(Cluster.shares, clusters, folders))
     assert found == [shared] * 2
     assert not list(tmp_path.rglob(".shared*"))
+    assert (store["broadcast/1"] == '""') is (first in (None, "file/in"))  # nobody looks in vain
     run = RunConfig("run", compilation_cache=str(folders[0] or tmp_path))
-    use_compilation_cache(run, SimpleNamespace(process_id=0, shares=lambda _: shared))
-    assert settings["jax_compilation_cache_dir"] == (run.compilation_cache if shared else None)
-    assert ("which not all processes see" in capsys.readouterr().err) is not shared
+    place = Path(run.compilation_cache)
+    told = SimpleNamespace(process_id=0, shares=lambda folder: shared and folder == place)
+    use_compilation_cache(run, told)
+    assert settings["jax_compilation_cache_dir"] == (str(place) if shared else None)
+    assert (f"process 0 writes to {place};" in capsys.readouterr().err) is not shared
 
 
 def test_only_loopback_addresses_are_of_this_host_alone():
