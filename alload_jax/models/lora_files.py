@@ -24,7 +24,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import PyTree
 
 from alload_jax.errors import InputError
-from alload_jax.files import parse_json, read_text, replacing
+from alload_jax.files import parse_json, read_text, replacing, require_local
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.common.lora import ADAPTER, DOWN, MAGNITUDE, UP, LoraConfig, output_lengths
 from alload_jax.models.common.safetensor_files import (
@@ -444,8 +444,9 @@ def require_writable(file: Path, force: bool) -> None:
     """Checks that `write_lora` may write a file, which `force` may replace.
 
     Raises:
-      InputError: the file has another suffix, or exists.
+      InputError: the file has another suffix, exists, or is in object storage.
     """
+    require_local(file)
     if file.suffix != ".safetensors" or file.is_dir():
         raise InputError(f"{file}: name a file that ends in .safetensors")
     if file.exists() and not force:

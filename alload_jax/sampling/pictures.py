@@ -19,7 +19,7 @@ import safetensors.numpy
 from PIL import Image, ImageDraw, ImageFont, ImageSequence
 
 from alload_jax.errors import InputError
-from alload_jax.files import replacing
+from alload_jax.files import replacing, require_local
 
 DEFAULT_FPS = 9.0
 """Frames per second where nothing says another number."""
@@ -152,8 +152,9 @@ def check_format(place: str, path: Path, size: tuple[int, int, int], channels: i
         decoder.
 
     Raises:
-        InputError: the format does not support the sample.
+        InputError: the format does not support the sample, or the path is in object storage.
     """
+    require_local(path)
     frames, height, width = size
     suffix = path.suffix.lower()
     if suffix == LATENTS:

@@ -9,6 +9,7 @@ from alload_jax.data.sources import SourceConfig
 from alload_jax.errors import InputError, require_fields, require_positive
 
 _DEFAULT_STEPS = 1000
+_LOCAL = "a path of a file system; mount or copy object storage"
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,7 @@ class RunConfig:
             object.__setattr__(self, "steps", _DEFAULT_STEPS)
         require_fields("run.", self, "seed", lambda value: value >= 0, "0 or more")
         paths = "folder initial_weights initial_lora compilation_cache"
-        bound = "a path of a file system; mount or copy object storage"
-        require_fields("run.", self, paths, lambda value: "://" not in value, bound)
+        require_fields("run.", self, paths, lambda value: "://" not in value, _LOCAL)
 
 
 EXPERTS = ("high_noise", "low_noise")
@@ -98,6 +98,7 @@ class ExpertsConfig:
 
     def __post_init__(self) -> None:
         require_fields("experts.", self, "boundary", lambda v: 0 < v < 1, "between 0 and 1")
+        require_fields("experts.", self, "high_noise low_noise", lambda v: "://" not in v, _LOCAL)
         if (self.high_noise is None) != (self.low_noise is None):
             lacking = "high_noise" if self.high_noise is None else "low_noise"
             raise InputError(

@@ -15,7 +15,9 @@ from alload_jax.data.loader import PatientReader
 from alload_jax.data.manifest import read_captions
 from alload_jax.data.sources.opening import open_source
 from alload_jax.data.store import BadRecordError, ShardWriter, finish_store, merge_stores
+from alload_jax.models.lora_files import require_writable
 from alload_jax.models.weights import require_free
+from alload_jax.sampling.pictures import check_format
 
 SAMPLES = random_samples(10)
 
@@ -104,8 +106,10 @@ def test_nothing_is_written_into_object_storage(folder, tmp_path, monkeypatch):
         lambda: ShardWriter("s3://far/new", 0, vae_stride=(1, 1, 1)),
         lambda: finish_store("s3://far/new", shards=1),
         lambda: require_free(Path("s3://far/new")),
+        lambda: require_writable(Path("s3://far/new.safetensors"), force=False),
+        lambda: check_format("--out", Path("s3://far/new.png"), (1, 8, 8), 1),
     ):
-        with says("is no folder of this machine; name one"):
+        with says("is no path of this machine; name one"):
             write()
     assert sorted(tmp_path.rglob("*")) == before
 

@@ -402,6 +402,7 @@ def test_experts_that_cannot_be_meant_are_refused(lora):
         ),
         ({"boundary": 1.0}, none, "experts.boundary is 1.0; it must be between 0 and 1"),
         ({}, none | {"objective": {"timesteps": {"highest": 0.5}}}, "timesteps is given beside"),
+        ({"high_noise": base, "low_noise": "s3://x"}, none, "experts.low_noise is s3://x; it must"),
         ({"high_noise": base}, none, "experts.low_noise is null, so that only one expert has"),
         # Before the first one is trained.
         (
