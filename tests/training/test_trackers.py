@@ -13,12 +13,14 @@ from unittest.mock import ANY, Mock, call
 
 import numpy as np
 import pytest
+from patience import PATIENCE
 from PIL import Image
 from tensorboardX.proto.event_pb2 import Event
 
 from alload_jax.config import read_config
 from alload_jax.errors import InputError
 from alload_jax.sampling.pictures import write_clip
+from alload_jax.training import trackers
 from alload_jax.training.trackers import TRACKERS, TensorBoard, TrackerContext, Trackers, services
 from alload_jax.training.trackers.services import (
     InBackground,
@@ -37,6 +39,14 @@ def test_a_missing_package_is_one_line_with_the_command(config, monkeypatch):
     monkeypatch.setattr(services.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InputError, match=rf"{config.name} is not installed; run: pip install .*"):
         config.check()
+
+
+def test_a_run_does_not_wait_for_the_import_of_tensorboard(monkeypatch):
+    begun, waited = threading.Event(), threading.Event()
+    monkeypatch.setattr(trackers, "import_module", lambda _: begun.set() or waited.wait(PATIENCE))
+    trackers.TensorBoardConfig().check()
+    assert begun.wait(PATIENCE)
+    waited.set()
 
 
 class Recorder:
