@@ -41,10 +41,10 @@ def test_a_missing_package_is_one_line_with_the_command(config, monkeypatch):
         config.check()
 
 
-def test_a_run_does_not_wait_for_the_import_of_tensorboard(monkeypatch):
+def test_a_run_does_not_wait_for_the_import_of_tensorboard(tmp_path, monkeypatch):
     begun, waited = threading.Event(), threading.Event()
     monkeypatch.setattr(trackers, "import_module", lambda _: begun.set() or waited.wait(PATIENCE))
-    trackers.TensorBoardConfig().check()
+    TensorBoard(tmp_path, 0)
     assert begun.wait(PATIENCE)
     waited.set()
 

@@ -116,9 +116,7 @@ class TensorBoardConfig(TrackerConfig):
 
     @override
     def check(self) -> None:
-        """It works everywhere; its import, which takes seconds beside PyTorch, begins here."""
-        if first_process():
-            Thread(target=import_module, args=("tensorboardX",)).start()
+        """It works everywhere."""
 
     @override
     def make(self, context: TrackerContext) -> Tracker:
@@ -137,6 +135,8 @@ class TensorBoard(Tracker):
         self._purge: int | None = resumed_at + 1
         self._writer: SummaryWriter | None = None
         self._files = 0
+        if first_process():  # seconds where PyTorch is installed, as the first step takes
+            Thread(target=import_module, args=("tensorboardX",)).start()
 
     @override
     def log(self, step: int, values: Mapping[str, float]) -> None:
