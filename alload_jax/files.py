@@ -53,7 +53,7 @@ def read_text(path: Path, remedy: str = "name another file", encoding: str = "ut
 def require_local(path: Path) -> None:
     """Raises InputError for the address of object storage, of whose :// Path has made :/."""
     if any(part.endswith(":") for part in path.parts[:1]):
-        raise InputError(f"{path}: is no path of this machine; name one, and copy it there")
+        raise InputError(f"{path}: is no folder of this machine; name one, and copy it there")
 
 
 def require_regular(

@@ -109,7 +109,7 @@ def test_nothing_is_written_into_object_storage(folder, tmp_path, monkeypatch):
         lambda: require_writable(Path("s3://far/new.safetensors"), force=False),
         lambda: check_format("--out", Path("s3://far/new.png"), (1, 8, 8), 1),
     ):
-        with says("is no path of this machine; name one"):
+        with says("is no folder of this machine; name one"):
             write()
     assert sorted(tmp_path.rglob("*")) == before
 
