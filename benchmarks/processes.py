@@ -7,6 +7,8 @@ Each case trains the same data from the same start; later cases find compiled pr
 - one: all devices in one process.
 - several: a process for each device.
 - hosts: the same, where JAX takes each process for a host and NCCL has sockets alone.
+- link: how fast parameters and gradients travel between these hosts while nothing computes. With
+  the step of `one` it predicts that of `hosts`, which hides no traffic behind computation.
 - overlapped: the same, with the settings of docs/many-gpus.md for hosts connected by Ethernet.
 - killed: the last process is killed some steps after the first checkpoint. The others end, and the
   same commands start all again, which must repeat the losses.
@@ -15,7 +17,9 @@ Each case trains the same data from the same start; later cases find compiled pr
 Further flags are those of train.py.
 """
 
+import argparse
 import itertools
+import json
 import os
 import socket
 import subprocess
@@ -27,10 +31,13 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
+
 from alload_jax.bench.harness import Record, benchmark_parser
 from alload_jax.bench.random_data import write_random_store
 from alload_jax.config import read_config
 from alload_jax.errors import InputError, run_command
+from alload_jax.models.families import parameter_count
 from alload_jax.planning.samples import Samples
 from alload_jax.planning.workloads import make_workload
 from alload_jax.training.run_files import read_metrics
@@ -52,17 +59,17 @@ OVERLAPPED |= {
     "--xla_gpu_analytical_latency_estimator_options=nic_speed_gbps=4,gpus_per_node=1,"
     "nccl_op_launch_us=20,chunk_prep_us=1,rtt_us=100,chunk_size_bytes=4194304",
 }
-_INTERVAL, _BUSY, _COMPUTE = 0.01, 5e-4, "--compute"
+_INTERVAL, _BUSY, _COMPUTE, _LINK = 0.01, 5e-4, "--compute", "--link"
 Rows = dict[int, dict[str, Any]]
 
 
 class Run:
-    """A run of train.py whose processes have equally many devices."""
+    """A run of a program whose processes have equally many devices."""
 
     def __init__(self, place: Path, words: list[str], devices: int, processes: int):
         """Names its files; devices and processes are counts."""
         self.folder, self._output = place, place.with_suffix(".txt")
-        self._words = [sys.executable, TRAIN, *words, "--run.folder", str(place)]
+        self._words = [sys.executable, *words, "--run.folder", str(place)]
         self._each, self._number = devices // processes, processes
         self.processes: list[subprocess.Popen[str]] = []
         self._old: int | None = None
@@ -134,7 +141,9 @@ def steady(run: Run, environment: Mapping[str, str] = os.environ) -> dict[str, A
     first = run.wait(lambda: bool(run.rows())) - began
     run.end(well=True)
     rows = list(run.rows().values())
-    found = {"first_step_seconds": first, "rate": rate(rows[len(rows) // 2 :])}
+    half = rows[len(rows) // 2 :]
+    mean = sum(row["step_seconds"] for row in half) / len(half)
+    found = {"first_step_seconds": first, "rate": rate(half), "mean_step_seconds": mean}
     return found | {name: [row[name] for row in rows] for name in ("loss", "step_seconds")}
 
 
@@ -199,10 +208,66 @@ def compute(share: float) -> None:
         time.sleep(rounds * alone * (1 / share - 1))
 
 
+def link(run: Run) -> dict[str, Any]:
+    """Seconds in which a process receives a byte of parameters and of gradients."""
+    run.start(os.environ | HOSTS)
+    run.end(well=True)
+    return dict(json.loads(run.said("parameters")[-1]))
+
+
+def travel(argv: list[str]) -> None:
+    """Prints what `link` returns, as JSON; argv is that of a process of train.py."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--cluster.coordinator", dest="coordinator")
+    parser.add_argument("--cluster.processes", dest="processes", type=int)
+    parser.add_argument("--cluster.process", dest="process", type=int)
+    options, _ = parser.parse_known_args(argv)
+    jax.distributed.initialize(options.coordinator, options.processes, options.process)
+    mesh, count = Mesh(np.array(jax.devices()), "i"), jax.device_count()
+    split, whole = PartitionSpec("i"), PartitionSpec()
+
+    def seconds(dtype: Any, given: Any, taken: Any, move: Any) -> float:
+        specs = {"in_specs": given, "out_specs": taken, "check_vma": False}
+        work = jax.jit(jax.shard_map(lambda x: move(x, "i", tiled=True), mesh=mesh, **specs))
+        placed = NamedSharding(mesh, given)
+        x, times = jax.jit(lambda: jnp.ones(_ELEMENTS, dtype), out_shardings=placed)(), []
+        for _ in range(8):  # the first one compiles
+            began = time.perf_counter()
+            work(x).block_until_ready()
+            times.append(time.perf_counter() - began)
+        return sorted(times)[len(times) // 2] / (x.nbytes * (count - 1) / count)
+
+    found = {
+        "parameters": seconds(jnp.float32, split, whole, jax.lax.all_gather),
+        "gradients": seconds(jnp.bfloat16, whole, split, jax.lax.psum_scatter),
+    }
+    if options.process == 0:
+        print(json.dumps(found), flush=True)
+
+
+def predicted(cases: Mapping[str, Any], parameters: int, hosts: int) -> dict[str, Any]:
+    """The rate of `hosts` by the step of `one` and the seconds of the traffic that follows it.
+
+    A step moves bfloat16 gradients to the host that updates them, and float32 parameters back.
+    """
+    one, seconds = cases["one"], cases["link"]
+    received = parameters * (hosts - 1) / hosts
+    traffic = received * (2 * seconds["gradients"] + 4 * seconds["parameters"])
+    rate = one["rate"] / (1 + traffic / one["mean_step_seconds"])
+    return {"parameters": parameters, "traffic_seconds": traffic, "rate": rate}
+
+
 def main(argv: list[str]) -> int:
     """Measures the cases and writes the JSON after each."""
     if argv[:1] == [_COMPUTE]:
         compute(float(argv[1]))
+    if argv[:1] == [_LINK]:
+        travel(argv)
+        return 0
     parser, cases = benchmark_parser(__doc__, "processes.json"), list(CASES)
     parser.add_argument("--config", required=True, help="YAML of train.py, or an example")
     parser.add_argument("--cases", nargs="+", choices=cases, default=cases)
@@ -221,24 +286,30 @@ def main(argv: list[str]) -> int:
         samples = Samples(drawn.shape[short], drawn.seq_len[short])
         config = read_config(words, "processes.py")
         write_random_store(place / "data", samples, config.model)
+        found: dict[str, Any] = {}
         for case in options.cases:
             alone, given, measure = CASES[case]
             processes = 1 if alone else options.devices
             chosen = [word.format(devices=options.devices) for word in given]
-            run = Run(place / case, [*words, *chosen], options.devices, processes)
+            command = [__file__, _LINK] if case == "link" else [TRAIN, *words, *chosen]
+            run = Run(place / case, command, options.devices, processes)
             try:
-                found = measure(run, options)
+                found[case] = measure(run, options)
             except InputError as error:
-                found = {"error": str(error)}
+                found[case] = {"error": str(error)}
             finally:
                 for process in run.processes:
                     process.kill()
                 run.end()
-            record.add({"case": case} | found)
-            print(case, found, flush=True)
+            record.add({"case": case} | found[case])
+            print(case, found[case], flush=True)
+        if {"one", "link"} <= {case for case in found if "error" not in found[case]}:
+            parameters = parameter_count(config.model)
+            record.add({"case": "predicted"} | predicted(found, parameters, options.devices))
     return 0
 
 
+_ELEMENTS = 2**26  # of an array that travels
 STEPS, FSDP = ("--run.steps", "24", "--checkpoint.every", "null"), ("--mesh.fsdp", "{devices}")
 SAVED = ("--run.steps", str(4 * EVERY), "--checkpoint.every", str(EVERY))
 WINDOWS = ("--run.steps", "null", "--run.epochs", str(EPOCHS), "--planning.recalibrate", "window")
@@ -246,6 +317,7 @@ CASES: dict[str, tuple[bool, tuple[str, ...], Callable[[Run, Any], dict[str, Any
     "one": (True, STEPS, lambda run, _: steady(run)),
     "several": (False, STEPS, lambda run, _: steady(run)),
     "hosts": (False, STEPS, lambda run, _: steady(run, os.environ | HOSTS)),
+    "link": (False, (), lambda run, _: link(run)),
     "overlapped": (False, (*STEPS, *FSDP), lambda run, _: steady(run, os.environ | OVERLAPPED)),
     "killed": (False, SAVED, lambda run, _: killed(run)),
     "slowed": (True, (*STEPS, *WINDOWS), lambda run, o: slowed(run, o.devices - 1, o.busy)),
