@@ -7,8 +7,8 @@ Each case trains the same data from the same start; later cases find compiled pr
 - one: all devices in one process.
 - several: a process for each device.
 - hosts: the same, where JAX takes each process for a host and NCCL has sockets alone.
-- link: how fast parameters and gradients travel between these hosts while nothing computes. With
-  the step of `one` it predicts that of `hosts`, which hides no traffic behind computation.
+- link: how fast parameters and gradients travel between these hosts, of both settings, while
+  nothing computes. With the step of `one` it predicts the rates of `hosts` and `overlapped`.
 - overlapped: the same, with the settings of docs/many-gpus.md for hosts connected by Ethernet.
 - killed: the last process is killed some steps after the first checkpoint. The others end, and the
   same commands start all again, which must repeat the losses.
@@ -20,6 +20,7 @@ Further flags are those of train.py.
 import argparse
 import itertools
 import json
+import math
 import os
 import socket
 import subprocess
@@ -27,11 +28,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NoReturn
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alload_jax.bench.harness import Record, benchmark_parser
 from alload_jax.bench.random_data import write_random_store
@@ -60,6 +66,7 @@ OVERLAPPED |= {
     "nccl_op_launch_us=20,chunk_prep_us=1,rtt_us=100,chunk_size_bytes=4194304",
 }
 _INTERVAL, _BUSY, _COMPUTE, _LINK = 0.01, 5e-4, "--compute", "--link"
+_PIECE = 2**23  # elements of an array that travels
 Rows = dict[int, dict[str, Any]]
 
 
@@ -190,9 +197,6 @@ def slowed(run: Run, gpu: int, share: float) -> dict[str, Any]:
 
 def compute(share: float) -> None:
     """Computes for a share of the time, half a millisecond at once, until it is killed."""
-    import jax
-    import jax.numpy as jnp
-
     x = jnp.ones((4096, 4096), jnp.bfloat16)
     work = jax.jit(lambda x, n: jax.lax.fori_loop(0, n, lambda _, y: (y @ x) / 4096, x))
 
@@ -209,37 +213,41 @@ def compute(share: float) -> None:
 
 
 def link(run: Run) -> dict[str, Any]:
-    """Seconds in which a process receives a byte of parameters and of gradients."""
-    run.start(os.environ | HOSTS)
-    run.end(well=True)
-    return dict(json.loads(run.said("parameters")[-1]))
+    """Seconds in which a process receives a byte, by case and by what travels."""
+    found = {}
+    for case, environment in (("hosts", HOSTS), ("overlapped", OVERLAPPED)):
+        run.start(os.environ | environment)
+        run.end(well=True)
+        found[case] = json.loads(run.said('"gradients"')[-1])
+    return found
 
 
 def travel(argv: list[str]) -> None:
-    """Prints what `link` returns, as JSON; argv is that of a process of train.py."""
-    import jax
-    import jax.numpy as jnp
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
+    """Prints what `link` returns of a case, as JSON; argv is that of a process of train.py."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--cluster.coordinator", dest="coordinator")
     parser.add_argument("--cluster.processes", dest="processes", type=int)
     parser.add_argument("--cluster.process", dest="process", type=int)
-    options, _ = parser.parse_known_args(argv)
+    options, words = parser.parse_known_args(argv)
     jax.distributed.initialize(options.coordinator, options.processes, options.process)
+    parameters = parameter_count(read_config(words, __file__).model)
+    sizes = [_PIECE] * math.ceil(parameters / _PIECE)
     mesh, count = Mesh(np.array(jax.devices()), "i"), jax.device_count()
     split, whole = PartitionSpec("i"), PartitionSpec()
 
     def seconds(dtype: Any, given: Any, taken: Any, move: Any) -> float:
         specs = {"in_specs": given, "out_specs": taken, "check_vma": False}
-        work = jax.jit(jax.shard_map(lambda x: move(x, "i", tiled=True), mesh=mesh, **specs))
+        each = partial(jax.tree.map, lambda x: move(x, "i", tiled=True))
+        work = jax.jit(jax.shard_map(each, mesh=mesh, **specs))
         placed = NamedSharding(mesh, given)
-        x, times = jax.jit(lambda: jnp.ones(_ELEMENTS, dtype), out_shardings=placed)(), []
+        arrays = jax.jit(lambda: [jnp.ones(n, dtype) for n in sizes], out_shardings=placed)()
+        times = []
         for _ in range(8):  # the first one compiles
             began = time.perf_counter()
-            work(x).block_until_ready()
+            jax.block_until_ready(work(arrays))
             times.append(time.perf_counter() - began)
-        return sorted(times)[len(times) // 2] / (x.nbytes * (count - 1) / count)
+        received = sum(x.nbytes for x in arrays) * (count - 1) / count
+        return sorted(times)[len(times) // 2] / received
 
     found = {
         "parameters": seconds(jnp.float32, split, whole, jax.lax.all_gather),
@@ -249,16 +257,25 @@ def travel(argv: list[str]) -> None:
         print(json.dumps(found), flush=True)
 
 
-def predicted(cases: Mapping[str, Any], parameters: int, hosts: int) -> dict[str, Any]:
-    """The rate of `hosts` by the step of `one` and the seconds of the traffic that follows it.
+def predicted(found: Mapping[str, Any], model: Any, hosts: int) -> dict[str, Any]:
+    """Rates of `hosts` and `overlapped` by the step of `one` and the `link`.
 
-    A step moves bfloat16 gradients to the host that updates them, and float32 parameters back.
+    A parameter's gradient (2 bytes) goes to the host that updates it, and 4 bytes come back: its
+    float32 value, or for the forward and the backward pass its bfloat16 one. In `overlapped` the
+    layers' traffic is hidden behind computation but for the first gather and the last gradient.
     """
-    one, seconds = cases["one"], cases["link"]
-    received = parameters * (hosts - 1) / hosts
-    traffic = received * (2 * seconds["gradients"] + 4 * seconds["parameters"])
-    rate = one["rate"] / (1 + traffic / one["mean_step_seconds"])
-    return {"parameters": parameters, "traffic_seconds": traffic, "rate": rate}
+    one, share = found["one"], (hosts - 1) / hosts
+    whole = parameter_count(model)
+    layer = whole - parameter_count(replace(model, num_layers=model.num_layers - 1))
+    rates = {}
+    for case, each in found["link"].items():
+        gradients, values = share * 2 * each["gradients"], share * 4 * each["parameters"]
+        exposed = whole * (gradients + values)
+        if case == "overlapped":
+            layers = model.num_layers * layer * (gradients + values)
+            exposed += layer * (gradients + values / 2) - min(layers, one["mean_step_seconds"])
+        rates[case] = one["rate"] / (1 + exposed / one["mean_step_seconds"])
+    return {"parameters": whole, "of_a_layer": layer, "rates": rates}
 
 
 def main(argv: list[str]) -> int:
@@ -266,7 +283,7 @@ def main(argv: list[str]) -> int:
     if argv[:1] == [_COMPUTE]:
         compute(float(argv[1]))
     if argv[:1] == [_LINK]:
-        travel(argv)
+        travel(argv[1:])
         return 0
     parser, cases = benchmark_parser(__doc__, "processes.json"), list(CASES)
     parser.add_argument("--config", required=True, help="YAML of train.py, or an example")
@@ -291,8 +308,8 @@ def main(argv: list[str]) -> int:
             alone, given, measure = CASES[case]
             processes = 1 if alone else options.devices
             chosen = [word.format(devices=options.devices) for word in given]
-            command = [__file__, _LINK] if case == "link" else [TRAIN, *words, *chosen]
-            run = Run(place / case, command, options.devices, processes)
+            program = [__file__, _LINK] if case == "link" else [TRAIN]
+            run = Run(place / case, [*program, *words, *chosen], options.devices, processes)
             try:
                 found[case] = measure(run, options)
             except InputError as error:
@@ -304,12 +321,10 @@ def main(argv: list[str]) -> int:
             record.add({"case": case} | found[case])
             print(case, found[case], flush=True)
         if {"one", "link"} <= {case for case in found if "error" not in found[case]}:
-            parameters = parameter_count(config.model)
-            record.add({"case": "predicted"} | predicted(found, parameters, options.devices))
+            record.add({"case": "predicted"} | predicted(found, config.model, options.devices))
     return 0
 
 
-_ELEMENTS = 2**26  # of an array that travels
 STEPS, FSDP = ("--run.steps", "24", "--checkpoint.every", "null"), ("--mesh.fsdp", "{devices}")
 SAVED = ("--run.steps", str(4 * EVERY), "--checkpoint.every", str(EVERY))
 WINDOWS = ("--run.steps", "null", "--run.epochs", str(EPOCHS), "--planning.recalibrate", "window")
