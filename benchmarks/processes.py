@@ -257,18 +257,20 @@ def travel(argv: list[str]) -> None:
         print(json.dumps(found), flush=True)
 
 
-def predicted(found: Mapping[str, Any], model: Any, hosts: int) -> dict[str, Any]:
+def predicted(found: Mapping[str, Any], model: Any, hosts: int, gpus: int = 1) -> dict[str, Any]:
     """Rates of `hosts` and `overlapped` by the step of `one` and the `link`.
 
     A parameter's gradient (2 bytes) goes to the host that updates it, and 4 bytes come back: its
     float32 value, or for the forward and the backward pass its bfloat16 one. In `overlapped` the
     layers' traffic is hidden behind computation but for the first gather and the last gradient.
+    The GPUs of a host share its traffic, each with a link of its own; latency is left out.
     """
-    one, share = found["one"], (hosts - 1) / hosts
+    one, share = found["one"], (hosts - 1) / hosts / gpus
     whole = parameter_count(model)
     layer = whole - parameter_count(replace(model, num_layers=model.num_layers - 1))
     rates = {}
-    for case, each in found["link"].items():
+    for case in ("hosts", "overlapped"):
+        each = found["link"][case]
         gradients, values = share * 2 * each["gradients"], share * 4 * each["parameters"]
         exposed = whole * (gradients + values)
         if case == "overlapped":

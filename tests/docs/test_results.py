@@ -1,6 +1,7 @@
 """Figures of README.md and docs/results.md are those of the files that they link."""
 
 import re
+import runpy
 import statistics
 from pathlib import Path
 
@@ -102,20 +103,38 @@ def test_the_figures_of_the_epochs_are_those_of_their_files():
 
 def test_the_figures_of_several_processes_are_those_of_their_files():
     page, readme = (DOCS / "many-gpus.md").read_text(), (ROOT / "README.md").read_text()
-    cases, killed = (
+    hosts, slowed = (
         {
             each["case"]: each
             for each in read_json(ROOT / f"benchmarks/results/{name}.json")["cases"]
         }
-        for name in ("processes_x2_h200", "processes_killed_x2_h200")
+        for name in ("processes_hosts_x2_h200", "processes_x2_h200")
     )
-    one, several, sockets = (cases[name]["rate"] for name in ("one", "several", "sockets"))
-    *_, before, after = cases["slowed"]["rate_of_epochs"]
-    for rate in (one, several, sockets, before, after):
-        assert f" | {rate:,.0f} ({rate / one:.2f}×) |\n" in page
+    cases = ("one", "several", "hosts", "overlapped")
+    rates = [hosts[name]["rate"] for name in cases]
+    one, several = rates[:2]
+    for name, rate in zip(cases, rates, strict=True):
+        told = hosts["predicted"]["rates"].get(name)
+        assert f"| {rate:,.0f} ({rate / one:.2f}×) | {f'{told:,.0f}' if told else '–'} |\n" in page
+    alone = slowed["one"]["rate"]
+    for rate in (alone, *slowed["slowed"]["rate_of_epochs"][-2:]):
+        assert f" | {rate:,.0f} ({rate / alone:.2f}×) |\n" in page
+    words = ["--config", str(ROOT / "benchmarks/epoch.yaml"), "--model.num_layers", "4"]
+    program = runpy.run_path(str(ROOT / "benchmarks/processes.py"))
+    assert program["predicted"](hosts, read_config(words).model, 2) == {
+        key: value for key, value in hosts["predicted"].items() if key != "case"
+    }
+    two, many = (program["predicted"](hosts, read_config(words).model, n, 8) for n in (2, 128))
+    default, settings = (
+        [f"{each['rates'][name] / one:.2f}×" for each in (two, many)]
+        for name in ("hosts", "overlapped")
+    )
+    assert f"left out: {default[0]} on 2 hosts and {default[1]} on 128; with" in page
+    assert f"settings\n{settings[0]} on both" in page
+    assert settings[0] == settings[1]
     row = f"| {one:,.0f} tokens/s | {several:,.0f} tokens/s ({several / one:.2f}×) |"
     assert row in readme
-    case = killed["killed"]
+    case = slowed["killed"]
     for words in (
         f"ended\n{case['kill_to_end_of_others_seconds']:.0f} s after the kill",
         f"ended after {case['kill_to_first_new_step_seconds']:.0f} s",
