@@ -15,8 +15,8 @@ from alload_jax.commands.flags import ABOVE_0, COUNT, require_named, require_pla
 from alload_jax.config_parser import read_yaml
 from alload_jax.errors import InputError
 from alload_jax.files import Json
-from alload_jax.planning.samples import Geometry, Samples, read_samples
-from alload_jax.planning.workloads import ASPECT_RATIOS, make_workload, names
+from alload_jax.planning.samples import ASPECT_RATIOS, Geometry, Samples, read_samples
+from alload_jax.planning.workloads import make_workload, names
 
 if TYPE_CHECKING:
     from alload_jax.models.common.config import ModelConfig

@@ -15,6 +15,18 @@ from alload_jax.planning.epoch import LEAST_WEIGHT, MOST_WEIGHT, Repeats
 Triple = tuple[int, int, int]
 PIXEL_PATCH: Triple = (1, 16, 16)
 """The patch size with which tokens of pixels are counted where no model is named."""
+ASPECT_RATIOS: dict[tuple[int, int], float] = {
+    (1, 1): 2.0,
+    (4, 3): 2.0,
+    (3, 4): 1.0,
+    (3, 2): 1.0,
+    (2, 3): 1.0,
+    (16, 9): 5.0,
+    (9, 16): 3.0,
+    (21, 9): 1.0,
+    (9, 21): 0.5,
+}
+"""(width, height) of an aspect ratio → its weight."""
 
 
 @dataclass(frozen=True)

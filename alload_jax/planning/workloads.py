@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from alload_jax.errors import InputError
-from alload_jax.planning.samples import Geometry, Samples
+from alload_jax.planning.samples import ASPECT_RATIOS, Geometry, Samples
 
 AREAS: dict[str, int] = {
     "192p": 192 * 336,
@@ -24,19 +24,6 @@ AREAS: dict[str, int] = {
     "1080p": 1080 * 1920,
 }
 """Pixels of a frame, before height and width are rounded to multiples of 16."""
-
-ASPECT_RATIOS: dict[tuple[int, int], float] = {
-    (1, 1): 2.0,
-    (4, 3): 2.0,
-    (3, 4): 1.0,
-    (3, 2): 1.0,
-    (2, 3): 1.0,
-    (16, 9): 5.0,
-    (9, 16): 3.0,
-    (21, 9): 1.0,
-    (9, 21): 0.5,
-}
-"""(width, height) of an aspect ratio → its weight."""
 
 _MULTIPLE = 16
 _MOST_SAMPLES = 10**9

@@ -20,8 +20,7 @@ import numpy as np
 from PIL import Image, ImageCms, ImageOps, UnidentifiedImageError
 
 from alload_jax.errors import InputError, first_line
-from alload_jax.planning.samples import Triple
-from alload_jax.planning.workloads import ASPECT_RATIOS
+from alload_jax.planning.samples import ASPECT_RATIOS, Triple
 
 
 class UnusableError(ValueError):
