@@ -4,10 +4,10 @@ import functools
 import json
 import textwrap
 from collections.abc import Iterator, Sequence
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import NamedTuple
 
-import matplotlib
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
@@ -18,9 +18,9 @@ from alload_jax.sampling.pictures import Box, middle_frame
 @functools.cache
 def label_font(size: int) -> ImageFont.FreeTypeFont:
     """A font of this size in pixels, with Latin, Greek and Cyrillic letters and accents."""
-    # Pillow's own font lacks × and accents.
-    path = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"
-    return ImageFont.truetype(path, size)
+    # Pillow's own font lacks × and accents. Importing matplotlib would need a folder to write to.
+    path = distribution("matplotlib").locate_file("matplotlib/mpl-data/fonts/ttf/DejaVuSans.ttf")
+    return ImageFont.truetype(str(path), size)
 
 
 def lines_of(text: str, letters: int, lines: int) -> list[str]:

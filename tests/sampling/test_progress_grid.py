@@ -1,6 +1,8 @@
 """Pictures of the same samples over the steps of a run."""
 
 import json
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -96,6 +98,15 @@ def test_each_class_and_step_is_shown_by_its_middle_frame(tmp_path, frames):
     page = draw(progress_of(tmp_path, grid=grid_of(frames)), tmp_path, 5, 10, 15, frames=frames)
     assert greys(page) == {shade(step, label) for step in (5, 10, 15) for label in range(CLASSES)}
     assert_looks(Image.open(tmp_path / "progress_grid.png"), (457, 422, 0.47))
+
+
+def test_labels_need_no_folder_to_write_to():
+    """As importing matplotlib does, which warns or fails in a container without one."""
+    code = (
+        "import sys; import alload_jax.run.training as _; from alload_jax.sampling import "
+        "progress_grid; progress_grid.label_font(9); sys.exit('matplotlib' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_continued_run_shows_what_an_unbroken_one_does(tmp_path):
