@@ -224,9 +224,11 @@ def path_of(folder: str, name: str) -> Path:
       folder: of `pallas_kernels` there.
       name: of what it is about, such as a kind of device.
     """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    if not (cache := os.environ.get("XDG_CACHE_HOME")):
+        home = os.path.expanduser("~")  # unchanged for a user without one, as in a container
+        cache = f"{os.devnull if home == '~' else home}/.cache"
     plain = re.sub(r"\W+", "_", name).strip("_").lower()
-    return cache / "pallas_kernels" / folder / f"{plain}.json"
+    return Path(cache, "pallas_kernels", folder, f"{plain}.json")
 
 
 def read_file(

@@ -203,6 +203,14 @@ def own_comparisons(tmp_path, monkeypatch):
     COMPARISONS.clear()
 
 
+@pytest.fixture
+def no_home(monkeypatch):
+    """The user of a container, whom its system does not know."""
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def forget_compiled():
     """Frees a file's programs, among which later files would be traced more slowly."""

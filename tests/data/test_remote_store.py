@@ -94,6 +94,11 @@ def test_what_cannot_be_reached_is_refused(folder):
         opened(folder)
 
 
+def test_copies_without_a_home_need_a_folder(folder, no_home):
+    with says("mine: its copies have no folder", "set the environment variable XDG_CACHE_HOME"):
+        opened(folder)
+
+
 def test_nothing_is_written_into_object_storage(folder, tmp_path, monkeypatch):
     """Neither there nor into a folder of this machine that is called s3:."""
     monkeypatch.chdir(tmp_path)

@@ -147,6 +147,12 @@ def test_a_damaged_file_or_cache_is_told_and_measured_again(content, monkeypatch
         assert Comparisons().ratio("another", lambda: (3.0, 1.0)) == 3.0
 
 
+def test_without_a_home_nothing_is_kept(no_home):
+    assert Comparisons().known() == {}
+    with pytest.warns(UserWarning, match="cannot be written"):
+        assert Comparisons().ratio(CASE, lambda: (3.0, 1.0)) == 3.0
+
+
 X = jax.ShapeDtypeStruct((1, 4096, 1536), jnp.bfloat16)
 ROW = jax.ShapeDtypeStruct((1, 1536), jnp.float32)
 ANGLES = jnp.zeros((4096, 64))

@@ -301,7 +301,7 @@ def test_a_continued_run_is_the_same_with_every_step_once(config, tmp_path, fake
 
 
 def test_without_a_login_wandb_is_offline_and_asks_nothing(
-    tmp_path, fake_wandb, monkeypatch, capsys
+    tmp_path, fake_wandb, monkeypatch, capsys, request
 ):
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_IDENTITY_TOKEN_FILE", "NETRC"):
         monkeypatch.delenv(name, raising=False)
@@ -315,6 +315,10 @@ def test_without_a_login_wandb_is_offline_and_asks_nothing(
     tracker.log(2, {"loss": 1.0})
     tracker.close()
     assert fake_wandb.inits[1]["mode"] == "online"
+    request.getfixturevalue("no_home")
+    tracker.log(3, {"loss": 1.0})
+    tracker.close()
+    assert fake_wandb.inits[2]["mode"] == "offline"
 
 
 def test_without_a_connection_wandb_is_offline(tmp_path, fake_wandb, capsys):

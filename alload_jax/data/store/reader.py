@@ -175,17 +175,24 @@ class RemoteStore(StoreReader):
           manifest: what another process has copied and checked.
 
         Raises:
-          InputError: the address cannot be reached, or holds no complete store.
+          InputError: the address cannot be reached or holds no complete store, or there is no
+            folder for copies.
         """
         self._address, self._renewed = address, set[str]()
         self._place = address.partition("?")[0].rstrip("/")
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "alload_jax"
         name = self._place.rpartition("/")[2]
-        self._copies = cache / f"{name}-{records.checksum(address.encode()):08x}"
+        try:
+            cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "alload_jax"
+            self._copies = cache / f"{name}-{records.checksum(address.encode()):08x}"
+            self._copies.mkdir(parents=True, exist_ok=True)
+        except (OSError, RuntimeError) as error:  # without a home, or in a read-only one
+            raise InputError(
+                f"{self._place}: its copies have no folder ({first_line(error)}); set the "
+                "environment variable XDG_CACHE_HOME to one"
+            ) from error
         try:
             self._files, self._root = pyarrow.fs.FileSystem.from_uri(address)
             if manifest is None:
-                self._copies.mkdir(parents=True, exist_ok=True)
                 self._copy(MANIFEST_NAME)
         except (pa.ArrowException, OSError, ValueError) as error:
             raise InputError(

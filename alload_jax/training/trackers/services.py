@@ -464,7 +464,7 @@ def _has_login() -> bool:
         return True
     host = urlparse(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
     names = [os.environ.get("NETRC") or "", "~/.netrc", "~/_netrc"]
-    for path in (Path(name).expanduser() for name in names if name):
+    for path in (Path(os.path.expanduser(name)) for name in names if name):
         try:
             if path.is_file() and netrc.netrc(str(path)).authenticators(host):
                 return True
