@@ -15,7 +15,7 @@ import numpy as np
 from typing_extensions import override
 
 from alload_jax.errors import InputError
-from alload_jax.files import read_json
+from alload_jax.files import read_json, replacing
 from alload_jax.planning.architecture import DEFAULT_FAMILY
 from alload_jax.planning.epoch import EpochPlan
 
@@ -303,7 +303,8 @@ _PARTS: dict[str, type[Any]] = {
 def write_cost_file(path: str | Path, costs: CostFile) -> None:
     """Writes the JSON that `read_cost_file` reads."""
     content = {"format": FORMAT} | {k: v for k, v in asdict(costs).items() if v is not None}
-    Path(path).write_text(json.dumps(content, indent=2) + "\n")
+    with replacing(Path(path)) as unfinished:
+        unfinished.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def read_cost_file(path: str | Path) -> CostFile:

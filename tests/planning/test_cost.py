@@ -142,6 +142,19 @@ def test_a_cost_file_comes_back_as_it_was_written(tmp_path_factory, costs):
     assert json.loads(path.read_text())["format"] == FORMAT
 
 
+def test_a_full_disk_leaves_the_cost_file_that_was_there(tmp_path, monkeypatch):
+    def full(path, text):
+        path.write_bytes(b"")
+        raise OSError(28, "No space left on device")
+
+    path = tmp_path / "cost.json"
+    write_cost_file(path, CostFile(m_mem=50))
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match=r"cost\.json"):
+        write_cost_file(path, CostFile(m_mem=60))
+    assert read_cost_file(path) == CostFile(m_mem=50)
+
+
 def test_fields_may_be_missing_or_have_the_name_that_they_had(tmp_path):
     for fields, expected in (
         ({"power": {"p": 1.7}}, CostFile(power=PowerCost(1.7, 1.0))),
