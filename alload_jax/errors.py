@@ -1,5 +1,6 @@
 """Errors that users can cause, and how commands report them."""
 
+import errno
 import io
 import math
 import os
@@ -186,7 +187,9 @@ def reason_of(error: BaseException) -> str:
     if isinstance(error, OSError):
         reason = error.strerror or str(error) or type(error).__name__
         if error.filename is not None:
-            reason = f"{error.filename}: {reason}; name another path"
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            remedy = "free disk space" if full else "name another path"
+            reason = f"{error.filename}: {reason}; {remedy}"
         return one_line(" ".join(reason.split()))
     return one_line(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
 

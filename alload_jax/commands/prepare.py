@@ -20,7 +20,7 @@ from alload_jax.data.prepare.encoders import VaeEncoder
 from alload_jax.data.prepare.settings import MediaSettings
 from alload_jax.data.prepare.sources import Item
 from alload_jax.data.store.reader import is_address
-from alload_jax.errors import InputError, one_line
+from alload_jax.errors import InputError, one_line, print_stderr, reason_of
 from alload_jax.files import Json
 
 _HELP = {"digits": "Images and videos of handwritten digits."}
@@ -47,13 +47,21 @@ def run_dataset(options: argparse.Namespace) -> int:
     return 0
 
 
-def _draw_samples(out: Path, previews: Sequence[str] = ()) -> None:
-    """Draws a data folder's first samples, or some of all without previews, with captions."""
+def _draw_samples(out: Path, previews: Sequence[str] = ()) -> bool:
+    """Draws a data folder's first samples, or some of all without previews, with captions.
+
+    The folder is complete without them: returns False, with a warning, if they cannot be written.
+    """
     # Imported here because they take a while to import.
     from alload_jax.data.sources.opening import open_source
     from alload_jax.report.pictures import write_contact_sheet
 
-    write_contact_sheet(out / _SAMPLES, open_source(str(out)), previews=previews)
+    try:
+        write_contact_sheet(out / _SAMPLES, open_source(str(out)), previews=previews)
+    except OSError as error:
+        print_stderr(f"warning: {reason_of(error)}; the data folder is complete without it")
+        return False
+    return True
 
 
 _SAMPLES = "samples.png"
@@ -212,8 +220,8 @@ def _print_summary(
         highlight=False,
         soft_wrap=True,
     )
-    _draw_samples(out, report.previews)
-    print(f"{out / _SAMPLES} shows the first samples")
+    if _draw_samples(out, report.previews):
+        print(f"{out / _SAMPLES} shows the first samples")
     if report.changes:
         print(report.changes)
     print(out / MANIFEST_NAME)

@@ -14,6 +14,7 @@ from alload_jax.data.record import LATENTS, unfold_frames
 from alload_jax.data.sources import SampleSource
 from alload_jax.data.store import BadRecordError
 from alload_jax.errors import InputError
+from alload_jax.files import replacing
 from alload_jax.sampling.pictures import to_bytes
 from alload_jax.sampling.progress_grid import label_font, lines_of
 from alload_jax.training import LOSS, MEASURED_SET
@@ -160,7 +161,8 @@ def write_contact_sheet(
     for each in itertools.zip_longest(chosen, captions, strips):
         parts += _row(source, *each)
     source.close()
-    Image.fromarray(np.vstack(parts)).save(path, format="PNG")
+    with replacing(Path(path)) as unfinished:
+        Image.fromarray(np.vstack(parts)).save(unfinished, format="PNG")
 
 
 def latent_colours(latents: np.ndarray) -> np.ndarray:

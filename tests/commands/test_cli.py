@@ -64,6 +64,23 @@ def test_prepare_writes_a_folder_that_can_be_planned_and_leaves_one_that_exists(
     assert found["metrics"]["tokens"] == 5 * 4 + 2 * 2 * 16  # two latents of 5 frames
 
 
+def test_a_full_disk_costs_a_data_folder_no_more_than_its_picture(alload, monkeypatch):
+    def full(picture, file, **options):
+        Path(file).write_bytes(b"")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(prepare.DATASETS, "get", lambda _: lambda: Digits(mix=((1, 8, 8, 5),)))
+    monkeypatch.setattr("PIL.Image.Image.save", full)
+    status, out, err = alload("prepare", "digits", "--out", "data")
+    assert (status, out) == (0, "data/manifest.parquet\n")
+    said = "data/samples.png: No space left on device; free disk space"
+    assert err == f"warning: {said}; the data folder is complete without it\n"
+    Path("sheet.png").write_text("mine")
+    status, out, err = alload("data", "data", "--sheet", "sheet.png", "--force")
+    assert (status, err) == (2, f"error: {said.replace('data/samples', 'sheet')}\n")
+    assert Path("sheet.png").read_text() == "mine"
+
+
 def test_a_config_that_is_no_yaml_is_reported_with_its_line(refused, tmp_path):
     for content, words in (
         (b"run:\n  folder: [x\ndata: y\n", "error: run.yaml: line 3: is not valid YAML ("),
@@ -80,7 +97,8 @@ def test_run_command_reports_errors_of_users_in_one_line(capsys):
         (OSError(28, "No space left on device"), 2, "error: No space left on device"),
         (OSError("two\nlines"), 2, "error: two lines"),
         (OSError(), 2, "error: OSError"),
-        (OSError(28, "No space", "x"), 2, "error: x: No space; name another path"),
+        (OSError(28, "No space", "x"), 2, "error: x: No space; free disk space"),
+        (OSError(13, "Denied", "x"), 2, "error: x: Denied; name another path"),
     ):
 
         def fail(argv, error=error):
