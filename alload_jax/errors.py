@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 
@@ -149,6 +150,14 @@ def _cut(text: str, most: int) -> str:
     return text if len(text) <= most + 3 else f"{text[: most // 2]}...{text[-most // 2 :]}"
 
 
+def _end(number: int, _: FrameType | None) -> None:
+    os._exit(128 + number)
+
+
+TERMINATION = _end if os.getpid() == 1 else signal.SIG_DFL
+"""What ends the program at SIGTERM, which the first process of a container cannot leave to the
+system: that drops it."""
+
 USER_ERRORS = (InputError, NotImplementedError, OSError, KeyboardInterrupt)
 """Errors that a user can cause; others are faults of the program or of the machine."""
 
@@ -162,6 +171,8 @@ def run_command(main: Callable[[list[str]], int], argv: list[str]) -> int:
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as Python does with stderr
+    if TERMINATION is _end:
+        signal.signal(signal.SIGTERM, TERMINATION)
     try:
         with _interrupts_kept():
             return main(argv)

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from alload_jax.errors import Terminated, print_stderr
+from alload_jax.errors import TERMINATION, Terminated, print_stderr
 
 TIME_LIMIT = 255
 """Number of the reason to stop that is not a signal; signals have smaller numbers."""
@@ -71,7 +71,7 @@ def termination_as_interrupt(status: int, leave: Callable[[int], None]) -> Itera
     """
 
     def interrupt(number: int, _: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_DFL)
+        signal.signal(number, TERMINATION)
         raise Terminated(status)
 
     def insist(numbers: bytes) -> None:
@@ -131,7 +131,7 @@ class StopRequest:
         with suppress(RuntimeError, OSError):  # the signal came while this thread printed
             print(f"\n{signal.Signals(number).name}: finishing and saving{again}", flush=True)
         self._restore()
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, TERMINATION)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
     def _restore(self) -> None:

@@ -234,6 +234,31 @@ def test_a_signal_ends_a_command_where_python_drops_it_or_does_not_see_it(
     assert done.stderr.count("\n") == (said != "")
 
 
+@pytest.mark.parametrize("saving", [False, True])
+def test_sigterm_ends_the_first_process_of_a_container(saving):
+    """Where it waits for other processes, and for the second time where it saves."""
+    code = f"""if True:
+        import os, sys, time
+        from alload_jax.errors import run_command
+        from alload_jax.training.signals import StopRequest
+
+        def main(argv):
+            with StopRequest() if {saving} else open(os.devnull):
+                os.kill(1, 15)
+                print(end="first", flush=True)
+                os.kill(1, 15)
+                time.sleep(1)
+
+        sys.exit(run_command(main, []))
+    """
+    command = ["unshare", "--pid", "--fork", "--kill-child", sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    if done.stderr.startswith("unshare"):
+        pytest.skip("only root can make namespaces")
+    assert (done.returncode, done.stderr) == (143, "")
+    assert done.stdout.endswith("first") == saving
+
+
 def test_what_libraries_log_stays_out_of_the_terminal():
     """Orbax warns of slow disks and of what a kill has left, in words that no user can act on."""
     for level in (logging.WARNING, logging.ERROR):
