@@ -4,6 +4,7 @@ Storage that is slow is waited for; a step is on the devices while the one befor
 """
 
 import re
+import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -158,9 +159,12 @@ class StepLoader(Iterator[HostStep], AbstractContextManager["StepLoader"]):
             self._replaced = self._replaced + 1 if in_a_row else 1
             killed = f"a process of data.loader was killed before step {number + 1} ({found[1]})"
             if self._began_again == number or self._replaced > _REPLACEMENTS:
+                full = "the host's memory"
+                if found[1].endswith(f"{-signal.SIGBUS}"):  # Grain hands steps over there
+                    full = "/dev/shm, which `docker run --shm-size` makes larger,"
                 raise InputError(
-                    f"{killed}, and again; where the host's memory is full, lower "
-                    "data.loader.processes or data.loader.read_ahead"
+                    f"{killed}, and again; where {full} is full, lower data.loader.processes or "
+                    "data.loader.read_ahead"
                 ) from error
             print_stderr(f"warning: {killed}; the loader begins again there")
             if isinstance(self._plan, StreamPlan):  # else workers plan from the run's start

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import multiprocessing
+import signal
 import threading
 from types import SimpleNamespace
 
@@ -104,16 +105,22 @@ def test_a_worker_that_was_killed_is_replaced_and_no_step_is_lost(store, capsys)
     assert "of data.loader was killed before step" in capsys.readouterr().err
 
 
-def test_a_worker_that_is_killed_again_ends_the_run(plan, collate, monkeypatch):
+@pytest.mark.parametrize(
+    ("code", "full"),
+    [(-signal.SIGKILL, "the host's memory"), (-signal.SIGBUS, "/dev/shm, which .* larger,")],
+)
+def test_a_worker_that_is_killed_again_ends_the_run(code, full, plan, collate, monkeypatch):
     class Killed:
         def __next__(self):
-            raise RuntimeError("Worker process was terminated unexpectedly with exit code -9. See")
+            raise RuntimeError(f"Worker process ended unexpectedly with exit code {code}. See")
 
         def close(self):
             """Nothing is open."""
 
     monkeypatch.setattr(StepLoader, "_begin", lambda _: Killed())
-    with pytest.raises(InputError, match=r"before step 3 \(exit code -9\), and again; .* lower"):
+    with pytest.raises(
+        InputError, match=rf"step 3 \(exit code {code}\), and again; where {full} is full, lower"
+    ):
         load(plan, collate, 2, 9)
 
 
