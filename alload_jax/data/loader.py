@@ -3,6 +3,7 @@
 Storage that is slow is waited for; a step is on the devices while the one before it trains.
 """
 
+import errno
 import re
 import signal
 import time
@@ -22,7 +23,7 @@ from alload_jax.data.collate import HostStep
 from alload_jax.data.sources import SampleReader, SampleSource
 from alload_jax.data.store import BadRecordError
 from alload_jax.distributed.cluster import Cluster, Consensus, Decision
-from alload_jax.errors import InputError, print_stderr, require_fields, require_positive
+from alload_jax.errors import InputError, first_line, print_stderr, require_fields, require_positive
 from alload_jax.planning.epoch import Step, WindowContent
 from alload_jax.planning.plan import Plan
 from alload_jax.planning.stream import StreamPlan
@@ -32,6 +33,9 @@ from alload_jax.sharding.mesh import batch_sharding
 WAITS = (0.1, 0.5, 2.0)
 """Seconds before the second and later attempts."""
 
+_SHARED_MEMORY = "/dev/shm, which `docker run --shm-size` makes larger,"
+"""Where Grain hands over steps."""
+_LOWER = "lower data.loader.processes or data.loader.read_ahead"
 _REPLACEMENTS = 5
 """Most replacements of worker processes in a row."""
 
@@ -145,11 +149,18 @@ class StepLoader(Iterator[HostStep], AbstractContextManager["StepLoader"]):
         """The next step; a worker process that was killed is replaced.
 
         Raises:
-          InputError: its replacement was killed before it gave a step, or the last of several in a
-            row, each before it gave as many steps as are read ahead.
+          InputError: no process can begin; its replacement was killed before it gave a step, or the
+            last of several in a row, each before it gave as many steps as are read ahead.
         """
         try:
             step = next(self._iterator)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            raise InputError(  # locks of processes are files there
+                f"a process of data.loader cannot begin ({first_line(error)}); where "
+                f"{_SHARED_MEMORY} is full, {_LOWER}"
+            ) from error
         except RuntimeError as error:
             if not (found := re.search(r"Worker process .*(exit code -?\d+)", str(error))):
                 raise
@@ -159,13 +170,9 @@ class StepLoader(Iterator[HostStep], AbstractContextManager["StepLoader"]):
             self._replaced = self._replaced + 1 if in_a_row else 1
             killed = f"a process of data.loader was killed before step {number + 1} ({found[1]})"
             if self._began_again == number or self._replaced > _REPLACEMENTS:
-                full = "the host's memory"
-                if found[1].endswith(f"{-signal.SIGBUS}"):  # Grain hands steps over there
-                    full = "/dev/shm, which `docker run --shm-size` makes larger,"
-                raise InputError(
-                    f"{killed}, and again; where {full} is full, lower data.loader.processes or "
-                    "data.loader.read_ahead"
-                ) from error
+                of_shared_memory = found[1].endswith(f"{-signal.SIGBUS}")
+                full = _SHARED_MEMORY if of_shared_memory else "the host's memory"
+                raise InputError(f"{killed}, and again; where {full} is full, {_LOWER}") from error
             print_stderr(f"warning: {killed}; the loader begins again there")
             if isinstance(self._plan, StreamPlan):  # else workers plan from the run's start
                 self._plan = self._plan.starting_at(self._plan.round_start(number))

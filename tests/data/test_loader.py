@@ -6,6 +6,7 @@ import multiprocessing
 import signal
 import threading
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import jax
 import numpy as np
@@ -122,6 +123,13 @@ def test_a_worker_that_is_killed_again_ends_the_run(code, full, plan, collate, m
         InputError, match=rf"step 3 \(exit code {code}\), and again; where {full} is full, lower"
     ):
         load(plan, collate, 2, 9)
+
+
+def test_processes_that_cannot_begin_are_told(plan, collate, monkeypatch):
+    full = Mock(side_effect=OSError(28, "No space left on device"))
+    monkeypatch.setattr("multiprocessing.synchronize.SemLock.__init__", full)
+    with says("No space left", "where /dev/shm, which", "is full, lower data.loader.processes"):
+        load(plan, collate, 0, 9, processes=1)
 
 
 @pytest.mark.parametrize("between", [1, 3])
