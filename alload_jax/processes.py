@@ -1,6 +1,7 @@
 """What programs and the processes that they start have in common.
 
-Imports, Ctrl-C, their output and end, and what a thread waits for, by the functions that it is in.
+Imports, Ctrl-C, CPUs, their output and end, and what a thread waits for, by the functions that it
+is in.
 """
 
 import io
@@ -11,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from types import CodeType, FrameType, FunctionType
 from typing import Any, TextIO, TypeVar
 
@@ -34,6 +35,25 @@ def quiet_imports() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+_QUOTAS = (
+    (Path("/sys/fs/cgroup/cpu.max"),),
+    (Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"), Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us")),
+)
+"""Time and period of a container, or `max` or -1 for no limit; in the second and first version."""
+
+
+def cpus() -> int:
+    """CPUs that this process may use: of its host, or of its container."""
+    on_linux = hasattr(os, "sched_getaffinity")
+    count: float = len(os.sched_getaffinity(0)) if on_linux else os.cpu_count() or 1
+    for paths in _QUOTAS:
+        if all(path.exists() for path in paths):
+            share, period = " ".join(path.read_text() for path in paths).split()
+            if share not in ("max", "-1"):
+                count = min(count, int(share) / int(period))
+    return max(1, round(count))
 
 
 class _LastingFile(io.FileIO):

@@ -36,6 +36,7 @@ from alload_jax.planning.factory import make_plan
 from alload_jax.planning.fit import Point, fit_memory, fit_quadratic
 from alload_jax.planning.samples import Geometry, Samples
 from alload_jax.planning.settings import PlanningConfig
+from alload_jax.processes import cpus
 from alload_jax.sharding.host_memory import host_bytes
 from alload_jax.training.trial_step import Step, with_density
 
@@ -216,7 +217,7 @@ class Calibration:
     def __init__(self, step: Step, bounds: Bounds):
         self.step = step
         self.bounds = bounds
-        self._workers = max(1, (os.cpu_count() or 1) // 4)
+        self._workers = max(1, cpus() // 4)
         self._points: list[Point] = []
         self._compiled, self._all_seconds = 0, 0.0
         self._prepare()

@@ -19,6 +19,7 @@ from alload_jax.commands import add_command, bench_epoch, bench_step
 from alload_jax.commands.flags import ABOVE_0, COUNT, SHARE, require_outputs, require_place, triple
 from alload_jax.errors import InputError
 from alload_jax.files import Json
+from alload_jax.processes import cpus
 from alload_jax.sharding.host_memory import set_xla_flags
 
 if TYPE_CHECKING:
@@ -306,7 +307,7 @@ def add_tune_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--processes",
         type=COUNT,
-        default=max(1, min(_MOST_PROCESSES, (os.cpu_count() or 1) - 1)),
+        default=max(1, min(_MOST_PROCESSES, cpus() - 1)),
         help="that compile at the same time; each takes about 0.6 GB of the GPU's memory; default: "
         f"one less than the machine has cores, at most {_MOST_PROCESSES}",
     )

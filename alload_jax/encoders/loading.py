@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 
 from alload_jax.errors import InputError, first_line
 from alload_jax.files import read_json
+from alload_jax.processes import cpus
 
 if TYPE_CHECKING:
     import torch
@@ -286,8 +287,8 @@ class Encoder(ABC):
         import torch
 
         device = torch.device(self._asked[0] or ("cuda" if torch.cuda.is_available() else "cpu"))
-        if device.type == "cpu" and hasattr(os, "sched_getaffinity"):
-            torch.set_num_threads(min(torch.get_num_threads(), len(os.sched_getaffinity(0))))
+        if device.type == "cpu":
+            torch.set_num_threads(min(torch.get_num_threads(), cpus()))
         return device
 
     @cached_property

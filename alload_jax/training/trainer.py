@@ -7,7 +7,6 @@ micro-batch, at the end of an epoch, contributes its current sums. In AdaptiveLo
 2605.17923) every rank draws its own bucket: it is such a group of one rank.
 """
 
-import os
 import tempfile
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +20,7 @@ from jax.stages import Compiled, Wrapped
 
 from alload_jax.data.batch import AnyBatch, signature
 from alload_jax.data.loader import PlacedStep
-from alload_jax.processes import waits
+from alload_jax.processes import cpus, waits
 from alload_jax.sharding.mesh import (
     batch_sharding,
     is_local,
@@ -157,7 +156,7 @@ class Trainer:
         )
         meshes = list(self._local)
         turns = {signature(shape): number % len(meshes) for number, shape in enumerate(shapes)}
-        loading = ThreadPoolExecutor(max_workers=os.cpu_count())
+        loading = ThreadPoolExecutor(max_workers=cpus())
 
         def compile_for(mesh: Mesh, shape: AnyBatch) -> Compiled:
             given = self._local[mesh]
@@ -244,7 +243,7 @@ def in_parallel(
 ) -> Iterator[tuple[AnyBatch, T]]:
     """Yields each shape with the result of `compile_one`; several run at once, and `beside` too."""
     # XLA already uses several cores to compile one program.
-    pool = ThreadPoolExecutor(max_workers=max(1, (os.cpu_count() or 1) // 2))
+    pool = ThreadPoolExecutor(max_workers=max(1, cpus() // 2))
     try:
         other = pool.submit(beside)
         yield from zip(shapes, pool.map(compile_one, shapes), strict=True)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from alload_jax.models.common.embedding import ConditionTokens
 from alload_jax.models.common.segments import Segments
 from alload_jax.models.families import abstract_model, family_of
 from alload_jax.planning.remat import RematPolicy
+from alload_jax.processes import cpus
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
 from alload_jax.training.optimizer import OptimizerConfig
 from alload_jax.training.parameters import ALL_TRAINED, ParametersConfig
@@ -253,7 +253,7 @@ def layer_seconds(
         spec = training_spec(_with_policy(model, "full"), optimizer, None, parameters)
         step = Step(spec, condition_tokens)
         specs = [spec._replace(model=_with_policy(model, each)) for each in policies]
-        with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
+        with ThreadPoolExecutor(max(1, cpus() // 2)) as pool:
             programs = list(pool.map(lambda each: _compiled(step, each, latents), specs))
     except jax.errors.JaxRuntimeError as error:
         if not out_of_memory(error):

@@ -229,7 +229,7 @@ def test_too_little_time_for_a_fit_is_told_as_soon_as_it_is_known(
     monkeypatch.setattr(PretendedStep, "compile", compile)
     monkeypatch.setattr(calibration, "time", clock)
     monkeypatch.setattr(calibration, "_TARGETS", ())
-    monkeypatch.setattr(calibration.os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(calibration, "cpus", lambda: 1)
     measured = calibration.Calibration(PretendedStep(), calibration.Bounds(seconds, 4, 64))
     if least is None:
         assert sum(each.seconds is not None for each in measured.measure(64)) == 5
@@ -241,7 +241,7 @@ def test_too_little_time_for_a_fit_is_told_as_soon_as_it_is_known(
 
 def test_steps_that_are_compiled_together_count_before_time_is_too_short(monkeypatch):
     """Four are compiled at once, and the sixth step would take too long."""
-    monkeypatch.setattr(calibration.os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(calibration, "cpus", lambda: 16)
     cases = [Case(1, 4), Case(2, 2), Case(1, 8), Case(2, 4), Case(1, 16), Case(1, 64)]
     monkeypatch.setattr(calibration, "grid", lambda *_: cases)
     measured = calibration.Calibration(PretendedStep(), calibration.Bounds(20, 4, 64))
@@ -292,7 +292,7 @@ def test_memory_is_a_line_through_compiled_programs(monkeypatch):
         calibration.Calibration(PretendedStep(), small).memory()
     clock = itertools.count(0, 9)  # seconds, of which each look takes nine
     monkeypatch.setattr(calibration.time, "perf_counter", lambda: next(clock))
-    monkeypatch.setattr(calibration.os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(calibration, "cpus", lambda: 1)
     brief = dataclasses.replace(bounds, seconds=89.0)
     with pytest.raises(InputError, match=r"takes 9 s to compile .* needs 5; give at least 90"):
         calibration.Calibration(PretendedStep(), brief).memory()

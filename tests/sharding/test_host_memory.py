@@ -1,14 +1,18 @@
 """How much of the host's memory a device may use, and flags of XLA."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import jax
 import pytest
 
+from alload_jax import processes
 from alload_jax.bench.calibration import device_memory
 from alload_jax.errors import InputError
 from alload_jax.sharding import host_memory
 from alload_jax.sharding.host_memory import DEFAULT_FLAGS, with_defaults
+from alload_jax.training import trainer
 
 
 @pytest.fixture
@@ -34,6 +38,30 @@ def test_the_memory_or_a_lower_limit_of_the_container_is_shared(host):
     assert host(8_000_000_000, 16) == 8e9 / 2 / 16
     if jax.default_backend() == "cpu":
         assert device_memory(None) == 8e9 / 2
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, 6),
+        ({"cpu.max": "max 100000"}, 6),
+        ({"cpu.max": "250000 100000"}, 2),
+        ({"cpu.max": "20000 100000"}, 1),
+        ({"cpu.cfs_quota_us": "-1", "cpu.cfs_period_us": "100000"}, 6),
+        ({"cpu.cfs_quota_us": "400000\n", "cpu.cfs_period_us": "100000\n"}, 4),
+    ],
+)
+def test_no_more_cpus_are_used_than_the_container_may(files, expected, tmp_path, monkeypatch):
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    places = [tuple(tmp_path / path.name for path in paths) for paths in processes._QUOTAS]
+    monkeypatch.setattr(processes, "_QUOTAS", places)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(6))
+    assert processes.cpus() == expected
+    shapes, pools = range(20), Mock(wraps=ThreadPoolExecutor)
+    monkeypatch.setattr(trainer, "ThreadPoolExecutor", pools)
+    assert list(trainer.in_parallel(lambda shape: -shape, shapes)) == [(n, -n) for n in shapes]
+    assert pools.call_args.kwargs["max_workers"] == max(1, expected // 2)
 
 
 def test_gpus_of_a_process_share_what_xla_may_use(host, monkeypatch):
