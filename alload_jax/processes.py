@@ -1,12 +1,13 @@
 """What programs and the processes that they start have in common.
 
-Imports, Ctrl-C, CPUs, their output and end, and what a thread waits for, by the functions that it
-is in.
+Imports, Ctrl-C, CPUs and files, their output and end, and what a thread waits for, by the functions
+that it is in.
 """
 
 import io
 import multiprocessing
 import os
+import resource
 import signal
 import sys
 import threading
@@ -54,6 +55,16 @@ def cpus() -> int:
             if share not in ("max", "-1"):
                 count = min(count, int(share) / int(period))
     return max(1, round(count))
+
+
+def most_open_files() -> int:
+    """Files that this process may have open, once its limit is raised as far as it may be."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (ValueError, OSError):  # macOS names more than it gives
+        return soft
+    return hard
 
 
 class _LastingFile(io.FileIO):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 import tempfile
 import zlib
 from pathlib import Path
@@ -89,6 +90,18 @@ def test_full_shards_are_closed_by_their_bytes(tmp_path):
     size = len(record_bytes(store, read_rows(store).to_pylist()[0]))
     exact = write_store(tmp_path / "exact", samples[:1] * 4, bytes_per_shard=2 * size)
     assert read_manifest(exact).index.tolist() == [0, 1, 0, 1]
+
+
+def test_shards_beyond_an_eighth_of_the_files_that_may_be_open_are_closed(tmp_path, monkeypatch):
+    samples, limits = random_samples(30), [(16, 80)]
+    monkeypatch.setattr("resource.getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr("resource.setrlimit", lambda _, both: limits.append(both))
+    reader = StoreReader(read_manifest(write_store(tmp_path, samples, samples_per_shard=1)))
+    for number in 2 * [*range(30)]:
+        assert_holds(reader.read(number), samples[number])
+    opened = [os.path.realpath(path) for path in Path("/proc/self/fd").iterdir()]
+    assert sum(path.startswith(str(tmp_path)) for path in opened) == 10
+    assert limits[-1] == (80, 80)
 
 
 def test_the_folder_appears_at_the_end_or_not_and_what_a_killed_writer_left_is_replaced(tmp_path):

@@ -24,7 +24,7 @@ from alload_jax.data.manifest import MANIFEST_NAME, Manifest, read_captions, rea
 from alload_jax.data.sources import SampleReader, SampleSource
 from alload_jax.errors import InputError, first_line, one_line
 from alload_jax.files import replacing
-from alload_jax.processes import waits
+from alload_jax.processes import most_open_files, waits
 
 _RESTORE = "restore it or prepare the data again"
 _THREADS = 16  # opening waits for the file system
@@ -47,6 +47,8 @@ class StoreReader(SampleSource):
         self.manifest = manifest
         self._readers: dict[str, array_record_module.ArrayRecordReader] = {}
         self._lock = threading.Lock()
+        # A set has several folders, and a run opens other files as well.
+        self._most_open = max(1, most_open_files() // 8)
 
     def __reduce__(self) -> tuple[type[Self], tuple[Any, ...]]:
         """Pickles only the manifest; a worker process opens the shards itself."""
@@ -69,6 +71,8 @@ class StoreReader(SampleSource):
             path = str(self.path(shard))
             with self._lock:
                 if shard not in self._readers:
+                    if len(self._readers) == self._most_open:
+                        self._close_oldest()
                     self._readers[shard] = array_record_module.ArrayRecordReader(path)
                 (data,) = self._readers[shard].read([index])
         except (IndexError, OSError, RuntimeError, TypeError, ValueError) as error:
@@ -149,10 +153,13 @@ class StoreReader(SampleSource):
     def close(self) -> None:
         with self._lock:
             while self._readers:
-                _, reader = self._readers.popitem()
-                # A damaged shard raises again on close; `read` has reported it already.
-                with contextlib.suppress(RuntimeError):
-                    reader.close()
+                self._close_oldest()
+
+    def _close_oldest(self) -> None:
+        reader = self._readers.pop(next(iter(self._readers)))
+        # A damaged shard raises again on close; `read` has reported it already.
+        with contextlib.suppress(RuntimeError):
+            reader.close()
 
 
 _BLOCK = 2**22
