@@ -441,6 +441,9 @@ def test_a_run_folder_of_somebody_else_is_refused_where_it_leads_out(tmp_path):
         shutil.rmtree(run)
     assert target.read_text() == "mine"
     assert names_in(target.parent) == ["kept"]
+    run.symlink_to("nothing")  # in a container that does not see it
+    with pytest.raises(InputError, match="run: is a link to nothing; make the folder"):
+        locked(run, Cluster()).__enter__()
 
 
 def test_links_are_replaced_or_refused_and_never_followed(tmp_path):

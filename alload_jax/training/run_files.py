@@ -361,6 +361,7 @@ def locked(folder: Path, cluster: Cluster) -> Iterator[None]:
                         "may be a link)"
                     )
         require_run_or_new(folder)
+        require_regular(folder, "make the folder that it leads to, or name another run.folder")
         folder.mkdir(parents=True, exist_ok=True)
     with open_own(folder / LOCK_NAME, "a+") as file:
         with cluster.report_failures():
