@@ -255,11 +255,13 @@ def read_file(
     except (FileNotFoundError, NotADirectoryError):
         return None
     except _DAMAGE as error:
-        warnings.warn(
-            f"{path} is passed over: {otherwise} for {device_kind} "
-            f"({type(error).__name__}: {error}); delete it, or measure again",
-            stacklevel=2,
+        why = (
+            f"{otherwise} for {device_kind} ({type(error).__name__}: {error}); delete it, or "
+            "measure again"
         )
+        if isinstance(error, PermissionError):  # a home of somebody else
+            why = "it may not be read; set XDG_CACHE_HOME to a folder of your own"
+        warnings.warn(f"{path} is passed over: {why}", stacklevel=2)
         return None
 
 

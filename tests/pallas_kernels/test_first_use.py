@@ -4,6 +4,8 @@ import json
 import math
 from functools import partial
 from importlib import import_module
+from pathlib import Path
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -145,6 +147,12 @@ def test_a_damaged_file_or_cache_is_told_and_measured_again(content, monkeypatch
     monkeypatch.setenv("XDG_CACHE_HOME", str(path))  # no folder
     with pytest.warns(UserWarning, match="cannot be written"):
         assert Comparisons().ratio("another", lambda: (3.0, 1.0)) == 3.0
+
+
+def test_a_file_in_the_home_of_somebody_else_is_passed_over(monkeypatch):
+    monkeypatch.setattr(Path, "read_text", Mock(side_effect=PermissionError(13, "Denied")))
+    with pytest.warns(UserWarning, match="it may not be read; set XDG_CACHE_HOME"):
+        assert Comparisons().known() == {}
 
 
 def test_without_a_home_nothing_is_kept(no_home):
