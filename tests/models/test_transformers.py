@@ -19,7 +19,7 @@ from alload_jax.models.common.layers import rematerialise
 from alload_jax.models.common.lora import LoraConfig
 from alload_jax.models.common.parts import patchify
 from alload_jax.models.common.sparse_attention.config import SparseAttentionConfig
-from alload_jax.models.families import abstract_model, family_of
+from alload_jax.models.families import FAMILIES, abstract_model, family_of
 from alload_jax.models.hunyuan_video.transformer import HunyuanVideoConfig
 from alload_jax.models.hunyuan_video.transformer_13b import HunyuanVideo13bConfig
 from alload_jax.models.wan.transformer import WanConfig, WanTransformer
@@ -274,3 +274,10 @@ def test_frozen_bfloat16_parameters_compute_in_float32():
     rounded = jax.tree.map(lambda leaf: leaf.astype(np.float32), low)
     run = jax.jit(lambda params: nnx.merge(graph, params)(*inputs(CONFIG, 2, (2, 4, 4))))
     np.testing.assert_allclose(run(low), run(rounded), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES.names())
+def test_a_field_that_older_configs_lack_means_what_it_is_by_default(family):
+    config = FAMILIES.get(family).config
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    assert config.later_fields == {name: defaults[name] for name in config.later_fields}

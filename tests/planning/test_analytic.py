@@ -11,6 +11,7 @@ import pytest
 from flax.traverse_util import flatten_dict
 from planning_cases import refused, write_json
 
+from alload_jax.config import read_config
 from alload_jax.models.common.config import ImageConfig, TextConfig
 from alload_jax.models.common.cudnn import launched_tokens
 from alload_jax.models.families import abstract_model, parameter_count
@@ -214,6 +215,20 @@ def test_parameters_are_those_of_the_model(config):
     assert from_fields(json.loads(json.dumps(found.fields()))) == found
     if config is PUBLISHED:
         assert found == architecture_named("hunyuan-video-1.5") == HUNYUAN_VIDEO_1_5
+
+
+@pytest.mark.parametrize(
+    ("name", "example"),
+    [
+        ("wan2.1-1.3b", "wan2_1_t2v_1_3b"),
+        ("wan2.1-14b", "wan2_1_t2v_14b"),
+        ("hunyuan-video-1.5", "hunyuan_video_1_5"),
+        ("hunyuan-video-13b", "hunyuan_video_13b"),
+    ],
+)
+def test_a_named_model_is_that_of_its_example(name, example):
+    model = read_config(["--config", example]).model
+    assert from_fields(model.architecture()) == architecture_named(name)
 
 
 def test_published_models_have_their_counts_and_devices_two_names():
