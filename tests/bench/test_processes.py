@@ -20,11 +20,10 @@ sys.exit({})
 
 
 @pytest.mark.parametrize("said", ["out of memory", 0])
-def test_a_run_that_fails_after_its_first_step_has_no_rate(tmp_path, monkeypatch, said):
-    monkeypatch.setattr(processes, "TRAIN", str(tmp_path / "train.py"))
+def test_a_run_that_fails_after_its_first_step_has_no_rate(tmp_path, said):
     (tmp_path / "train.py").write_text(TRAIN.format(repr(said)))
     environ = os.environ | {"XLA_FLAGS": "--mine"}
-    run = processes.Run(tmp_path / "run", [], 1, 1)
+    run = processes.Run(tmp_path / "run", [str(tmp_path / "train.py")], 1, 1)
     if said:
         with pytest.raises(InputError, match="the run ended: out of memory"):
             processes.steady(run, environ)
@@ -33,10 +32,9 @@ def test_a_run_that_fails_after_its_first_step_has_no_rate(tmp_path, monkeypatch
 
 
 def test_a_run_beside_a_program_that_failed_was_not_slowed(tmp_path, monkeypatch):
-    monkeypatch.setattr(processes, "TRAIN", str(tmp_path / "train.py"))
     monkeypatch.setattr(processes, "__file__", str(tmp_path / "none.py"))
     monkeypatch.setenv("XLA_FLAGS", "--mine")
     (tmp_path / "train.py").write_text(TRAIN.format(0))
-    run = processes.Run(tmp_path / "run", [], 1, 1)
+    run = processes.Run(tmp_path / "run", [str(tmp_path / "train.py")], 1, 1)
     with pytest.raises(InputError, match="the program beside the run ended"):
         processes.slowed(run, 0, 0.2)
