@@ -29,15 +29,7 @@ from pathlib import Path
 from chaos_bits import flip_bits
 from chaos_inputs import INPUTS, give_inputs
 from chaos_phases import PHASES
-from chaos_runs import (
-    PATIENCE,
-    STEPS,
-    VARIANTS,
-    Campaign,
-    differences,
-    errors_of,
-    saved_step,
-)
+from chaos_runs import PATIENCE, STEPS, VARIANTS, Campaign, differences, errors_of, saved_step
 
 from alload_jax.bench.harness import Record, benchmark_parser
 from alload_jax.errors import run_command

@@ -189,15 +189,11 @@ class Campaign:
         if not marked.signal and status == 0 and not faults:
             return None
         faults += faults_of_end(killed, marked.signal, status) + faults_of_start(runs[0], before)
-        step, saved = (
-            last_step(self.folder / name / "metrics.jsonl"),
-            saved_step(self.folder / name),
-        )
+        step = last_step(self.folder / name / "metrics.jsonl")
+        saved = saved_step(self.folder / name)
         faults += faults_of_rest(before, step, saved)
         spent = round(time.monotonic() - began, 2)
-        return Kill(
-            processes, phase, marked.phases, number, step, saved, status, spent, faults
-        )  # fmt: skip
+        return Kill(processes, phase, marked.phases, number, step, saved, status, spent, faults)
 
     def _end_of_others(self, runs: Sequence[Started], killed: Started, name: str) -> list[str]:
         faults = []

@@ -114,8 +114,7 @@ class Starter:
         out.with_suffix(".err").touch()
         out.with_suffix(".phases").unlink(missing_ok=True)  # of an earlier campaign
         process = self._context.Process(
-            target=_enter,
-            args=(program, tuple(arguments), str(out), aim and tuple(aim)),
+            target=_enter, args=(program, tuple(arguments), str(out), aim and tuple(aim))
         )
         process.start()
         return Started(process, out)

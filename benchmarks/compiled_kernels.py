@@ -114,42 +114,36 @@ def rotary_cases() -> Iterator[Case]:
         yield Case(*which, blocks.num_warps, blocks.per_core, call, shapes)
 
 
+def after_residual(dim: int, segments: bool = False) -> tuple[Any, tuple[Any, ...]]:
+    """Options and shapes of a backward after a residual, of rows or of 42 segments."""
+    dtype = jnp.dtype(jnp.bfloat16)
+    layout: norm_operands.ModulationLayout = "segment" if segments else "row"
+    options = norm_operands.NormOptions(layout, 1e-6, dtype, dtype, dtype, h="sum")
+    stream, table = array(1, _TOKENS, dim), wide(1, 42, dim) if segments else wide(1, dim)
+    ids = array(1, _TOKENS, dtype=jnp.int32) if segments else None
+    given = (stream, wide(1, _TOKENS, 2), table, wide(0), stream, table, ids)
+    return options, (norm_operands.NormResiduals(*given), stream, stream)
+
+
 def norm_cases() -> Iterator[Case]:
     """The backward after a residual."""
-    dtype = jnp.dtype(jnp.bfloat16)
-    options = norm_operands.NormOptions("row", 1e-6, dtype, dtype, dtype, h="sum")
     for dim in (1536, 3072, 5120, 6144, 7168, 8192):
-        stream, table = array(1, _TOKENS, dim), wide(1, dim)
-        residuals = norm_operands.NormResiduals(
-            *(stream, wide(1, _TOKENS, 2), table, wide(0), stream, table, None)
-        )
+        options, shapes = after_residual(dim)
         division = norm_tuning.division_for(norm_tuning.MEASURED["residual_backward"], dim)
         call = partial(norm_calls.backward, options=options, blocks=division)
         which = ("layernorm_modulate_backward", dim, "after a residual")
-        shapes = (residuals, stream, stream)
         yield Case(*which, division.num_warps, division.per_core, call, shapes)
 
 
 def mosaic_cases() -> Iterator[Case]:
     """The same through Mosaic GPU, of rows and of segments."""
-    dtype = jnp.dtype(jnp.bfloat16)
     for dim in (1536, 5120, 7296, 8192, 10_240):
-        layouts: dict[norm_operands.ModulationLayout, tuple[tuple[int, ...], str]] = {
-            "row": ((1,), ""),
-            "segment": ((1, 42), ", segments"),
-        }
-        for layout, (tables, words) in layouts.items():
-            options = norm_operands.NormOptions(layout, 1e-6, dtype, dtype, dtype, h="sum")
-            stream, table = array(1, _TOKENS, dim), wide(*tables, dim)
-            ids = array(1, _TOKENS, dtype=jnp.int32) if words else None
-            residuals = norm_operands.NormResiduals(
-                *(stream, wide(1, _TOKENS, 2), table, wide(0), stream, table, ids)
-            )
+        for segments in (False, True):
+            options, shapes = after_residual(dim, segments)
             way = norm_tuning.way_for("residual_backward", dim, 8)
             assert way is not None
             call = partial(mosaic_calls.backward, options=options, way=way)
-            which = (mosaic_calls.BACKWARD, dim, f"after a residual{words}")
-            shapes = (residuals, stream, stream)
+            which = (mosaic_calls.BACKWARD, dim, "after a residual" + ", segments" * segments)
             yield Case(*which, way.groups * _WARPS, way.per_core, call, shapes)
 
 

@@ -37,6 +37,7 @@ SINGLE = ("hunyuan-video-13b", 4)
 SHORT = (128, (1, 32, 32))
 SINGLE_CLIP = (1, (5, 90, 160))
 JOINT_CLIP, JOINT_IMAGES = (1, (9, 45, 80)), (8, (1, 45, 80))
+CLIPS = ((WAN, CLIP), (LARGE, CLIP), (JOINT, JOINT_CLIP), (SINGLE, SINGLE_CLIP))
 FULL = ((1, (121, 60, 104)), (800, (1, 32, 32)))
 """About what an H200 holds: one long clip, and many short samples."""
 ADAPTERS: tuple[RematPolicy, ...] = ("full", "offload", "attention", "matmuls_and_attention")
@@ -88,21 +89,14 @@ class Case(NamedTuple):
 def cases() -> Iterator[Case]:
     """All steps."""
     for policy in (*LADDER, *OFFLOADED):
-        for model, shape in (
-            (WAN, CLIP),
-            (LARGE, CLIP),
-            (JOINT, JOINT_CLIP),
-            (SINGLE, SINGLE_CLIP),
-        ):
+        for model, shape in CLIPS:
             yield Case(*model, *shape, (policy,))
     for policy in LADDER:
         for model, shape in ((WAN, IMAGES), (WAN, SHORT), (JOINT, JOINT_IMAGES)):
             yield Case(*model, *shape, (policy,))
     for kept in ADAPTERS:
-        yield Case(*WAN, *CLIP, (kept,), "bfloat16")
-        yield Case(*LARGE, *CLIP, (kept,), "float8")
-        yield Case(*JOINT, *JOINT_CLIP, (kept,), "bfloat16")
-        yield Case(*SINGLE, *SINGLE_CLIP, (kept,), "bfloat16")
+        for model, shape in CLIPS:
+            yield Case(*model, *shape, (kept,), "float8" if model is LARGE else "bfloat16")
     for model, shape in ((WAN, CLIP), (JOINT, JOINT_CLIP)):
         yield Case(*model, *shape, ("attention",), single=False)
     for policies in PATTERNS:

@@ -81,19 +81,18 @@ def moved(text: str) -> dict[str, float]:
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def measured(case: Case, device: Any) -> Json:
-    """What a case's step holds and moves."""
-    fields = model_fields("1.3b")
-    chosen = training_fields(fields, case.remat, scan_layers=not case.unrolled)
-    with gpu_target.traced_for(device):
-        spec = training_spec(config_from_fields(chosen))
-        mesh = make_mesh(MeshConfig(), [device])
-        gradient = gpu_target.compiled_gradient(spec, mesh, case.rows, case.latents)
-    found = gradient.program.memory_analysis()
-    row = {"name": case.name, **case._asdict()}
-    row |= {"bytes": gradient.bytes, "temporary": found.temp_size_in_bytes}
-    row["host"] = found.host_temp_size_in_bytes
-    return row | ({"moved": moved(gradient.program.as_text())} if case.unrolled else {})
+def steps(devices: list[Any]) -> Iterator[Json]:
+    """What steps hold and move."""
+    for case in CASES:
+        chosen = training_fields(model_fields("1.3b"), case.remat, scan_layers=not case.unrolled)
+        with gpu_target.traced_for(devices[0]):
+            spec, mesh = training_spec(config_from_fields(chosen)), make_mesh(MeshConfig(), devices)
+            gradient = gpu_target.compiled_gradient(spec, mesh, case.rows, case.latents)
+        found = gradient.program.memory_analysis()
+        row = {"name": case.name, **case._asdict()}
+        row |= {"bytes": gradient.bytes, "temporary": found.temp_size_in_bytes}
+        row["host"] = found.host_temp_size_in_bytes
+        yield row | ({"moved": moved(gradient.program.as_text())} if case.unrolled else {})
 
 
 def gathered(text: str) -> dict[str, int]:
@@ -128,12 +127,6 @@ def main(argv: list[str]) -> int:
     if options.sharded:
         return gpu_target.record(options.out, sharded, "flax", gpus=2)
     return gpu_target.record(options.out, steps, "flax")
-
-
-def steps(devices: list[Any]) -> Iterator[Json]:
-    """What the JSON says of each step."""
-    for case in CASES:
-        yield measured(case, devices[0])
 
 
 if __name__ == "__main__":

@@ -20,24 +20,18 @@ from alload_jax.files import Json
 COMMAND = "diffusers_step.py"
 TORCH_STEP = Path(__file__).with_name("torch_step.py")
 
+_USUAL = {"precision": "bf16_copy", "attention": "cudnn", "compile": "blocks", "remat": "full"}
 TORCH_CASES: tuple[Json, ...] = (
-    {"precision": "bf16_copy", "attention": "cudnn", "compile": "blocks", "remat": "full"},
-    {"precision": "bf16_copy", "attention": "cudnn", "compile": "whole", "remat": "full"},
-    {"precision": "bf16_copy", "attention": "flash", "compile": "blocks", "remat": "full"},
-    {"precision": "autocast", "attention": "cudnn", "compile": "blocks", "remat": "full"},
-    {"precision": "bf16_copy", "attention": "cudnn", "compile": "blocks", "remat": "none"},
+    _USUAL,
+    _USUAL | {"compile": "whole"},
+    _USUAL | {"attention": "flash"},
+    _USUAL | {"precision": "autocast"},
+    _USUAL | {"remat": "none"},
 )
 """PyTorch at its best is not known beforehand: all of these are measured."""
-
-SELECTIVE_CASES: tuple[Json, ...] = (
-    {"precision": "bf16_copy", "attention": "cudnn", "compile": "blocks", "remat": "attention"},
-)
+SELECTIVE_CASES: tuple[Json, ...] = (_USUAL | {"remat": "attention"},)
 """Further cases of Wan: selective checkpointing, which keeps the outputs of attention."""
-
-MASKED_CASES: tuple[Json, ...] = (
-    {"precision": "bf16_copy", "attention": "default", "compile": "blocks", "remat": "full"}
-    | {"masked": True},
-)
+MASKED_CASES: tuple[Json, ...] = (_USUAL | {"attention": "default", "masked": True},)
 """Further cases of models whose attention has masks: as diffusers has it."""
 
 

@@ -50,10 +50,7 @@ def main() -> None:
     known = json.loads(options.out.read_text())["runs"] if options.out.exists() else []
     record = Record(options.out, ("jax", "jaxlib", "flax", "optax"), device="CPU", runs=known)
     missing = range(len(known), options.runs)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        ThreadPoolExecutor(options.workers) as workers,
-    ):
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.workers) as workers:
         for run in workers.map(partial(trained, folder=Path(folder)), missing):
             record.content["alarms"] = sum(len(each["alarms"]) for each in [*known, run])
             record.add(run, to="runs")

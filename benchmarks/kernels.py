@@ -73,6 +73,25 @@ def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.Array:
 
 wide = partial(array, dtype=jnp.float32)
 Paces = Sequence[Pace | None]
+Passes = tuple[str, Pace | None, Callable[..., Any], Callable[..., Any]]
+"""An implementation with its pace, and its forward and backward."""
+
+
+def own_passes(name: str, module: Any, options: Any) -> Passes:
+    """Those of a backend's module, at its own pace."""
+    forward = partial(module.forward, options=options)
+    return name, None, forward, partial(module.backward, options=options)
+
+
+def both_cases(
+    kernel: str, moved: int, operands: Any, cotangent: jax.Array, reference: Any, ways: list[Passes]
+) -> Iterator[Case]:
+    """Cases of each way, and of XLA; a forward moves `moved` bytes, a backward x once more."""
+    pull = lambda given, d: jax.vjp(reference, given)[1](d)  # noqa: E731
+    width, more = operands.x.shape[-1], moved + operands.x.nbytes
+    for name, pace, forward, backward in (*ways, ("xla", None, reference, pull)):
+        yield Case(kernel, "forward", width, name, forward, (operands,), moved, pace)
+        yield Case(kernel, "backward", width, name, backward, (operands, cotangent), more, pace)
 
 
 def gelu_cases(width: int, paces: Paces) -> Iterator[Case]:
@@ -80,30 +99,16 @@ def gelu_cases(width: int, paces: Paces) -> Iterator[Case]:
     tokens = ELEMENTS // width
     x, cotangent = array(1, tokens, width), array(1, tokens, width)
     operands = gelu.GeluOperands(x, wide(width))
-    ways: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-        "triton": (gelu_triton.forward, gelu_triton.backward),
-        "mosaic": (gelu_mosaic.forward, gelu_mosaic.backward),
-    }
-    for name, (forward, backward) in ways.items():
-        for pace in paces if name == "mosaic" else [None]:
-            if pace:
-                call = partial(gelu_mosaic.call, pace=pace)
-                both = (
-                    lambda given, c=call: c(gelu_mosaic.FORWARD, given, {}, ("out",)),
-                    lambda given, d, c=call: c(gelu_mosaic.BACKWARD, given, {"dout": d}, ("dx",)),
-                )
-            else:
-                both = (
-                    lambda given, f=forward: f(given, Plain()),
-                    lambda given, d, b=backward: b(given, d, Plain()),
-                )
-            given: tuple[Any, ...] = (operands,)
-            yield Case("bias_gelu", "forward", width, name, both[0], given, 2 * x.nbytes, pace)
-            given = (operands, cotangent)
-            yield Case("bias_gelu", "backward", width, name, both[1], given, 3 * x.nbytes, pace)
-    yield Case("bias_gelu", "forward", width, "xla", gelu.reference, (operands,), 2 * x.nbytes)
-    pull = lambda given, d: jax.vjp(gelu.reference, given)[1](d)  # noqa: E731
-    yield Case("bias_gelu", "backward", width, "xla", pull, (operands, cotangent), 3 * x.nbytes)
+    modules = {"triton": gelu_triton, "mosaic": gelu_mosaic}
+    ways = [own_passes(name, module, Plain()) for name, module in modules.items()]
+    for pace in filter(None, paces):
+        call = partial(gelu_mosaic.call, pace=pace)
+        both = (
+            lambda given, c=call: c(gelu_mosaic.FORWARD, given, {}, ("out",)),
+            lambda given, d, c=call: c(gelu_mosaic.BACKWARD, given, {"dout": d}, ("dx",)),
+        )
+        ways.append(("mosaic", pace, *both))
+    yield from both_cases("bias_gelu", 2 * x.nbytes, operands, cotangent, gelu.reference, ways)
 
 
 def rotary_cases(width: int, paces: Paces) -> Iterator[Case]:
@@ -115,32 +120,21 @@ def rotary_cases(width: int, paces: Paces) -> Iterator[Case]:
     operands = rotary.RmsNormOperands(x, weight, array(width), *tables)
     options = rotary.RmsNormOptions(HEAD, per_head, 1e-6)
     cotangent = array(*rotary.heads_shape(x, options))
-    name, beside = "rms_norm_rotary", 2 * tables[0].nbytes
-    ways: list[tuple[str, Any]] = [("triton", rotary_triton), ("mosaic", rotary_mosaic)]
-    if rotary.way_for(width, options, 4, rotary.BACKWARD_PACE) is None:
-        ways.pop()
-    for each, module in ways:
-        for pace in paces if each == "mosaic" else [None]:
-            if pace:
-                call = partial(rotary_mosaic.call, options=options, pace=pace)
-                both = (
-                    lambda given, c=call: c(rotary_mosaic.FORWARD, given, None),
-                    lambda given, d, c=call: c(rotary_mosaic.BACKWARD, given, d.reshape(x.shape)),
-                )
-            else:
-                both = (
-                    lambda given, m=module: m.forward(given, options),
-                    lambda given, d, m=module: m.backward(given, d, options),
-                )
-            moved = 2 * x.nbytes + beside
-            yield Case(name, "forward", width, each, both[0], (operands,), moved, pace)
-            moved, given = 3 * x.nbytes + beside, (operands, cotangent)
-            yield Case(name, "backward", width, each, both[1], given, moved, pace)
-    reference = partial(rotary.reference, options=options)
-    moved = 2 * x.nbytes + beside
-    yield Case(name, "forward", width, "xla", reference, (operands,), moved)
-    pull = lambda given, d: jax.vjp(reference, given)[1](d)  # noqa: E731
-    yield Case(name, "backward", width, "xla", pull, (operands, cotangent), moved + x.nbytes)
+    ways = [own_passes("triton", rotary_triton, options)]
+    if rotary.way_for(width, options, 4, rotary.BACKWARD_PACE) is not None:
+        ways.append(own_passes("mosaic", rotary_mosaic, options))
+        for pace in filter(None, paces):
+            call = partial(rotary_mosaic.call, options=options, pace=pace)
+            both = (
+                lambda given, c=call: c(rotary_mosaic.FORWARD, given, None),
+                lambda given, d, c=call: c(rotary_mosaic.BACKWARD, given, d.reshape(x.shape)),
+            )
+            ways.append(("mosaic", pace, *both))
+    moved, reference = (
+        2 * x.nbytes + 2 * tables[0].nbytes,
+        partial(rotary.reference, options=options),
+    )
+    yield from both_cases("rms_norm_rotary", moved, operands, cotangent, reference, ways)
 
 
 def norm_cases(width: int, paces: Paces) -> Iterator[Case]:
@@ -193,25 +187,18 @@ def norm_way(kernel: Any, width: int, pace: Pace | None) -> Way:
     return way
 
 
-def timed(cases: Sequence[Case], copy: float) -> Iterator[dict[str, Any]]:
+def timed(cases: Sequence[Case], copy: float) -> Iterator[Json]:
     """Compiles cases at once, and times them one after the other."""
     with ThreadPoolExecutor(16) as pool:
         programs = pool.map(lambda case: rotating(case.call, [case.arguments]), cases)
         for case, program in zip(cases, list(programs), strict=True):
             time = device_time(program, [case.arguments])
             fields = ("kernel", "direction", "width", "implementation")
-            pace = {} if case.pace is None else {"pace": tuple(case.pace)}
-            yield (
-                {name: getattr(case, name) for name in fields}
-                | pace
-                | {
-                    "us": time.us,
-                    "us_low": time.us_low,
-                    "us_high": time.us_high,
-                    "bytes_moved": case.bytes_moved,
-                    "of_copy": case.bytes_moved / copy / time.us * 1e6,
-                }
-            )
+            found: Json = {name: getattr(case, name) for name in fields}
+            found |= {} if case.pace is None else {"pace": tuple(case.pace)}
+            found |= {name: getattr(time, name) for name in ("us", "us_low", "us_high")}
+            of_copy = case.bytes_moved / copy / time.us * 1e6
+            yield found | {"bytes_moved": case.bytes_moved, "of_copy": of_copy}
 
 
 def draw(content: Json, folder: Path) -> None:

@@ -53,10 +53,8 @@ def _torch(direction: Pass, arguments: Arguments) -> Iterator[tuple[str, DeviceT
         return (normed * (1 + scale[:, None]) + shift[:, None]).to(x.dtype)
 
     torch._dynamo.reset()
-    for name, function in (
-        ("torch", modulate),
-        ("torch.compile", torch.compile(modulate, dynamic=False)),
-    ):
+    functions = {"torch": modulate, "torch.compile": torch.compile(modulate, dynamic=False)}
+    for name, function in functions.items():
         if direction == "forward":
             with torch.no_grad():
                 yield name, _cuda_events(partial(function, x, scale, shift))

@@ -26,7 +26,7 @@ import heapq
 import warnings
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -40,12 +40,7 @@ from alload_jax.planning.workloads import make_workload
 CLIPS = "wan-480p, clips of 20,000 tokens or more"
 """The clips of `wan-480p` of 20,280 to 33,390 tokens: rows hold two or three."""
 
-M_MEM = {
-    "mixed-resolution": 81_920,
-    "wan-480p": 66_816,
-    CLIPS: 66_816,
-    "long-video-V60": 350_000,
-}
+M_MEM = {"mixed-resolution": 81_920, "wan-480p": 66_816, CLIPS: 66_816, "long-video-V60": 350_000}
 """Workload → maximum tokens of a micro-batch."""
 
 SECONDS_OF_TOKEN = 1 / 1024
@@ -74,14 +69,6 @@ class Case:
         return M_MEM[self.workload]
 
 
-class Planner(Protocol):
-    """Another library's planner with its settings."""
-
-    def epoch(self, case: Case) -> EpochPlan:
-        """Plans an epoch."""
-        ...
-
-
 @dataclass(frozen=True)
 class Lhotse:
     """`DynamicBucketingSampler`.
@@ -100,7 +87,7 @@ class Lhotse:
     buffer: float = 0.2
 
     def epoch(self, case: Case) -> EpochPlan:
-        """See `Planner.epoch`."""
+        """Plans an epoch."""
         # Single samples may exceed the bound through the penalty, with a warning.
         warnings.simplefilter("ignore")
         # Repeated cuts are named 123_dup0.
@@ -238,7 +225,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class RowPlanner(ABC):
-    """A planner of packed rows; see `Planner`.
+    """A planner of packed rows.
 
     Attributes:
       cost: the cost model.
@@ -272,7 +259,7 @@ class RowPlanner(ABC):
         """
 
     def epoch(self, case: Case) -> EpochPlan:
-        """See `Planner.epoch`."""
+        """Plans an epoch."""
         seq_len, limits = case.samples.seq_len, self._limits(case)
         rng = np.random.default_rng(0)
         steps: list[list[Rows]] = []

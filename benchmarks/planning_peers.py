@@ -23,14 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from peers import (
-    M_MEM,
-    Case,
-    FirstFitGrouped,
-    KarmarkarKarp,
-    Lhotse,
-    LongestFirst,
-)
+from peers import M_MEM, Case, FirstFitGrouped, KarmarkarKarp, Lhotse, LongestFirst
 
 from alload_jax.bench.harness import Record, benchmark_parser, provenance
 from alload_jax.errors import InputError, run_command
