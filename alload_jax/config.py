@@ -351,6 +351,27 @@ def _model_of_weights(argv: Sequence[str]) -> Json:
     }
 
 
+def without_effect(config: Config) -> list[str]:
+    """What differs from the defaults though nothing in a run of this config reads it, in words."""
+    parameters, planning, optimizer = config.parameters, config.planning, config.optimizer
+    frozen = bool(parameters.identity()), "nothing is frozen (model.lora, parameters.trained)"
+    packed = planning.policy != AUTO and planning.traits.packed
+    min_snr = getattr(config.objective, "noise_weighting", "min_snr") == "min_snr"
+    found = []
+    for key, read, why in (
+        ("parameters.frozen_dtype", *frozen),
+        ("parameters.frozen_memory", *frozen),
+        ("planning.ranks_mode", not packed, "packed rows have one shape on all ranks"),
+        ("optimizer.decay_steps", optimizer.schedule == "wsd", "optimizer.schedule is not wsd"),
+        ("objective.min_snr_gamma", min_snr, "objective.noise_weighting is not min_snr"),
+    ):
+        section, name = key.split(".")
+        part = getattr(config, section)
+        if not read and (value := getattr(part, name)) != getattr(type(part), name):
+            found.append(f"{key} is {value}, but {why}; leave it out")
+    return found
+
+
 def with_context(config: Config) -> Config:
     """Splits samples over the mesh's context groups, if the policy can split samples."""
     if not any(policy.splits_samples for policy in candidates(config.planning.policy)):

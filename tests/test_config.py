@@ -19,6 +19,7 @@ from alload_jax.config import (
     experts_of,
     read_config,
     with_context,
+    without_effect,
     write_config,
 )
 from alload_jax.config_parser import build_named, read_yaml
@@ -290,6 +291,29 @@ def test_weights_without_a_description_need_a_model_that_gives_one(tmp_path):
     assert "gone, which is not there" in refusal([*BASE, *length])
     for more in (["--model.dim=32"], ["--model", "{dim: 32}"], [f"--config={f}" for f in files]):
         assert not refusal([*BASE, "--run.initial_weights", "gone", *more])
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ("--parameters.frozen_dtype float8", "nothing is frozen"),
+        ("--parameters.frozen_memory host", "nothing is frozen"),
+        ("--planning.ranks_mode independent --planning.policy first_fit", "packed rows have one"),
+        ("--optimizer.decay_steps 3", "optimizer.schedule is not wsd"),
+        ("--objective.min_snr_gamma 2.0", "objective.noise_weighting is not min_snr"),
+    ],
+)
+def test_a_value_that_nothing_reads_is_told(flags, why):
+    key, value = flags.removeprefix("--").split()[:2]
+    (told,) = without_effect(read_config([*BASE, *flags.split()]))
+    assert told.startswith(f"{key} is {value}, but {why}")
+
+
+def test_ready_configs_have_no_value_that_nothing_reads():
+    for path in Path(DIGITS).parent.glob("*.yaml"):
+        assert not without_effect(read_config(["--config", str(path), *BASE])), path
+    read = ["--model.lora.rank", "2", "--parameters.frozen_dtype", "float8"]
+    assert not without_effect(read_config([*BASE, *read, "--planning.ranks_mode", "independent"]))
 
 
 def test_each_expert_has_its_part_of_the_noise_levels():

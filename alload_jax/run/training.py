@@ -21,6 +21,7 @@ from alload_jax.config import (
     values_in,
     values_of,
     with_context,
+    without_effect,
     write_config,
 )
 from alload_jax.data.batch import AnyBatch, describe
@@ -252,7 +253,8 @@ def train(
             square = cluster.broadcast(lambda: mean_square(collator.reader))
             if joined:
                 joined = f"the data folder has changed since step {start}: {joined}"
-            doubts = [*unread(model, run.data.manifest), report.scale_warning(square)]
+            doubts = [*without_effect(whole), *unread(model, run.data.manifest)]
+            doubts.append(report.scale_warning(square))
             if model.matmul == "float8" and run.tokens:
                 doubts.append(float8_unused(model, run_plan.plan.topology.ranks * run.tokens))
             before, now = values_in(folder / "config.yaml") if start else {}, values_of(config)
