@@ -44,7 +44,7 @@ from alload_jax.errors import (
     run_command,
 )
 from alload_jax.files import parse_json
-from alload_jax.processes import FOR_OTHERS, waits
+from alload_jax.processes import FOR_OTHERS, has_ended, process_name, waits
 from alload_jax.sharding.mesh import AXES, processes_of, replicated
 
 T = TypeVar("T")
@@ -299,6 +299,7 @@ class Message:
       reason: of the error, in one line.
       step: the step that the process is at, from 1; 0 before the first.
       waiting: what it has waited for unusually long, apart from the other processes.
+      process: its `process_name`.
     """
 
     host: str
@@ -307,6 +308,7 @@ class Message:
     reason: str = ""
     step: int = 0
     waiting: str = ""
+    process: str = ""
 
 
 _LONGEST_MESSAGE = 10_000
@@ -336,11 +338,13 @@ class _Received:
       message: the message.
       at: when it arrived.
       failed_at: when the first message that reports a failure or exit arrived.
+      ended_at: when it was first seen that it runs no more; only processes of this host can be.
     """
 
     message: Message
     at: float
     failed_at: float | None = None
+    ended_at: float | None = None
 
 
 class Heartbeat:
@@ -353,12 +357,16 @@ class Heartbeat:
     """
 
     def __init__(self, store: KeyValueStore, process: ProcessInfo, lost_after: float):
-        """Starts both threads; a process counts as lost after `lost_after` seconds of silence."""
+        """Starts both threads.
+
+        A process counts as lost after `lost_after` seconds of silence, and one of this host that
+        has ended without a word much earlier.
+        """
         self.step, self.waiting = 0, ""
         self.remedy: Callable[[], str] = lambda: "start all processes again"
         self._store, self._process, self._lost_after = store, process, lost_after
         self._interval = min(2.0, lost_after / 8)
-        self._message = Message(socket.gethostname())
+        self._message = Message(socket.gethostname(), process=process_name())
         now = time.monotonic()
         self._received = {
             n: _Received(Message("host unknown"), now) for n in range(process.num_processes)
@@ -497,6 +505,14 @@ class Heartbeat:
     def _find_failure(self) -> str:
         """Describes the loss or failure of a process that must end this one; or ""."""
         now, ends = time.monotonic(), self._message.state in ("failed", "exited")
+        for number, received in self._received.items():
+            message = received.message
+            if message.state == "exited" or not has_ended(message.process, self._message.process):
+                continue
+            if received.ended_at is None:
+                received.ended_at = now
+            if now - received.ended_at > 2 * self._interval:  # its last message would have come
+                return f"{self._describe(number)} was lost{self._at_step()}"
         if SERVICE_FAILED.is_set() and not ends:
             return f"{SERVICE_ENDED_IT}{self._at_step()}"
         if now - self._store_answered_at > self._lost_after:

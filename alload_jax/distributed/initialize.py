@@ -43,7 +43,8 @@ class ClusterConfig:
       process: number of this process, from 0.
       detect: whether to ask torchrun, Slurm, Open MPI or Kubernetes (also Kubeflow Trainer) if the
         three flags are not given.
-      lost_after: seconds of silence after which a process counts as lost and the others end.
+      lost_after: seconds of silence after which a process counts as lost and the others end. One
+        that is killed counts as lost at once if others run on its host.
       certificates: folder with cert.pem, key.pem and ca.pem, without which nobody can join or read
         the run; needs JAX 0.11.2. See docs/many-gpus.md.
     """

@@ -1,6 +1,9 @@
 """Which processes a process takes for lost or failed; the test sets the clock."""
 
 import json
+import os
+import subprocess
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -11,6 +14,7 @@ from alload_jax.distributed import cluster as cluster_module
 from alload_jax.distributed.cluster import Heartbeat, Message, parse_message
 from alload_jax.distributed.coordination import ProcessInfo
 from alload_jax.errors import InputError, LostConnectionError
+from alload_jax.processes import has_ended, process_name
 
 LOST_AFTER = 30.0
 INTERVAL = 2.0
@@ -94,6 +98,39 @@ def test_a_process_is_lost_after_lost_after_seconds_of_silence(cluster):
     assert cluster.failure(INTERVAL) == "process 2 of 3 (h2) was lost before the first step"
     cluster.heartbeat.step = 7
     assert cluster.failure() == "process 2 of 3 (h2) was lost at step 7"
+
+
+@pytest.mark.parametrize("waited_for", [False, True])
+def test_a_process_of_this_host_that_has_ended_is_lost_at_once(cluster, waited_for):
+    names = "from alload_jax.processes import process_name; print(process_name(), flush=True)"
+    command = [sys.executable, "-c", f"{names}; input()"]
+    with subprocess.Popen(command, stdin=-1, stdout=-1, text=True) as process:
+        name = cluster.others[2]["process"] = process.stdout.readline().strip()
+        assert cluster.failure(10 * LOST_AFTER) == ""
+        process.kill()
+        if waited_for:
+            process.wait()
+        else:  # a zombie
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        cluster.silent.add(2)
+        assert cluster.failure() == ""  # its last message may still come
+        assert cluster.failure(2 * INTERVAL) == ""
+        assert cluster.failure(0.1) == "process 2 of 3 (h2) was lost before the first step"
+    boot, space, number, start = name.split()
+    for another in (f"x{boot} {space}", f"{boot} x{space}"):  # host, or container
+        assert not has_ended(f"{another} {number} {start}", process_name())
+    assert not has_ended("", process_name())
+    own, now = process_name().rsplit(" ", 1)
+    assert has_ended(f"{own} {int(now) + 1}", process_name())  # its number was given again
+
+
+def test_a_process_of_this_host_that_tells_why_it_ends_is_not_lost(cluster):
+    own, start = process_name().rsplit(" ", 1)
+    cluster.others[2] |= {"process": f"{own} {int(start) + 1}"}
+    assert cluster.failure(INTERVAL) == ""
+    cluster.others[2] |= {"state": "exited", "reason": "disk full"}
+    assert cluster.failure(2 * INTERVAL) == ""
+    assert cluster.failure(LOST_AFTER).endswith("ended before the first step: disk full")
 
 
 def test_a_process_that_never_sent_a_message_is_lost_too(cluster):
