@@ -17,7 +17,6 @@ Each case trains the same data from the same start; later cases find compiled pr
 Further flags are those of train.py.
 """
 
-import argparse
 import itertools
 import json
 import math
@@ -67,7 +66,6 @@ OVERLAPPED |= {
 }
 _INTERVAL, _BUSY, _COMPUTE, _LINK = 0.01, 5e-4, "--compute", "--link"
 _PIECE = 2**23  # elements of an array that travels
-Rows = dict[int, dict[str, Any]]
 
 
 class Run:
@@ -76,6 +74,7 @@ class Run:
     def __init__(self, place: Path, words: list[str], devices: int, processes: int):
         """Names its files; devices and processes are counts."""
         self.folder, self._output = place, place.with_suffix(".txt")
+        self._metrics = place / "metrics.jsonl"
         self._words = [sys.executable, *words, "--run.folder", str(place)]
         self._each, self._number = devices // processes, processes
         self.processes: list[subprocess.Popen[str]] = []
@@ -83,8 +82,8 @@ class Run:
 
     def start(self, environment: Mapping[str, str] = os.environ) -> float:
         """Starts its processes, again or for the first time; returns when."""
-        metrics, began, words = self.folder / "metrics.jsonl", time.monotonic(), self._words
-        self._old = metrics.stat().st_ino if metrics.exists() else None
+        began, words = time.monotonic(), self._words
+        self._old = self._metrics.stat().st_ino if self._metrics.exists() else None
         if self._number > 1:
             with socket.create_server(("localhost", 0)) as free:
                 address = f"localhost:{free.getsockname()[1]}"
@@ -105,12 +104,11 @@ class Run:
                 self.processes.append(started)
         return began
 
-    def rows(self) -> Rows:
+    def rows(self) -> dict[int, dict[str, Any]]:
         """By number, the steps since the last start, which replaces the file of the one before."""
-        metrics = self.folder / "metrics.jsonl"
-        if not metrics.exists() or metrics.stat().st_ino == self._old:
+        if not self._metrics.exists() or self._metrics.stat().st_ino == self._old:
             return {}
-        return {row["step"]: row for row in read_metrics(metrics) if "loss" in row}
+        return {row["step"]: row for row in read_metrics(self._metrics) if "loss" in row}
 
     def wait(self, holds: Callable[[], bool]) -> float:
         """When it first held; InputError if a process fails or ends before."""
@@ -144,8 +142,7 @@ def rate(rows: Iterable[dict[str, Any]]) -> float:
 
 def steady(run: Run, environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """Trains a run to its end: seconds to its first step, losses, the rate of its second half."""
-    began = run.start(environment)
-    first = run.wait(lambda: bool(run.rows())) - began
+    first = -run.start(environment) + run.wait(lambda: bool(run.rows()))
     run.end(well=True)
     rows = list(run.rows().values())
     half = rows[len(rows) // 2 :]
@@ -190,14 +187,13 @@ def slowed(run: Run, gpu: int, share: float) -> dict[str, Any]:
                 raise InputError("the program beside the run ended, so that it was not slowed")
         finally:
             busy.kill()
-    epochs = itertools.groupby(run.rows().values(), itemgetter("epoch"))
-    rates = [rate(rows) for _, rows in epochs]
+    rates = [rate(rows) for _, rows in itertools.groupby(run.rows().values(), itemgetter("epoch"))]
     return found | {"busy": share, "rate_of_epochs": rates, "said": run.said("longer")}
 
 
-def compute(share: float) -> None:
+def compute(argv: list[str]) -> None:
     """Computes for a share of the time, half a millisecond at once, until it is killed."""
-    x = jnp.ones((4096, 4096), jnp.bfloat16)
+    share, x = float(argv[0]), jnp.ones((4096, 4096), jnp.bfloat16)
     work = jax.jit(lambda x, n: jax.lax.fori_loop(0, n, lambda _, y: (y @ x) / 4096, x))
 
     def seconds(rounds: int) -> float:
@@ -224,14 +220,10 @@ def link(run: Run) -> dict[str, Any]:
 
 def travel(argv: list[str]) -> None:
     """Prints what `link` returns of a case, as JSON; argv is that of a process of train.py."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--cluster.coordinator", dest="coordinator")
-    parser.add_argument("--cluster.processes", dest="processes", type=int)
-    parser.add_argument("--cluster.process", dest="process", type=int)
-    options, words = parser.parse_known_args(argv)
-    jax.distributed.initialize(options.coordinator, options.processes, options.process)
-    parameters = parameter_count(read_config(words, __file__).model)
-    sizes = [_PIECE] * math.ceil(parameters / _PIECE)
+    config = read_config(argv, __file__)
+    own = config.cluster
+    jax.distributed.initialize(own.coordinator, own.processes, own.process)
+    sizes = [_PIECE] * math.ceil(parameter_count(config.model) / _PIECE)
     mesh, count = Mesh(np.array(jax.devices()), "i"), jax.device_count()
     split, whole = PartitionSpec("i"), PartitionSpec()
 
@@ -249,12 +241,10 @@ def travel(argv: list[str]) -> None:
         received = sum(x.nbytes for x in arrays) * (count - 1) / count
         return sorted(times)[len(times) // 2] / received
 
-    found = {
-        "parameters": seconds(jnp.float32, split, whole, jax.lax.all_gather),
-        "gradients": seconds(jnp.bfloat16, whole, split, jax.lax.psum_scatter),
-    }
-    if options.process == 0:
-        print(json.dumps(found), flush=True)
+    parameters = seconds(jnp.float32, split, whole, jax.lax.all_gather)
+    gradients = seconds(jnp.bfloat16, whole, split, jax.lax.psum_scatter)
+    if own.process == 0:
+        print(json.dumps({"parameters": parameters, "gradients": gradients}), flush=True)
 
 
 def predicted(found: Mapping[str, Any], model: Any, hosts: int, gpus: int = 1) -> dict[str, Any]:
@@ -267,7 +257,7 @@ def predicted(found: Mapping[str, Any], model: Any, hosts: int, gpus: int = 1) -
     """
     one, share = found["one"], (hosts - 1) / hosts / gpus
     whole = parameter_count(model)
-    layer = whole - parameter_count(replace(model, num_layers=model.num_layers - 1))
+    layer = parameter_count(replace(model, num_layers=model.num_layers + 1)) - whole
     rates = {}
     for case in ("hosts", "overlapped"):
         each = found["link"][case]
@@ -282,10 +272,8 @@ def predicted(found: Mapping[str, Any], model: Any, hosts: int, gpus: int = 1) -
 
 def main(argv: list[str]) -> int:
     """Measures the cases and writes the JSON after each."""
-    if argv[:1] == [_COMPUTE]:
-        compute(float(argv[1]))
-    if argv[:1] == [_LINK]:
-        travel(argv[1:])
+    if beside := {_COMPUTE: compute, _LINK: travel}.get(argv[0] if argv else ""):
+        beside(argv[1:])
         return 0
     parser, cases = benchmark_parser(__doc__, "processes.json"), list(CASES)
     parser.add_argument("--config", required=True, help="YAML of train.py, or an example")
@@ -308,10 +296,10 @@ def main(argv: list[str]) -> int:
         found: dict[str, Any] = {}
         for case in options.cases:
             alone, given, measure = CASES[case]
-            processes = 1 if alone else options.devices
             chosen = [word.format(devices=options.devices) for word in given]
             program = [__file__, _LINK] if case == "link" else [TRAIN]
-            run = Run(place / case, [*program, *words, *chosen], options.devices, processes)
+            command, processes = [*program, *words, *chosen], 1 if alone else options.devices
+            run = Run(place / case, command, options.devices, processes)
             try:
                 found[case] = measure(run, options)
             except InputError as error:
