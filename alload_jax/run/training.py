@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax
 from jax.sharding import Mesh
@@ -40,12 +41,11 @@ from alload_jax.planning.epoch import times_placed
 from alload_jax.processes import waits
 from alload_jax.report import summary as report
 from alload_jax.run.prepare import make_collator, plan_run, read_data
-from alload_jax.sampling.samples import SampleWriter
 from alload_jax.sharding.mesh import group_meshes, make_mesh
 from alload_jax.training import EXPERTS, RunConfig, memory, restore, run_files
 from alload_jax.training.callbacks import Callback, CallbackContext
 from alload_jax.training.callbacks.telemetry import DeviceProbe, DeviceSpeeds, LayerLog, Telemetry
-from alload_jax.training.callbacks.validating import Checkpointing, Drawing, Evaluation, Validating
+from alload_jax.training.callbacks.validating import Checkpointing, Validating
 from alload_jax.training.callbacks.watchdog import Watchdog
 from alload_jax.training.checkpoint import BestCheckpoints, Checkpoints
 from alload_jax.training.divergence import MOST_FOLLOWED, Divergence, DivergenceGuard
@@ -62,6 +62,9 @@ from alload_jax.training.trainer import Trainer, largest, on_mesh
 from alload_jax.training.validator import Validator
 from pallas_kernels.first_use import COMPARISONS
 from pallas_kernels.layernorm_modulate import tuning
+
+if TYPE_CHECKING:
+    from alload_jax.sampling.samples import SampleWriter
 
 
 def run(config: Config, argv: Sequence[str]) -> int:
@@ -150,8 +153,10 @@ class _Run:
       identity: what it must keep when it goes on, by part.
       groups: mesh of each shape group; empty for none.
       tokens: most of a micro-batch; None without a bound.
-      writer: draws its samples.
+      writer: draws its samples; None if nothing is drawn.
     """
+
+    writer: "SampleWriter | None" = None
 
     def __init__(self, config: Config, cluster: Cluster, stop: StopRequest, watchdog: Watchdog):
         """Reads the data, plans the steps and checks what does not depend on where it goes on."""
@@ -185,14 +190,17 @@ class _Run:
         )
         self.groups = group_meshes(self.mesh, self.plan.plan)
         self.tokens = config.planning.tokens_bound(self.plan.costs)
-        self.writer = SampleWriter(
-            self.folder / "samples",
-            model,
-            config.objective.timesteps,
-            config.sampling,
-            self.data.manifest,
-            trained_null=getattr(config.objective, "condition_dropout", 0.0) > 0,
-        )
+        if config.sampling.grids or config.sampling.prompts or config.evaluators:
+            from alload_jax.sampling.samples import SampleWriter  # which imports the encoders
+
+            self.writer = SampleWriter(
+                self.folder / "samples",
+                model,
+                config.objective.timesteps,
+                config.sampling,
+                self.data.manifest,
+                trained_null=getattr(config.objective, "condition_dropout", 0.0) > 0,
+            )
         for evaluator in config.evaluators:
             evaluator.check(model, self.data.manifest)
         for tracker in config.trackers:
@@ -245,7 +253,8 @@ def train(
             if summary and start >= total:
                 report.print_summary(summary, folder)
                 return 0
-            run.writer.begin(partial(_weights_of_run, config, spec, mesh))
+            if run.writer:
+                run.writer.begin(partial(_weights_of_run, config, spec, mesh))
             state, state_to_train, source = _begin(spec, mesh, config.run, checkpoints, start)
             trainer = Trainer(spec, mesh, state, groups, single=planning.single_gradient)
 
@@ -413,7 +422,12 @@ def _callbacks(
     bar = ProgressBar("training", total, start)
     tracker = Trackers(config.trackers, TrackerContext(folder, start, values_of(config)))
     checkpointing = Checkpointing(checkpoints, config.checkpoint, run.plan)
-    evaluation = Evaluation(config.evaluators, run.writer, config.sampling.seed)
+    drawing, evaluation = list[Callback](), None
+    if writer := run.writer:
+        from alload_jax.training.callbacks.drawing import Drawing, Evaluation
+
+        drawing = [Drawing(writer, config.sampling.every, tracker, writer.progress(start))]
+        evaluation = Evaluation(config.evaluators, writer, config.sampling.seed)
     validating = list[Validating]()
     if validator:
         best = BestCheckpoints(folder, config.checkpoint.keep_best, checkpoints, cluster)
@@ -428,7 +442,6 @@ def _callbacks(
     bad_records = run_files.BadRecords(folder / "bad_records.txt", cluster)
     most_bad = config.data.loader.max_bad_records
     schedule = learning_rate_schedule(config.optimizer, total)
-    every, progress = config.sampling.every, run.writer.progress(start)
     weighting = getattr(config.objective, "weighting", "sample")
     context = CallbackContext(folder, run.stop, weighting)
     callbacks: list[Callback] = [
@@ -439,13 +452,14 @@ def _callbacks(
         DeviceSpeeds(run.plan, mesh, cluster, DeviceProbe(mesh, cluster)),
         checkpointing,
         *validating,
-        Drawing(run.writer, every, tracker, progress),
+        *drawing,
         *(each.make(context) for each in config.callbacks),
-        evaluation,
+        *([evaluation] if evaluation else []),
     ]
 
     def figures() -> dict[str, float]:
-        return evaluation.figures | (validating[0].figures() if validating else {})
+        evaluated = evaluation.figures if evaluation else {}
+        return evaluated | (validating[0].figures() if validating else {})
 
     return callbacks, checkpointing, figures
 

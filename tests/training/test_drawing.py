@@ -7,7 +7,7 @@ import pytest
 
 from alload_jax.errors import InputError
 from alload_jax.sampling.pictures import Picture
-from alload_jax.training.callbacks.validating import Drawing
+from alload_jax.training.callbacks.drawing import Drawing
 
 RUN = SimpleNamespace(
     done=4, state=SimpleNamespace(averaged_weights=SimpleNamespace(merged=lambda: "values"))
