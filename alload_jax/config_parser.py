@@ -469,18 +469,19 @@ class _Parser(ArgumentParser):
         text = re.sub(r"Expected a typing\.Literal(\[[^\]]*\])", r"expected one of \1", text)
         text = re.sub(r"Expected a <class '(\w+)'>", r"expected \1", text)
         text = re.sub(r"Expected a dot import path string: \S+", "expected dict", text)
-        union = r"Does not validate .* Errors: (- .*) Given value type: .*? Given value: "
+        union = r"Does not validate .* Errors: (- .*) Given value type: .*? Given value: ?"
         text = re.sub(union, _alternatives, text)
+        text = re.sub(r"\. Got value: ?$", "; the value is empty", text)
         text = re.sub(
             r"(?<=expected )\w+", lambda kind: VALUE_KINDS.get(kind[0], kind[0]), text, count=1
         )
         text = text.replace("Parser key", "key").replace('key "config.', 'key "')
         if self.place:
             return f"{self.place}: {text}"
-        # jsonargparse reads items by parsers of this class that know no command line.
+        # jsonargparse reads items and `experts` by parsers of this class that know no command line.
         needed = re.search(r"arguments? (?:is|are) required: (\w+)$", text)
         if needed and not self.command_line:
-            return f"an item of a list on the command line lacks {needed[1]}; add it"
+            return f"a section or an item of a list lacks {needed[1]}; add it"
         if "required" in text and files:
             keys = text.rpartition(": ")[2]
             return f"{files}: lacks {keys}; add them there, or as flags"

@@ -153,7 +153,12 @@ def test_what_is_required_is_named(tmp_path):
     file.write_text("run: {folder: r}")
     assert refusal(["--config", str(file)]).startswith(f"{file}: lacks data.folder; add")
     flags = ["--config", DIGITS, "--optimizer.groups", "[{clip_norm: 1}]"]
-    assert refusal(flags) == "an item of a list on the command line lacks parameters; add it"
+    assert refusal(flags) == "a section or an item of a list lacks parameters; add it"
+    flags = ["--config", DIGITS, "--experts.low_noise", "x"]
+    assert refusal(flags) == "a section or an item of a list lacks boundary; add it"
+    for key, kind in (("run.steps", "a whole number or null"), ("model.eps", "a finite number")):
+        expected = f'key "{key}": expected {kind}; the value is empty'
+        assert refusal(["--config", DIGITS, f"--{key}", ""]) == expected
 
 
 FINITE = "expected a finite number"
