@@ -281,3 +281,12 @@ def test_a_field_that_older_configs_lack_means_what_it_is_by_default(family):
     config = FAMILIES.get(family).config
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
     assert config.later_fields == {name: defaults[name] for name in config.later_fields}
+
+
+def test_the_null_condition_keeps_the_image_and_a_scale_of_guidance_changes_no_parameter():
+    text = TextConfig(8, 8)
+    parts = HunyuanVideoConfig(text=text, glyphs=text, image=ImageConfig(8)).condition_parts()
+    assert {part.name: part.dropped for part in parts} == {"text": 1, "glyphs": 1, "image": 0}
+    for scale, expected in ((6.0, 1.0), (None, None)):
+        config = HunyuanVideo13bConfig(embedded_guidance=scale)
+        assert config.architecture()["embedded_guidance"] == expected
