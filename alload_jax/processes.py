@@ -5,6 +5,7 @@ that it is in.
 """
 
 import io
+import itertools
 import multiprocessing
 import os
 import resource
@@ -38,20 +39,34 @@ def quiet_imports() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-_QUOTAS = (
-    (Path("/sys/fs/cgroup/cpu.max"),),
-    (Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"), Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us")),
-)
-"""Time and period of a container, or `max` or -1 for no limit; in the second and first version."""
+_GROUPS, _MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+_QUOTAS = (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
+"""Time and period of a group, or `max` or -1 for no limit; in the second and first version."""
+
+
+def control_groups(controller: str) -> Iterator[Path]:
+    """Folders of the control groups whose limits hold for this process: its own, those around it.
+
+    Some do not exist. A container may show its own group as the root, under any name.
+
+    Args:
+      controller: its name in the first version, such as `memory`.
+    """
+    lines = _GROUPS.read_text().splitlines() if _GROUPS.exists() else []
+    for _, names, path in (line.split(":", 2) for line in lines):
+        root = _MOUNT / controller if names else _MOUNT
+        own = root if ".." in path else root / path.strip("/")  # "/..": a group out of sight
+        if not names or controller in names.split(","):
+            yield from (own, *own.parents)
 
 
 def cpus() -> int:
-    """CPUs that this process may use: of its host, or of its container."""
+    """CPUs that this process may use: of its host, or of its control groups, as a container has."""
     on_linux = hasattr(os, "sched_getaffinity")
     count: float = len(os.sched_getaffinity(0)) if on_linux else os.cpu_count() or 1
-    for paths in _QUOTAS:
-        if all(path.exists() for path in paths):
-            share, period = " ".join(path.read_text() for path in paths).split()
+    for group, names in itertools.product(control_groups("cpu"), _QUOTAS):
+        if all((group / name).exists() for name in names):
+            share, period = " ".join((group / name).read_text() for name in names).split()
             if share not in ("max", "-1"):
                 count = min(count, int(share) / int(period))
     return max(1, round(count))

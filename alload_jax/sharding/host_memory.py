@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from alload_jax.errors import InputError
+from alload_jax.processes import control_groups
 
 POOL = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 """Environment variable: GiB of the host's memory that the GPUs of a process may use."""
@@ -12,8 +13,8 @@ _POOL_OF_XLA = 64
 _SHARE = 0.5
 """Of the memory; the rest is for data and for the system."""
 _GIB = 1 << 30
-_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-"""The limit of a container, in bytes, or `max`; in the second and in the first version."""
+_LIMITS = ("memory.max", "memory.limit_in_bytes")
+"""The limit of a control group, in bytes, or `max`; in the second and in the first version."""
 _NODES = Path("/dev")
 
 
@@ -46,9 +47,10 @@ def bytes_of_one(own: int, *, on_gpus: bool) -> float:
 
 
 def host_bytes() -> float:
-    """Bytes of this host's memory, or of its container's."""
+    """Bytes of this host's memory, or of the control groups', as a container has or a job."""
     memory = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    given = [each.read_text().strip() for each in _LIMITS if each.exists()]
+    limits = (group / name for group in control_groups("memory") for name in _LIMITS)
+    given = [each.read_text().strip() for each in limits if each.exists()]
     return min([memory, *(float(limit) for limit in given if limit != "max")])
 
 
