@@ -184,7 +184,7 @@ def trained(folder: Path, flags: list[str], gpu: str | None, alone: bool) -> lis
     said, _ = process.communicate()
     if process.returncode:
         raise InputError(f"{folder.name}: {said[-800:]}")
-    return read_metrics(folder / "metrics.jsonl")
+    return list(read_metrics(folder / "metrics.jsonl"))
 
 
 def result_of(folder: Path, rows: list[Json]) -> Json:

@@ -1,6 +1,6 @@
 """What a run prints of its plan at the start, and its summary at the end."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -167,10 +167,14 @@ def _warnings(found: PlanMetrics, opening: Opening) -> list[str]:
 
 
 _LOSS_WINDOW = 50
+_TIMES = ("step_seconds", "input_wait_seconds")
+_SUMMARISED = ("loss", "samples", "tokens", "padding", "imbalance", *_TIMES, "skipped")
+_SKIPPED = "update_skipped"
+"""Figures of each step, and one of some runs' alone."""
 
 
 def summarise(
-    rows: Sequence[Mapping[str, float]],
+    rows: Iterable[Mapping[str, float]],
     steps: int,
     figures: Mapping[str, float],
     peak_memory: int | None,
@@ -194,15 +198,16 @@ def summarise(
     Raises:
       InputError: there are no rows.
     """
-    if not rows:
+    found = ([row[name] for name in _SUMMARISED] + [row.get(_SKIPPED, -1)] for row in rows)
+    column = np.fromiter(map(tuple, found), [(name, float) for name in (*_SUMMARISED, _SKIPPED)])
+    if not len(column):
         raise InputError("metrics.jsonl of the run folder is empty; there is nothing to summarise")
-    column = {name: np.asarray([row[name] for row in rows], np.float64) for name in rows[0]}
     filled = 1 - column["padding"]  # 0 where all samples of a step are left out
     computed = np.divide(column["tokens"], filled, out=np.zeros_like(filled), where=filled > 0)
     train_seconds = column["step_seconds"].sum()
     memory = {} if peak_memory is None else {"peak_memory_bytes": peak_memory}
-    window = max(1, min(_LOSS_WINDOW, len(rows) // 2))
-    skipped = [int(row["update_skipped"]) for row in rows if "update_skipped" in row]
+    window = max(1, min(_LOSS_WINDOW, len(column) // 2))
+    skipped = column[_SKIPPED][column[_SKIPPED] >= 0]  # -1: before or without skip_above
     return {
         **figures,
         **memory,
@@ -212,12 +217,12 @@ def summarise(
         "samples_seen": int(column["samples"].sum()),
         "tokens_seen": int(column["tokens"].sum()),
         "tokens_per_second": float(column["tokens"].sum() / train_seconds),
-        "steps_per_second": float(len(rows) / train_seconds),
+        "steps_per_second": float(len(column) / train_seconds),
         "imbalance": float(column["imbalance"].mean()),
         "padding": float(padding_ratio(column["tokens"].sum(), max(1, computed.sum()))),
         "input_wait_share": float(column["input_wait_seconds"].sum() / train_seconds),
         "records_skipped": int(column["skipped"].sum()),
-        **({"updates_skipped": sum(skipped)} if skipped else {}),
+        **({"updates_skipped": int(skipped.sum())} if len(skipped) else {}),
         "train_seconds": float(train_seconds),
         "seconds": seconds,
     }
@@ -257,5 +262,5 @@ def _readable(name: str, value: float) -> str:
     return f"{value:.4f}"
 
 
-def _mean_loss(column: dict[str, np.ndarray], part: slice) -> float:
+def _mean_loss(column: np.ndarray, part: slice) -> float:
     return float(np.average(column["loss"][part], weights=column["samples"][part]))

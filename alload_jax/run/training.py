@@ -48,7 +48,7 @@ from alload_jax.training.callbacks.telemetry import DeviceProbe, DeviceSpeeds, L
 from alload_jax.training.callbacks.validating import Checkpointing, Validating
 from alload_jax.training.callbacks.watchdog import Watchdog
 from alload_jax.training.checkpoint import BestCheckpoints, Checkpoints
-from alload_jax.training.divergence import MOST_FOLLOWED, Divergence, DivergenceGuard
+from alload_jax.training.divergence import Divergence, DivergenceGuard
 from alload_jax.training.loop import BadSamples, Loop
 from alload_jax.training.memory import STATE_REMEDY, memory_named, run_memory
 from alload_jax.training.optimizer import OptimizerConfig, learning_rate_schedule
@@ -438,7 +438,7 @@ def _callbacks(
         nothing = of_nothing(square, config.model)
     divergence = Divergence(config.divergence.stop_above, nothing)
     guard = DivergenceGuard(divergence, checkpoints, run.plan, folder)
-    guard.follow(cluster.broadcast(lambda: log.losses(MOST_FOLLOWED) if start else []))
+    guard.follow(cluster.broadcast(log.losses))
     bad_records = run_files.BadRecords(folder / "bad_records.txt", cluster)
     most_bad = config.data.loader.max_bad_records
     schedule = learning_rate_schedule(config.optimizer, total)
@@ -566,14 +566,14 @@ def _finish(
     seconds = time.monotonic() - began
     if not first_process():  # another host may not see the last lines of metrics.jsonl
         return
-    measured, rows = figures(), log.rows
-    if steps_done := rows[start:]:
+    measured = figures()
+    if log.first:
         programs, compile_seconds, ready = compiled
         measured |= {
             "programs": programs,
             "compile_seconds": compile_seconds,
-            "first_step_seconds": ready + steps_done[0]["step_seconds"],
+            "first_step_seconds": ready + log.first["step_seconds"],
         }
-    summary = report.summarise(rows, loop.done, measured, run_files.peak_memory(), seconds)
+    summary = report.summarise(log.rows, loop.done, measured, run_files.peak_memory(), seconds)
     run_files.write_json(log.folder / "summary.json", summary)
     report.print_summary(summary, log.folder)

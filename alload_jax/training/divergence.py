@@ -36,10 +36,6 @@ _SPIKE, _EARLY_SPIKE = 2.0, 4.0
 """Factors of what is usual beyond which a single loss is; the second without steps before."""
 
 
-MOST_FOLLOWED = 1000
-"""Number of the last steps of earlier starts that a run goes on from."""
-
-
 class Finding(NamedTuple):
     """What is wrong.
 

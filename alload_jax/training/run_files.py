@@ -10,10 +10,12 @@ import os
 import platform
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib import metadata
+from itertools import filterfalse
 from pathlib import Path
 from typing import IO
 
@@ -74,6 +76,8 @@ def after_loss(folder: Path, whole: Path, cluster: ClusterConfig) -> str:
 PACKAGES = ("alload-jax", "jax", "jaxlib", "flax", "optax", "grain", "orbax-checkpoint", "numpy")
 _IMPORTED = time.monotonic()
 
+MOST_FOLLOWED = 1000
+"""Number of the last steps of earlier starts that a run goes on from."""
 VALIDATION = "validation/"
 """Names of the figures of a validation begin with it."""
 
@@ -89,6 +93,7 @@ class MetricsLog:
     Attributes:
       folder: folder of the run.
       validations: lines of the validations.
+      first: line of the first step of this start; None before it.
 
     Lines of steps after `resumed_at` come from a run that was interrupted after its last
     checkpoint; they are removed, because the resumed run computes the same values again.
@@ -99,22 +104,24 @@ class MetricsLog:
         # Process 0 replaces the file, and NFS fails others who are reading the one before.
         if not first_process():
             cluster.broadcast(lambda: None)
-        kept = drop_later(path, resumed_at)
+        self.folder = folder
+        self.first: Json | None = None
+        self.validations: list[Json] = []
+        self._last: deque[Json] = deque(maxlen=MOST_FOLLOWED)
+        for row in drop_later(path, resumed_at):
+            (self.validations if is_validation(row) else self._last).append(row)
         if first_process():
             cluster.broadcast(lambda: None)
-        self.folder = folder
         self._file = open_own(path, buffering=1)
-        self.validations: list[Json] = [row for row in kept if is_validation(row)]
 
     @property
-    def rows(self) -> list[Json]:
+    def rows(self) -> Iterator[Json]:
         """Lines of the steps, read from the file: memory must not grow with the steps."""
-        found = read_metrics(self.folder / "metrics.jsonl")
-        return [row for row in found if not is_validation(row)]
+        return filterfalse(is_validation, read_metrics(self.folder / "metrics.jsonl"))
 
-    def losses(self, last: int) -> list[tuple[float, float]]:
-        """Losses and gradient norms of the last steps."""
-        return [(row["loss"], row["grad_norm"]) for row in self.rows[-last:]]
+    def losses(self) -> list[tuple[float, float]]:
+        """Losses and gradient norms of the last steps of earlier starts."""
+        return [(row["loss"], row["grad_norm"]) for row in self._last]
 
     def write(self, row: Json) -> None:
         """Appends the metrics of a step or of a validation; `row["step"]` counts from 1.
@@ -131,6 +138,8 @@ class MetricsLog:
             ) from error
         if is_validation(row):
             self.validations.append(row)
+        else:
+            self.first = self.first or row
 
     def close(self) -> None:
         """Closes the file."""
@@ -171,38 +180,41 @@ class BadRecords:
         return f" ({listed} in {self._path}; delete it where they are restored)"
 
 
-def read_metrics(path: Path) -> list[Json]:
-    """Reads the lines of a metrics.jsonl without an incomplete last line.
+def read_metrics(path: Path) -> Iterator[Json]:
+    """Reads the lines of a metrics.jsonl one by one, without an incomplete last line.
 
     Raises:
       InputError: a line is not a JSON object with a step.
     """
     if not path.exists():
-        return []
+        return
     require_regular(path, "remove it")
-    found = []
-    for number, line in enumerate(path.read_text(errors="replace").split("\n")[:-1], 1):
-        if not line:
-            continue
-        place = f"{path}: line {number}"
-        row = parse_json(line, place, "remove the line", finite=False)
-        step = row.get("step") if isinstance(row, dict) else None
-        if type(step) is not int or step < 0:
-            raise InputError(f"{place} is not a JSON object with a step; remove the line")
-        found.append(row)
-    return found
+    with path.open(errors="replace", newline="\n") as file:
+        for number, line in enumerate(file, 1):
+            if line == "\n" or not line.endswith("\n"):
+                continue
+            place = f"{path}: line {number}"
+            row = parse_json(line, place, "remove the line", finite=False)
+            step = row.get("step") if isinstance(row, dict) else None
+            if type(step) is not int or step < 0:
+                raise InputError(f"{place} is not a JSON object with a step; remove the line")
+            yield row
 
 
-def drop_later(path: Path, step: int) -> list[Json]:
-    """Removes the lines of later steps from a metrics.jsonl, if there is one; returns the others.
+def drop_later(path: Path, step: int) -> Iterator[Json]:
+    """Yields the lines of a metrics.jsonl up to a step; then the others are removed.
 
     Raises:
       InputError: a line is not a JSON object with a step.
     """
-    kept = [row for row in read_metrics(path) if row["step"] <= step]
-    if path.exists():
-        write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
-    return kept
+    kept = (row for row in read_metrics(path) if row["step"] <= step)
+    if not first_process() or not path.exists():
+        yield from kept
+        return
+    with replacing(path) as unfinished, unfinished.open("w") as file:
+        for row in kept:
+            file.write(json.dumps(row) + "\n")
+            yield row
 
 
 def set_aside_metrics(folder: Path) -> str:
@@ -212,14 +224,14 @@ def set_aside_metrics(folder: Path) -> str:
       What to say of them; "" if there are none.
     """
     path = folder / "metrics.jsonl"
-    rows = read_metrics(path) if first_process() else []
-    if not rows:
+    last = deque(read_metrics(path) if first_process() else (), maxlen=1)
+    if not last:
         return ""
     names = (path.with_name(f"metrics-{number}.jsonl") for number in itertools.count(1))
     aside = path.rename(next(each for each in names if not each.exists()))
     return (
         f"{folder}: has no checkpoint, so the run begins at step 0 again; the metrics of "
-        f"{rows[-1]['step']:,} steps before are kept in {aside.name}"
+        f"{last[0]['step']:,} steps before are kept in {aside.name}"
     )
 
 

@@ -22,7 +22,7 @@ def written(folder, rng, losses=1.0, seconds=1.0):
             row = {name: value * losses for name, value in found.items()}
             rows.append({"step": step, "validation/loss": sum(row.values())} | row)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return result_of(folder, read_metrics(folder / "metrics.jsonl"))
+    return result_of(folder, list(read_metrics(folder / "metrics.jsonl")))
 
 
 @pytest.mark.parametrize(("losses", "seconds"), [(1.0, 1.0), (1.02, 0.6)])

@@ -112,6 +112,8 @@ def test_a_summary_adds_up_what_the_steps_recorded(tmp_path, capsys):
         assert short["loss_last"] == pytest.approx(loss(slice(count - half, count)))
         assert short["updates_skipped"] == count
         assert "peak_memory_bytes" not in short
+    others = [row | {"cost_drift": 0.1, "update_skipped": 1} for row in rows[:3]]  # another config
+    assert summarise([*others, *rows], 9, {}, None, 1.0)["updates_skipped"] == 3
     print_summary(found | {"imbalance": 0.1234}, folder := tmp_path / ("x" * 99))
     shown = " ".join(capsys.readouterr().out.split())
     for line in ("accuracy │ 0.5000", "imbalance │ 12.34%", "seconds │ 1,234.6"):

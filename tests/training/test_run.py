@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tracemalloc
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -320,16 +321,32 @@ def test_metrics_are_read_by_others_when_process_0_has_replaced_them(first, tmp_
     """NFS fails a process that is reading a file which another host replaces."""
     path, order = tmp_path / "metrics.jsonl", []
     path.touch()
+    before = path.stat().st_ino
     monkeypatch.setattr(run_files, "first_process", lambda: first)
     read = run_files.read_metrics
     monkeypatch.setattr(run_files, "read_metrics", lambda path: order.append("read") or read(path))
-    replace = run_files.write_atomically
-    monkeypatch.setattr(
-        run_files, "write_atomically", lambda *file: order.append("replace") or replace(*file)
-    )
-    told = SimpleNamespace(broadcast=lambda compute: order.append("told"))
+    told = SimpleNamespace(broadcast=lambda _: order.append(path.stat().st_ino != before))
     MetricsLog(tmp_path, 0, told).close()
-    assert order == (["read", "replace", "told"] if first else ["told", "read", "replace"])
+    assert order == (["read", True] if first else [False, "read"])
+    assert (path.stat().st_ino != before) is first
+
+
+def test_what_a_run_keeps_of_its_steps_does_not_grow_with_them(tmp_path):
+    path, most = tmp_path / "metrics.jsonl", run_files.MOST_FOLLOWED
+    line = '{{"step": {}, "loss": {}, "grad_norm": 1}}\n{{"step": {}, "validation/loss": 2}}\n'
+    path.write_text("".join(line.format(n, n, n) for n in range(2 * most)) + '{"step": 1, "lo')
+    tracemalloc.start()
+    log = MetricsLog(tmp_path, 2 * most - 2, Cluster())
+    assert [loss for loss, _ in log.losses()] == list(range(most - 1, 2 * most - 1))
+    assert len(log.validations) == 2 * most - 1
+    kept = tracemalloc.get_traced_memory()[0]
+    count = sum(1 for _ in log.rows)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    log.close()
+    assert count == 2 * most - 1
+    assert len(path.read_text().splitlines()) == 2 * count
+    assert peak < kept + 2**18
 
 
 def test_what_follows_the_loss_of_a_process_is_told_with_its_step(tmp_path):

@@ -8,6 +8,7 @@ import json
 import math
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -200,7 +201,7 @@ class LayerLog(Callback):
         """
         self._path, self._model, self._records = folder / LAYER_LOG, model, False
         if first_process():
-            drop_later(self._path, resumed_at)
+            deque(drop_later(self._path, resumed_at), maxlen=0)
 
     @override
     def on_start(self, run: Loop) -> None:
