@@ -154,7 +154,7 @@ class Plan:
         changes = ("recalibrations", "beginning", "revisions")
         names = ("samples", "policy", "topology", "seed", *changes)
         given = {name: getattr(self, name) for name in names}
-        return given | {"starts": tuple(self._starts)} | changed
+        return given | {"starts": self.starts} | changed
 
     def recalibrated(self, epoch: int, cost: CostModel) -> "Plan":
         """The plan whose epochs from `epoch` on, 1 or later, follow another cost model.
@@ -165,6 +165,21 @@ class Plan:
         recalibrations = (*kept, Recalibration(epoch, cost))
         starts = self._starts[: max(1, epoch - self.beginning.epoch + 1)]
         return Plan(**self._inputs(starts=starts, recalibrations=recalibrations))
+
+    def continued(self, recalibrations: Sequence[Recalibration], starts: Sequence[int]) -> "Plan":
+        """The plan as a run has left it, which plans no epoch to know the first steps of others.
+
+        Args:
+          recalibrations: of the run, in the order of their epochs.
+          starts: `starts` of its plan; empty if they are not known.
+        """
+        known = starts or self._starts[:1]
+        return Plan(**self._inputs(starts=known, recalibrations=recalibrations))
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """The first steps of the epochs from that of `beginning` on, as far as they are known."""
+        return tuple(self._starts)
 
     def revised(self, revision: Revision) -> "Plan":
         """The packed plan with a revision after its own, of which the last two are kept.
@@ -195,8 +210,8 @@ class Plan:
 
     def cost_model(self, epoch: int) -> CostModel | None:
         """The cost model that an epoch was recalibrated with; None for the policy's own."""
-        found = [each.cost for each in self.recalibrations if each.epoch <= epoch]
-        return found[-1] if found else None
+        found = (each.cost for each in reversed(self.recalibrations) if each.epoch <= epoch)
+        return next(found, None)
 
     def end_of_epoch(self, index: int) -> int:
         """The first step of the epoch that follows the one of step number `index`."""

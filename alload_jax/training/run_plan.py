@@ -38,7 +38,7 @@ from alload_jax.planning.devices import DEVICES
 from alload_jax.planning.epoch import Step
 from alload_jax.planning.fit import CostFilter
 from alload_jax.planning.metrics import StepMetrics, step_metrics
-from alload_jax.planning.plan import Beginning, Plan, Revision
+from alload_jax.planning.plan import Beginning, Plan, Recalibration, Revision
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.planning.stream import RoundStart, StreamPlan
 from alload_jax.processes import waits
@@ -309,6 +309,8 @@ class RunPlan:
                 found["data"]["beginning"] = [begun.epoch, begun.step, values]
         if isinstance(self.plan, StreamPlan):
             found["stream"] = asdict(self.plan.round_start(step))
+        elif step and len(self.plan.starts) > 2:  # else all epochs would be planned again
+            found["starts"] = _packed(np.asarray(self.plan.starts))
         if self._layers:
             found["layers"] = [[number, asdict(layers)] for number, layers in self._layers]
         if self._follows and self._times is not None:
@@ -337,10 +339,14 @@ class RunPlan:
             self.plan = self.plan.starting_at(RoundStart(**state["stream"]))
         for number, fields in state.get("layers", ()):
             self._layers.append((number, SparseLayers(**fields)))
+        if "models" in state and self._times is None:
+            return changes
+        models = [Recalibration(n, cost_of_fields(each)) for n, each in state.get("models", ())]
+        starts = [] if changes or "starts" not in state else _unpacked(state["starts"]).tolist()
+        if models or starts:
+            self.plan = self.plan.continued(models, starts)
         if "models" not in state or self._times is None:
             return changes
-        for epoch, fields in state["models"]:
-            self.plan = self.plan.recalibrated(epoch, cost_of_fields(fields))
         self._decided = state["decided"]
         if "bands" in state and isinstance(bands := self._times.model, BandedCost):
             edges = tuple(state["bands"])  # other samples may have others

@@ -33,6 +33,7 @@ from alload_jax.planning.cost import (
 )
 from alload_jax.planning.devices import DEVICES
 from alload_jax.planning.factory import choose_policy, make_plan
+from alload_jax.planning.plan import Plan
 from alload_jax.planning.policies.windows import step_times
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.planning.stream import Chunk, StreamPlan
@@ -78,9 +79,9 @@ def coefficients(model):
     return [model.c0, model.c_sequence, model.c1, model.c2]
 
 
-def resumed(before, after):
+def resumed(before, after, step=0):
     """Gives a run what another one's checkpoint keeps."""
-    after.restore(json.loads(json.dumps(before.state(0))), 0)
+    after.restore(json.loads(json.dumps(before.state(step))), step)
     return after
 
 
@@ -332,11 +333,29 @@ def test_a_continued_run_trains_the_same_steps(kind, planning):
         before = begun()
         assert follow(before, 0, cut) == steps[:cut]
         assert (before.plan.recalibrations == ()) == (windows or cut <= end)
-        after = resumed(before, begun())
+        after = resumed(before, begun(), cut)
+        assert after.plan.starts == before.plan.starts
         assert after.metrics(cut) == before.metrics(cut)
         assert follow(after, cut, stop) == steps[cut:]
         assert after.plan.recalibrations == whole.plan.recalibrations
         assert not windows or after.plan.revisions == whole.plan.revisions
+
+
+@pytest.mark.parametrize("recalibrate", [None, "epoch"])
+def test_a_run_goes_on_late_without_the_plans_of_all_epochs_before(
+    recalibrate, planning, monkeypatch
+):
+    """Epochs of packed plans differ in their numbers of steps."""
+    before, after = (run_plan(planning(recalibrate=recalibrate), 60) for _ in range(2))
+    if recalibrate:
+        train(before, 0, before.plan.first_step(3))
+    step = before.plan.first_step(40) + 1
+    expected, planned, plan = before.plan.step(step), [], Plan._plan_epoch
+    monkeypatch.setattr(Plan, "_plan_epoch", lambda *of: planned.append(of[1]) or plan(*of))
+    resumed(before, after, step)
+    assert after.plan.step(step) == expected
+    assert after.plan.first_step(41) == before.plan.first_step(41)
+    assert planned == [40]
 
 
 def test_all_processes_plan_by_what_the_first_one_knows(planning, monkeypatch):
