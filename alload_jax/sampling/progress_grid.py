@@ -30,6 +30,8 @@ def lines_of(text: str, letters: int, lines: int) -> list[str]:
 
 
 MOST_ROWS, MOST_COLUMNS = 16, 12
+_MOST_KEPT = 2000
+"""Cells that stay in memory, of 49 kB each at most, before those that are not shown are left."""
 DRAWN_NAME = "drawn.json"
 """File in the folder of the samples: the steps that were drawn, and a digest of what was."""
 
@@ -66,7 +68,7 @@ class ProgressGrid(NamedTuple):
 
 
 class Progress:
-    """Draws progress grids from the files of the steps; each file is read once.
+    """Draws progress grids from the files of the steps; of a long run, some are read again.
 
     Steps after `resumed_at` belong to an earlier start that was interrupted. They do not count
     until they are drawn again; nor do those at which other samples were drawn. All processes note
@@ -118,6 +120,8 @@ class Progress:
         with replacing(self._folder / DRAWN_NAME) as unfinished:
             unfinished.write_text(json.dumps(content) + "\n")
         columns = self.columns()
+        if len(self._cells) > _MOST_KEPT:  # those between are shown again, but rarely
+            self._cells = {key: cell for key, cell in self._cells.items() if key[0] in columns}
         for grid in self._grids:
             rows, path = grid.rows[:MOST_ROWS], self._folder / f"{grid.name}.png"
             cells = [[self._cell(step, row) for step in columns] for row in rows]

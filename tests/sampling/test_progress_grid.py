@@ -14,6 +14,7 @@ from PIL import Image
 
 from alload_jax.diffusion.timesteps import TimestepConfig
 from alload_jax.models.wan.transformer import WanConfig
+from alload_jax.sampling import progress_grid
 from alload_jax.sampling.config import GridConfig, SamplingConfig
 from alload_jax.sampling.pictures import (
     cell_box,
@@ -140,6 +141,17 @@ def test_runs_without_a_sound_record_go_on_from_their_folders(tmp_path, content)
     draw(known, tmp_path, 10)
     drawn = [{"step": step, "drawn": "same"} for step in (2, 4, 10)]
     assert json.loads((tmp_path / DRAWN_NAME).read_text()) == drawn
+
+
+def test_what_stays_in_memory_does_not_grow_with_the_drawings(tmp_path, monkeypatch):
+    monkeypatch.setattr(progress_grid, "_MOST_KEPT", most := 2 * MOST_COLUMNS * CLASSES)
+    progress, kept = progress_of(tmp_path), []
+    for step in range(1, 60):
+        draw(progress, tmp_path, step)
+        kept.append(len(progress._cells))
+    assert max(kept) <= most + MOST_COLUMNS * CLASSES
+    whole = draw(progress_of(tmp_path, resumed_at=59), tmp_path, 60)
+    np.testing.assert_array_equal(draw(progress, tmp_path, 60), whole)
 
 
 @given(st.sets(st.integers(1, 10**6), min_size=1, max_size=40))
