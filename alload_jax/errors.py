@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from alload_jax.processes import threads_left
+
 
 class InputError(ValueError):
     """Invalid input: one line with the place, the value and the remedy.
@@ -140,6 +142,19 @@ def out_of_memory(error: Exception) -> bool:
     return "RESOURCE_EXHAUSTED" in str(error) or "Out of memory" in str(error)
 
 
+_USUAL_THREADS = 110
+"""Threads of a short training on two CPUs, where it hangs with 60, and other libraries crash."""
+_MORE_THREADS = (
+    "raise pids.max of the container or job, such as `docker --pids-limit`, TasksMax of systemd"
+)
+
+
+def lacks_threads(error: BaseException) -> bool:
+    """Whether an error of Python or of a library says that no thread or process can start."""
+    text = str(error)
+    return "can't start new thread" in text or "Resource temporarily unavailable" in text
+
+
 def without_secrets(text: str) -> str:
     """A text without the names, passwords and tokens of the addresses in it."""
     return _SECRETS.sub(lambda part: f"{part[1] or part[2] or part[3]}***", text)
@@ -173,6 +188,11 @@ def run_command(main: Callable[[list[str]], int], argv: list[str]) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # as Python does with stderr
     if TERMINATION is _end:
         signal.signal(signal.SIGTERM, TERMINATION)
+    if (left := threads_left()) < _USUAL_THREADS:
+        print_stderr(
+            f"warning: only {left:.0f} more threads and processes can start here; without about "
+            f"{_USUAL_THREADS}, a command may hang or crash: {_MORE_THREADS}"
+        )
     try:
         with _interrupts_kept():
             return main(argv)
@@ -184,7 +204,9 @@ def run_command(main: Callable[[list[str]], int], argv: list[str]) -> int:
     except KeyboardInterrupt as error:
         print(reason_of(error), file=sys.stderr)
         return error.status if isinstance(error, Terminated) else 130
-    except USER_ERRORS as error:
+    except Exception as error:
+        if not isinstance(error, USER_ERRORS) and not lacks_threads(error):
+            raise
         print(f"error: {reason_of(error)}", file=sys.stderr)
         return 2
 
@@ -195,6 +217,8 @@ def reason_of(error: BaseException) -> str:
         return one_line(str(error))
     if isinstance(error, KeyboardInterrupt):
         return str(error) or "interrupted"
+    if lacks_threads(error):
+        return f"a thread or process cannot start ({first_line(error)}); {_MORE_THREADS}"
     if isinstance(error, OSError):
         reason = error.strerror or str(error) or type(error).__name__
         if error.filename is not None:

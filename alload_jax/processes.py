@@ -6,6 +6,7 @@ that it is in.
 
 import io
 import itertools
+import math
 import multiprocessing
 import os
 import resource
@@ -70,6 +71,15 @@ def cpus() -> int:
             if share not in ("max", "-1"):
                 count = min(count, int(share) / int(period))
     return max(1, round(count))
+
+
+def threads_left() -> float:
+    """How many more threads and processes the control groups allow; infinite without a limit."""
+    left = math.inf
+    for most in (group / "pids.max" for group in control_groups("pids")):
+        if most.exists() and (limit := most.read_text().strip()) != "max":
+            left = min(left, int(limit) - int(most.with_name("pids.current").read_text()))
+    return left
 
 
 def most_open_files() -> int:

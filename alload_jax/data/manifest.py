@@ -15,7 +15,7 @@ import pyarrow.compute
 import pyarrow.parquet
 
 from alload_jax.data.record import SampleForm, pixel_channels
-from alload_jax.errors import InputError, first_line
+from alload_jax.errors import InputError, first_line, lacks_threads
 from alload_jax.files import Json, parse_json, require_regular
 from alload_jax.planning.epoch import LEAST_WEIGHT, MOST_WEIGHT
 from alload_jax.planning.samples import Geometry, Samples, Triple, digest, samples_from_columns
@@ -429,6 +429,8 @@ def read_columns(path: Path, names: list[str]) -> pa.Table:
             raise OSError(f"{len(table)} rows of {rows}")
         return table
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        if lacks_threads(error):  # which says nothing of the file
+            raise
         raise InputError(f"{path}: not a Parquet file ({first_line(error)}); {_AGAIN}") from error
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from importlib.metadata import version
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from alload_jax import cli
+from alload_jax import cli, processes
 from alload_jax.commands import prepare
 from alload_jax.commands.flags import of_each_expert
 from alload_jax.data.datasets.digits import Digits
@@ -91,6 +92,10 @@ def test_a_config_that_is_no_yaml_is_reported_with_its_line(refused, tmp_path):
 
 
 def test_run_command_reports_errors_of_users_in_one_line(capsys):
+    lacks = (RuntimeError("can't start new thread"), OSError(11, os.strerror(11)))
+    more = (
+        "raise pids.max of the container or job, such as `docker --pids-limit`, TasksMax of systemd"
+    )
     for error, status, line in (
         (InputError("x is wrong; give another"), 2, "error: x is wrong; give another"),
         (KeyboardInterrupt(), 130, "interrupted"),
@@ -99,6 +104,7 @@ def test_run_command_reports_errors_of_users_in_one_line(capsys):
         (OSError(), 2, "error: OSError"),
         (OSError(28, "No space", "x"), 2, "error: x: No space; free disk space"),
         (OSError(13, "Denied", "x"), 2, "error: x: Denied; name another path"),
+        *((lack, 2, f"error: a thread or process cannot start ({lack}); {more}") for lack in lacks),
     ):
 
         def fail(argv, error=error):
@@ -109,6 +115,19 @@ def test_run_command_reports_errors_of_users_in_one_line(capsys):
     assert run_command(len, ["a", "b", "c"]) == 3
     with pytest.raises(ZeroDivisionError):  # a bug is no error of the user
         run_command(lambda argv: 1 // 0, [])
+
+
+@pytest.mark.parametrize("limit", ["max", "500", "130"])
+def test_a_command_warns_where_few_threads_can_start(limit, tmp_path, monkeypatch, capsys):
+    """XLA and other libraries hang or crash without them, and say nothing."""
+    (tmp_path / "groups").write_text("0::/job/step")
+    (tmp_path / "job" / "step").mkdir(parents=True)
+    for name, value in (("max", limit), ("current", "90")):
+        (tmp_path / "job" / f"pids.{name}").write_text(f"{value}\n")
+    monkeypatch.setattr(processes, "_GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(processes, "_MOUNT", tmp_path)
+    assert run_command(len, []) == 0
+    assert ("only 40 more threads" in capsys.readouterr().err) is (limit == "130")
 
 
 def test_either_of_the_two_messages_says_that_a_device_is_out_of_memory():

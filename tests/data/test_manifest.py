@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from functools import partial
+from unittest.mock import Mock
 
 import numpy as np
 import pyarrow as pa
@@ -58,6 +59,13 @@ def test_a_model_of_other_channels_or_whose_patch_divides_no_sample_is_refused(p
         manifest.require(channels=1, patch_size=patch)
     with says(manifest.path, "sample 0", "1 channels", "model.in_channels", 16):
         manifest.require(channels=16, patch_size=(1, 1, 4))
+
+
+def test_a_manifest_is_not_blamed_where_no_thread_can_start(store, monkeypatch):
+    error = pa.ArrowException("Failed to launch worker thread: Resource temporarily unavailable")
+    monkeypatch.setattr(pyarrow.parquet.ParquetFile, "read", Mock(side_effect=error))
+    with pytest.raises(pa.ArrowException, match="launch worker"):
+        read_manifest(store)
 
 
 def test_folders_and_files_that_are_no_manifest_are_refused(tmp_path, store):
