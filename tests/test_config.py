@@ -133,6 +133,7 @@ def test_a_wrong_file_is_one_line(text, words, tmp_path):
         ("data.source.name", "pathlib:Path", "'pathlib:Path' is not a dataclass with a method"),
         ("data.source", "{format: floppy}", "data.source is given without data.source.name"),
         ("data.source.format", "floppy", "data.source is given without data.source.name"),
+        ("run.steps", "3000000000", "run.steps is 3000000000; it must be at most 2,147,483,647"),
         ("model.text", "{dim: 0, length: 3}", "model.text.dim is 0; it must be at least 1"),
         ("model.lora", "3", "line: model.lora is 3; give its keys, such as {rank: 16}"),
         ("model.lora", "[1]", "line: model.lora is [1]; give its keys, such as {rank: 16}"),

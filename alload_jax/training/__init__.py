@@ -49,7 +49,7 @@ class RunConfig:
                 f"run.steps is {self.steps} and run.epochs {self.epochs}; give one, and null for "
                 "the other"
             )
-        require_positive("run.", self, "steps", "epochs")
+        require_positive("run.", self, "steps", "epochs", most=2**31 - 1)  # as devices count them
         if self.steps is None and self.epochs is None:
             object.__setattr__(self, "steps", _DEFAULT_STEPS)
         require_fields("run.", self, "seed", lambda value: value >= 0, "0 or more")

@@ -36,6 +36,7 @@ from alload_jax.run import prepare, training
 from alload_jax.run.prepare import make_collator, plan_run, read_data
 from alload_jax.sharding.mesh import make_mesh
 from alload_jax.training import progress, run_files
+from alload_jax.training.callbacks import telemetry
 from alload_jax.training.callbacks.telemetry import LayerLog, Telemetry
 from alload_jax.training.progress import ProgressBar
 from alload_jax.training.run_files import (
@@ -417,7 +418,7 @@ def test_a_refusal_counts_the_records_of_earlier_starts_and_says_where_they_are(
 
 def test_between_steps_nothing_is_computed_on_the_devices(tmp_path):
     """What is computed behind a step waits for it, and the devices then wait for the next one."""
-    started, run = [], SimpleNamespace(done=2, total=5)
+    started, run = [], SimpleNamespace(done=2, total=10**13)
 
     def schedule(step):
         assert not started
@@ -440,6 +441,8 @@ def test_between_steps_nothing_is_computed_on_the_devices(tmp_path):
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     rates = [json.loads(line)["learning_rate"] for line in lines]
     assert rates == [1.0, 1.5, 2.0]
+    started.clear()
+    assert told._rate(2 + telemetry._RATES) == 1 + telemetry._RATES / 2  # and so are later ones
     MetricsLog(tmp_path, 4, Cluster()).close()  # after that step, whose row stays
     assert (tmp_path / "metrics.jsonl").read_text().splitlines() == lines[:2]
     # A pause waits for the step in flight: only models that record something of layers take one.

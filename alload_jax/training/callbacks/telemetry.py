@@ -36,6 +36,8 @@ from alload_jax.training.run_plan import RunPlan
 from alload_jax.training.trackers import Tracker
 
 _SMOOTHING = 0.95
+_RATES = 2**17
+"""Learning rates that are computed at once."""
 
 
 class Telemetry(Callback):
@@ -80,9 +82,7 @@ class Telemetry(Callback):
 
     @override
     def on_start(self, run: Loop) -> None:
-        # All at once: each by itself, they would be computed behind the step in flight.
-        self._first = run.done
-        self._rates = np.asarray(jax.jit(jax.vmap(self._schedule))(np.arange(run.done, run.total)))
+        self._rate(run.done)
         self._bar.start()
         self._restart_clock()
 
@@ -124,6 +124,14 @@ class Telemetry(Callback):
         self._tracker.close()
         self._bar.stop()
 
+    def _rate(self, number: int) -> float:
+        """The learning rate of a step that is not before those of the last calls."""
+        if number >= self._first + len(self._rates):
+            # Many at once: each by itself, they would be computed behind the step in flight.
+            self._first, many = number, np.arange(number, number + _RATES)
+            self._rates = np.asarray(jax.jit(jax.vmap(self._schedule))(many))
+        return float(self._rates[number - self._first])
+
     def _restart_clock(self) -> None:
         """Restarts the time measurement of the next step."""
         self._settled_at, self._waited = time.perf_counter(), 0.0
@@ -162,7 +170,7 @@ class Telemetry(Callback):
                 "step_seconds": seconds,
                 **({} if drift is None else {"cost_drift": drift}),
                 "input_wait_seconds": waited,
-                "learning_rate": float(self._rates[step.number - self._first]),
+                "learning_rate": self._rate(step.number),
                 "skipped": len(step.problems),
             }
         )
