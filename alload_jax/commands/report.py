@@ -1,14 +1,17 @@
 """`alload report`: pictures of finished and running trainings."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
 from alload_jax.commands import add_command
 from alload_jax.commands.flags import require_place
 from alload_jax.errors import InputError
+from alload_jax.files import Json
 from alload_jax.training import expert_places
+
+_MOST_ROWS = 600
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +54,7 @@ def _sparsity(folder: Path, out: Path) -> str:
     from alload_jax.training.callbacks.telemetry import LAYER_LOG
     from alload_jax.training.run_files import read_metrics
 
-    rows = [row for row in read_metrics(folder / LAYER_LOG) if "sparsity" in row]
+    rows = _thinned(row for row in read_metrics(folder / LAYER_LOG) if "sparsity" in row)
     if not rows:
         raise InputError(
             f"alload report sparsity: {folder / LAYER_LOG} holds no sparsity; train with "
@@ -60,6 +63,18 @@ def _sparsity(folder: Path, out: Path) -> str:
     write_sparsity_picture(out, rows, f"Attention of {folder.name}")
     sparse = rows[-1]["sparse"]
     return f"step {rows[-1]['step']}: {sum(sparse)} of {len(sparse)} layers are sparse"
+
+
+def _thinned(rows: Iterable[Json]) -> list[Json]:
+    """Evenly as many of the rows as a picture has pixels for, with the first and the last."""
+    kept, every, last = list[Json](), 1, list[Json]()
+    for number, row in enumerate(rows):
+        last = [row]
+        if number % every == 0:
+            kept.append(row)
+        if len(kept) > _MOST_ROWS:
+            kept, every = kept[::2], 2 * every
+    return kept if last == kept[-1:] else kept + last
 
 
 def _validation(folder: Path, out: Path) -> str:

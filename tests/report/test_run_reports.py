@@ -8,11 +8,13 @@ from looks import assert_looks
 from PIL import Image
 
 from alload_jax.cli import main
+from alload_jax.commands import report
 from alload_jax.errors import InputError
 from alload_jax.planning.cost import PowerCost, QuadraticCost
 from alload_jax.planning.factory import make_plan
 from alload_jax.planning.samples import Samples
 from alload_jax.planning.settings import PlanningConfig
+from alload_jax.report import pictures
 from alload_jax.report.summary import (
     Opening,
     changed_settings,
@@ -182,3 +184,17 @@ def test_what_is_missing_for_a_picture_is_named(tmp_path):
     for name in ("sparsity", "validation"):
         with pytest.raises(InputError, match=rf"report {name}: .*nowhere: no such folder; name a"):
             main(["report", name, str(tmp_path / "nowhere")])
+
+
+@pytest.mark.parametrize("count", [1, 4, 5, 41, 1000])
+def test_the_picture_of_a_long_run_shows_few_of_its_lines(count, tmp_path, monkeypatch):
+    lines = "".join(f'{{"step": {step}, "sparsity": 1, "sparse": []}}\n' for step in range(count))
+    (tmp_path / "layers.jsonl").write_text(lines)
+    shown = []
+    monkeypatch.setattr(report, "_MOST_ROWS", 4)
+    monkeypatch.setattr(pictures, "write_sparsity_picture", lambda out, rows, _: shown.extend(rows))
+    assert main(["report", "sparsity", str(tmp_path)]) == 0
+    steps = [row["step"] for row in shown]
+    assert (steps[0], steps[-1]) == (0, count - 1)
+    assert len(steps) == count if count < 5 else 3 <= len(steps) <= 5
+    assert len(np.unique(np.diff(steps[:-1]))) <= 1
