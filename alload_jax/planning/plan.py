@@ -33,7 +33,7 @@ from alload_jax.planning.policies.windows import place_again
 from alload_jax.planning.samples import Samples, digest
 from alload_jax.processes import waits
 
-_LATER = {"split_above": 1.0, "ranks_per_group": 1, "refitted": None, "noise_scale": None}
+LATER_FIELDS = {"split_above": 1.0, "ranks_per_group": 1, "refitted": None, "noise_scale": None}
 """Fields that identities in the first checkpoints lack → their values for those plans."""
 _RENAMED = {"anchor_seconds": "seconds_per_split_token"}
 """Names of fields in old checkpoints → their present names."""
@@ -377,7 +377,7 @@ class Plan:
             fields = fields | {"weights": digest(self._repeats.weight)}
         return {
             "policy": type(self.policy).__name__,
-            **{k: v for k, v in fields.items() if k not in _LATER or v != _LATER[k]},
+            **{k: v for k, v in fields.items() if k not in LATER_FIELDS or v != LATER_FIELDS[k]},
             "seed": self.seed,
             "samples": digest(self.samples.shape, self.samples.seq_len),
             "order": digest(self.epoch(0).sample),

@@ -19,7 +19,7 @@ from orbax.checkpoint import multihost
 
 from alload_jax.errors import InputError, LostConnectionError, first_line, print_stderr
 from alload_jax.files import Json, read_json, replacing
-from alload_jax.planning.plan import current_identity
+from alload_jax.planning.plan import LATER_FIELDS, current_identity
 from alload_jax.sharding.mesh import on_device
 from alload_jax.training.optimizer import NO_AVERAGE
 
@@ -207,7 +207,11 @@ def _remedy(theirs: object, ours: object) -> str:
     plans = [each if isinstance(each, dict) else {} for each in (theirs, ours)]
     ranks = [each.get("ranks") for each in plans]
     unlike = {name for name, was in plans[0].items() if was != plans[1].get(name)}
-    if unlike == {"order"}:
+    planned = all("order" in each for each in plans)
+    # Fields that a config cannot add to a plan or take from it.
+    of_version = (plans[0].keys() ^ plans[1].keys()) - {*LATER_FIELDS, "weights"}
+    given = unlike.intersection((*_OF_ANY_SAMPLES, "samples"))
+    if unlike == {"order"} or (planned and of_version and not given):
         return (
             "another version planned this run: go on with that one, or begin another run with this "
             "one as run.initial_weights"

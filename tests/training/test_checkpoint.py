@@ -191,6 +191,13 @@ def test_rows_that_another_version_chose_can_be_given():
         check_identity(Path("run"), found, identity, {})
 
 
+@pytest.mark.parametrize("field", [{"max_delay": 8}, {"max_delay": 8, "row_tokens": 33}])
+def test_a_plan_with_fields_of_another_version_ends_with_it(field):
+    plan = {"policy": "balanced", "m_mem": 40, "max_segments": 4, "order": "c7ed"}
+    with pytest.raises(InputError, match="another version planned this run: go on with that one"):
+        check_identity(Path("run"), {"plan": plan | field}, {"plan": plan}, {})
+
+
 def change_identity(folder, change):
     path = folder / "identity" / "metadata"
     identity = json.loads(path.read_text())
