@@ -96,7 +96,16 @@ def read_yaml(file: str) -> dict[str, Any]:
     content = parse_yaml(text, file, f"write it as {_EXAMPLE} is")
     if not isinstance(content, dict) or not content:
         raise InputError(f"{file}: is empty or holds no sections; start from {_EXAMPLE}")
-    return content
+    return {key: _plain(value) for key, value in content.items()}
+
+
+def _plain(value: Any) -> Any:
+    """Optional parts as configs have them; `--print_config` writes the class around their keys."""
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"class_path", "init_args"}:
+        return _plain(value["init_args"])
+    return {key: _plain(each) for key, each in value.items()}
 
 
 def check_kinds(file: str, content: dict[str, Any], kind: type[Any], prefix: str = "") -> None:
@@ -497,7 +506,8 @@ class _Parser(ArgumentParser):
         place = self.place or ("command line" if typed or not files else files)
         for old, new in self.renamed.items():
             if key == old or key.startswith(f"{old}."):
-                return f"{place}: key {old} is now {new}; rename it"
+                remedy = "leave it out" if new.startswith("nothing") else "rename it"
+                return f"{place}: key {old} is now {new}; {remedy}"
         if not (near := difflib.get_close_matches(key, self.known_keys, n=1, cutoff=0.5)):
             return f"{place}: key {key} is unknown; `--help` lists all keys"
         return f"{place}: key {key} is unknown; did you mean {near[0]}?"

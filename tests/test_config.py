@@ -71,6 +71,7 @@ WRONG_FILES = [
     ("data: {dataset: {name: none}}", "data.dataset 'none' is unknown; choose one of digits"),
     ("data: {source: {format: floppy}}", "data.source is given without data.source.name"),
     ("diffusion: {condition_dropout: 0}", "key diffusion is now objective; rename it"),
+    ("planning: {max_delay: 8}", "each epoch holds all of its samples; leave it out"),
     ("data: {digits: {seed: 1}}", "key data.digits is now data.dataset, with name: digits"),
     ("sampling: {digits_read: 3}", "key sampling.digits_read is now evaluators: "),
     ("[1, 2]", "mine.yaml: is empty or holds no sections; start from configs/digits.yaml"),
@@ -102,6 +103,14 @@ def refusal(argv):
         assert len(line) < LONGEST_LINE, argv
         return line
     return ""
+
+
+def test_a_config_that_was_printed_is_read(tmp_path, capsys):
+    argv = ["--config", DIGITS, "--model.text", "{dim: 4, length: 3}"]
+    with pytest.raises(SystemExit):
+        read_config([*argv, "--print_config"])
+    (tmp_path / "mine.yaml").write_text(capsys.readouterr().out)
+    assert read_config(["--config", str(tmp_path / "mine.yaml")]) == read_config(argv)
 
 
 @pytest.mark.parametrize(("text", "words"), WRONG_FILES, ids=[t[:50] for t, _ in WRONG_FILES])
