@@ -25,6 +25,7 @@ from alload_jax.config import (
     without_effect,
     write_config,
 )
+from alload_jax.config_parser import config_files, flags_of
 from alload_jax.data.batch import AnyBatch, describe
 from alload_jax.data.condition import unread
 from alload_jax.data.loader import place_ahead
@@ -74,6 +75,7 @@ def run(config: Config, argv: Sequence[str]) -> int:
       config: the config as it was read.
       argv: the command line, for the advice to continue.
     """
+    _refuse_moved(config, argv)
     if config.sampling.encoders.vae:  # it decodes samples beside the model
         from alload_jax.encoders.loading import share_memory
 
@@ -102,6 +104,23 @@ def run(config: Config, argv: Sequence[str]) -> int:
                 status = train(with_context(each), argv, cluster, stop, watchdog, config)
             gc.collect()  # the next expert needs the memory
         return status
+
+
+def _refuse_moved(config: Config, argv: Sequence[str]) -> None:
+    """Refuses to begin at step 0 by the config of a run that was moved or copied.
+
+    Raises:
+      InputError: the config lies in a run's folder, and names another, which has no run.
+    """
+    folder = config.run.folder
+    if run_files.is_run(folder) or any(flag == "--run.folder" for flag, _ in flags_of(argv)):
+        return
+    for file in config_files(argv):
+        if run_files.is_run(place := Path(file).parent):
+            raise InputError(
+                f"{file}: is of the run in {place}, but run.folder is {folder}, which has none; "
+                f"give --run.folder {place} to go on, or --run.folder {folder} to begin anew"
+            )
 
 
 def _require_experts(config: Config, experts: Sequence[Config]) -> None:

@@ -21,7 +21,7 @@ import yaml
 from layouts import write_samples
 from rich.console import Console
 from source_files import make_samples, write_tensor_files
-from training_runs import COMPUTED, computed, errors, lines_of
+from training_runs import COMPUTED, computed, errors, line_of, lines_of, run_here
 
 from alload_jax.config import Config, DataConfig, RunConfig, read_config
 from alload_jax.data.loader import PlacedStep
@@ -48,6 +48,16 @@ from alload_jax.training.run_files import (
     set_aside_metrics,
 )
 from alload_jax.training.trackers import TensorBoard
+
+
+def test_the_config_of_a_moved_run_does_not_begin_another(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "moved" / "checkpoints").mkdir(parents=True)
+    config = {"run": {"folder": "gone"}, "data": {"folder": "none"}, "planning": {"m_mem": 64}}
+    Path("moved/config.yaml").write_text(yaml.dump(config))
+    argv = ["--config", "moved/config.yaml"]
+    assert "give --run.folder moved to go on" in line_of(run_here(*argv))
+    assert "none/manifest.parquet: no such" in line_of(run_here(*argv, "--run.folder", "moved"))
 
 
 def test_a_run_writes_all_documented_files(unbroken):
