@@ -507,7 +507,8 @@ class Heartbeat:
         now, ends = time.monotonic(), self._message.state in ("failed", "exited")
         for number, received in self._received.items():
             message = received.message
-            if message.state == "exited" or not has_ended(message.process, self._message.process):
+            told = message.state in ("failed", "exited")  # why it ends, which is said below
+            if told or not has_ended(message.process, self._message.process):
                 continue
             if received.ended_at is None:
                 received.ended_at = now

@@ -124,13 +124,22 @@ def test_a_process_of_this_host_that_has_ended_is_lost_at_once(cluster, waited_f
     assert has_ended(f"{own} {int(now) + 1}", process_name())  # its number was given again
 
 
-def test_a_process_of_this_host_that_tells_why_it_ends_is_not_lost(cluster):
+@pytest.mark.parametrize("state", ["failed", "exited"])  # the watchdog leaves at the former
+def test_a_process_of_this_host_that_tells_why_it_ends_is_not_lost(cluster, state):
     own, start = process_name().rsplit(" ", 1)
     cluster.others[2] |= {"process": f"{own} {int(start) + 1}"}
     assert cluster.failure(INTERVAL) == ""
-    cluster.others[2] |= {"state": "exited", "reason": "disk full"}
+    cluster.others[2] |= {"state": state, "reason": "disk full"}
+    cluster.advance(INTERVAL)
+    cluster.silent.add(2)
     assert cluster.failure(2 * INTERVAL) == ""
-    assert cluster.failure(LOST_AFTER).endswith("ended before the first step: disk full")
+    assert cluster.failure(INTERVAL).endswith("ended before the first step: disk full")
+
+
+def test_a_process_whose_proc_is_of_another_namespace_has_no_name(monkeypatch):
+    """As after `unshare --pid`, where /proc shows other processes under these numbers."""
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    assert process_name() == ""
 
 
 def test_a_process_that_never_sent_a_message_is_lost_too(cluster):
