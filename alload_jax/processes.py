@@ -93,10 +93,12 @@ def most_open_files() -> int:
 
 
 def process_name() -> str:
-    """Tells this process from all others, also of other hosts; "" where there is no /proc."""
+    """Tells this process from all others, also of other hosts; "" where no /proc shows it."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         space, number = os.readlink("/proc/self/ns/pid"), os.getpid()
+        if os.readlink("/proc/self") != str(number):  # it is of another PID namespace
+            return ""
         return f"{boot} {space} {number} {_state_and_start(number)[1]}"
     except OSError:
         return ""
