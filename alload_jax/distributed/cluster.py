@@ -512,7 +512,8 @@ class Heartbeat:
                 continue
             if received.ended_at is None:
                 received.ended_at = now
-            if now - received.ended_at > 2 * self._interval:  # its last message would have come
+            come = number == 0 or self._store_answered_at > received.ended_at  # its last message
+            if come and now - received.ended_at > 2 * self._interval:
                 return f"{self._describe(number)} was lost{self._at_step()}"
         if SERVICE_FAILED.is_set() and not ends:
             return f"{SERVICE_ENDED_IT}{self._at_step()}"

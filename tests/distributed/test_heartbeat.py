@@ -136,6 +136,18 @@ def test_a_process_of_this_host_that_tells_why_it_ends_is_not_lost(cluster, stat
     assert cluster.failure(INTERVAL).endswith("ended before the first step: disk full")
 
 
+def test_a_process_that_has_ended_is_not_lost_while_process_0_may_know_why(cluster):
+    own, start = process_name().rsplit(" ", 1)
+    cluster.others[2] |= {"process": f"{own} {int(start) + 1}"}
+    assert cluster.failure(INTERVAL) == ""
+    cluster.store.silent = True
+    assert cluster.failure(LOST_AFTER / 2) == ""
+    cluster.others[2] |= {"state": "exited", "reason": "disk full"}
+    cluster.store.silent = False
+    assert cluster.failure(INTERVAL) == ""
+    assert cluster.failure(LOST_AFTER).endswith("ended before the first step: disk full")
+
+
 def test_a_process_whose_proc_is_of_another_namespace_has_no_name(monkeypatch):
     """As after `unshare --pid`, where /proc shows other processes under these numbers."""
     monkeypatch.setattr(os, "getpid", lambda: 1)
