@@ -489,7 +489,12 @@ class Heartbeat:
                     announcement = Thread(target=self._exchange, daemon=True)
                     announcement.start()
                     announcement.join(self._interval)  # longer where process 0 does not answer
+                    if self._process.process_id == 0:  # other hosts notice a loss later
+                        self._wait_for_others(self._is_gone, 2 * self._interval)
                     os._exit(1)
+
+    def _is_gone(self, other: Message) -> bool:
+        return other.state == "exited" or has_ended(other.process, self._message.process)
 
     def _find_suspension(self, pause: float) -> str:
         """Describes a suspension of this process that the others take for its loss; or "".

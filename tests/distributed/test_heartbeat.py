@@ -51,7 +51,7 @@ class FakeCluster:
         self.others = {
             n: {"host": f"h{n}", "sequence": 0} for n in range(num_processes) if n != process_id
         }
-        idle = SimpleNamespace(start=lambda: None, join=lambda: None)
+        idle = SimpleNamespace(start=lambda: None, join=lambda *_: None)
         monkeypatch.setattr(cluster_module, "Thread", lambda **_: idle)
         clock = SimpleNamespace(monotonic=lambda: self.now, sleep=self.advance)
         monkeypatch.setattr(cluster_module, "time", clock)
@@ -258,6 +258,23 @@ def test_an_error_of_jax_s_service_ends_a_process_that_has_none_of_its_own(clust
     assert cluster.failure().startswith("JAX's coordination service ended the run, as it does ")
     cluster.heartbeat.report_failure(InputError("data: no such folder"))
     assert cluster.failure() == ""
+
+
+@pytest.mark.parametrize(("state", "waits"), [("running", True), ("exited", False)])
+def test_process_0_keeps_the_store_until_other_hosts_know_of_a_loss(monkeypatch, state, waits):
+    """They notice it later themselves, and would take process 0 for lost."""
+    cluster, ends = FakeCluster(monkeypatch, process_id=0), []
+    own, start = process_name().rsplit(" ", 1)
+    cluster.others[1] |= {"process": f"{own} {int(start) + 1}"}
+    cluster.others[2] |= {"state": state}
+    cluster.failure(INTERVAL)
+    assert cluster.failure(3 * INTERVAL).startswith("process 1 of 3 (h1) was lost")
+    monkeypatch.setattr(cluster_module.os, "_exit", lambda _: ends.append(cluster.now))
+    closed = iter([False, True])
+    cluster.heartbeat._closed = SimpleNamespace(wait=lambda _: next(closed))
+    seconds = cluster.seconds_of(cluster.heartbeat._check_loop)
+    assert len(ends) == 1
+    assert (seconds >= 2 * INTERVAL) == waits
 
 
 def test_process_0_exits_last(monkeypatch):
