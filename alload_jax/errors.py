@@ -211,6 +211,10 @@ def run_command(main: Callable[[list[str]], int], argv: list[str]) -> int:
         return 2
 
 
+_REMEDIES = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free disk space")
+_REMEDIES[errno.EMFILE] = "raise `ulimit -n`"
+
+
 def reason_of(error: BaseException) -> str:
     """The cause of the error in one line."""
     if isinstance(error, InputError | NotImplementedError):
@@ -222,8 +226,7 @@ def reason_of(error: BaseException) -> str:
     if isinstance(error, OSError):
         reason = error.strerror or str(error) or type(error).__name__
         if error.filename is not None:
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            remedy = "free disk space" if full else "name another path"
+            remedy = _REMEDIES.get(error.errno or 0, "name another path")
             reason = f"{error.filename}: {reason}; {remedy}"
         return one_line(" ".join(reason.split()))
     return one_line(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")

@@ -103,6 +103,7 @@ def test_run_command_reports_errors_of_users_in_one_line(capsys):
         (OSError("two\nlines"), 2, "error: two lines"),
         (OSError(), 2, "error: OSError"),
         (OSError(28, "No space", "x"), 2, "error: x: No space; free disk space"),
+        (OSError(24, "Too many", "x"), 2, "error: x: Too many; raise `ulimit -n`"),
         (OSError(13, "Denied", "x"), 2, "error: x: Denied; name another path"),
         *((lack, 2, f"error: a thread or process cannot start ({lack}); {more}") for lack in lacks),
     ):
