@@ -96,6 +96,7 @@ class Cluster:
             status = _print_error(error) if self._status is None else self._status
             self.heartbeat.exit_process(status)
         self.all_gather(None)
+        self.all_gather(None)  # one that answered early may have been killed as it waited
         self.heartbeat.close()
         jax.distributed.shutdown()
 

@@ -277,6 +277,24 @@ def test_process_0_keeps_the_store_until_other_hosts_know_of_a_loss(monkeypatch,
     assert (seconds >= 2 * INTERVAL) == waits
 
 
+def test_a_process_killed_while_it_waits_for_the_others_to_finish_is_missed(monkeypatch):
+    """It has answered already; JAX's shutdown would wait for it, and fail of another reason."""
+    events = []
+    monkeypatch.setattr(jax.distributed, "shutdown", lambda: events.append("shutdown"))
+    run = cluster_module.Cluster()
+    run.num_processes, run.heartbeat = 2, SimpleNamespace(close=lambda: events.append("close"))
+
+    def wait_for(key):
+        events.append(key)
+        return "null"
+
+    run.store = SimpleNamespace(put=lambda key, text: None, wait_for=wait_for)
+    with run:
+        pass
+    answers = [f"all_gather/{call}/{process}" for call in (1, 2) for process in (0, 1)]
+    assert events == [*answers, "close", "shutdown"]
+
+
 def test_process_0_exits_last(monkeypatch):
     statuses = []
     monkeypatch.setattr(cluster_module.os, "_exit", statuses.append)
