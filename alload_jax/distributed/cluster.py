@@ -409,7 +409,7 @@ class Heartbeat:
     def exit_process(self, status: int) -> NoReturn:
         """Ends this process, which has failed. Process 0, which hosts the store, exits last."""
         if self._process.process_id == 0:
-            self._wait_for_others(lambda other: other.state == "exited", self._lost_after)
+            self._wait_for_others(self._is_gone, self._lost_after)
         else:
             self._message.state = "exited"
             if not SERVICE_FAILED.is_set():  # its client would not answer

@@ -298,14 +298,21 @@ def test_a_process_killed_while_it_waits_for_the_others_to_finish_is_missed(monk
 def test_process_0_exits_last(monkeypatch):
     statuses = []
     monkeypatch.setattr(cluster_module.os, "_exit", statuses.append)
-    for process, ended, expected in ((0, True, 0), (0, False, LOST_AFTER), (1, False, 0)):
+    own, start = process_name().rsplit(" ", 1)
+    killed = {"process": f"{own} {int(start) + 1}"}
+    for process, other, expected in (
+        (0, {"state": "exited"}, 0),
+        (0, {}, LOST_AFTER),
+        (0, killed, 0),
+        (1, {}, 0),
+    ):
         cluster = FakeCluster(monkeypatch, process_id=process)
         cluster.others[2] |= {"state": "exited"}
-        cluster.others[1 - process] |= {"state": "exited" if ended else "running"}
+        cluster.others[1 - process] |= other
         seconds = cluster.seconds_of(cluster.heartbeat.exit_process, 3)
         assert expected <= seconds <= expected + INTERVAL
     assert cluster.own().state == "exited"
-    assert statuses == [3] * 3
+    assert statuses == [3] * 4
 
 
 MALFORMED = [
