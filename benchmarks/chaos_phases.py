@@ -23,7 +23,7 @@ _FUNCTIONS = {
     "compile": "alload_jax.run.training:_compile",
     "steps": "alload_jax.training.loop:Loop._step",
     "validation": "alload_jax.training.callbacks.validating:Validating.act",
-    "sampling": "alload_jax.training.callbacks.validating:Drawing.act",
+    "sampling": "alload_jax.training.callbacks.drawing:Drawing.act",
     "end": "alload_jax.run.training:_finish",
 }
 """The function that a phase is the time of. Until the first is called, a run is in `start`."""
