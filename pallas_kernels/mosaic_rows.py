@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import PyTree
 
+from pallas_kernels.lowering import lowered_once
 from pallas_kernels.op import Ref
 from pallas_kernels.walks import LANES, chunks_of
 
@@ -275,8 +276,9 @@ def ring_scratch(
 
 
 def run_walks(
-    body: Callable[[Refs], None],
+    body: Callable[..., None],
     name: str,
+    static: Mapping[str, object],
     programs: int,
     groups: int,
     inputs: Mapping[str, jax.Array],
@@ -287,8 +289,10 @@ def run_walks(
     """Runs a kernel whose programs walk through rows, and returns its outputs by name.
 
     Args:
-      body: of refs of inputs, outputs and scratch by name; it has the axes `program` and `group`.
+      body: of refs of inputs, outputs and scratch by name, and of what is static; it has the axes
+        `program` and `group`. A name has one body.
       name: as profilers and lowered modules show it.
+      static: keywords of `body`, whose `repr` says all of them.
       programs: how many there are.
       groups: of threads of a program.
       inputs: arrays.
@@ -298,7 +302,7 @@ def run_walks(
     """
     names = (*inputs, *outputs, *scratch)
     run = plgpu.kernel(
-        lambda *refs: body(dict(zip(names, refs, strict=True))),
+        lambda *refs: body(dict(zip(names, refs, strict=True)), **static),
         out_type=list(outputs.values()),
         scratch_types=list(scratch.values()),
         # Each thread writes only what it alone has read, and barriers stand where others' is read.
@@ -309,7 +313,8 @@ def run_walks(
         thread_name="group",
         kernel_name=name,
     )
-    return dict(zip(outputs, run(*inputs.values()), strict=True))
+    says = f"{[*inputs]} {outputs} {dict(static)} {scratch} {programs} {groups} {approx_math}"
+    return dict(zip(outputs, lowered_once(name, says, run, [*inputs.values()]), strict=True))
 
 
 def even_rows(number: jax.Array, rows: int, programs: int) -> tuple[jax.Array, jax.Array]:

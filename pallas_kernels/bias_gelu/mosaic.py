@@ -126,9 +126,9 @@ def call(
     shapes = {each: jax.ShapeDtypeStruct(x.shape, x.dtype) for each in outputs}
     if cotangents:
         shapes["partial"] = jax.ShapeDtypeStruct((along, chunks, LANES), jnp.float32)
-    body = partial(kernel, along=along, across=across)
     inputs = {**streams, "bias": in_chunks(operands.bias)}
     scratch = ring_scratch(streams, 1, columns, way.slots)
-    found = run_walks(body, name, along * across, 1, inputs, shapes, scratch, approx_math=True)
+    static, programs = {"along": along, "across": across}, along * across
+    found = run_walks(kernel, name, static, programs, 1, inputs, shapes, scratch, approx_math=True)
     like = [operands.x.shape] * len(outputs) + [(along, dim)] * bool(cotangents)
     return [result.reshape(shape) for result, shape in zip(found.values(), like, strict=True)]

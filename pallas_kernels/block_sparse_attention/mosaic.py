@@ -33,6 +33,7 @@ from pallas_kernels.block_sparse_attention.block_lists import (
     query_lists,
     unpack_entry,
 )
+from pallas_kernels.lowering import lowered_once
 from pallas_kernels.mosaic_rows import load
 from pallas_kernels.op import Ref
 
@@ -629,15 +630,18 @@ class _Call(NamedTuple):
             body(*of_arrays, *refs[first:last], refs[last:], launch=self.launch)
 
         parts = self.launch.own_block // self.launch.tiles.own
-        return plgpu.kernel(
+        shapes = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in results]
+        name = f"{NAME}_{self.kernel}"
+        run = plgpu.kernel(
             flat,
-            out_type=[jax.ShapeDtypeStruct(each.shape, each.dtype) for each in results],
+            out_type=shapes,
             scratch_types=list(scratch),
             compiler_params=plgpu.CompilerParams(approx_math=True),
             grid=(rows * heads * blocks * parts,),
             grid_names=("program",),
-            kernel_name=f"{NAME}_{self.kernel}",
-        )(*given)
+            kernel_name=name,
+        )
+        return lowered_once(name, f"{self.launch} {shapes} {scratch}", run, given)
 
 
 def _call(

@@ -343,7 +343,6 @@ def _call(
     scratch |= sums_scratch(way.groups, way.per_core)
     launch = MosaicNormLaunch(dim, way, tuple(streams), options.eps, even, row_blocks.total)
     work = forward_block if name == FORWARD else backward_block
-    body = partial(kernel, launch=launch, work=work)
     shapes = {
         each: jax.ShapeDtypeStruct(
             (rows, dim // LANES, LANES) if width == dim else (rows, width), shape.dtype
@@ -351,5 +350,6 @@ def _call(
         for each, shape in outputs.items()
         for rows, width in [shape.shape]
     }
-    found = run_walks(body, name, launch.programs, together, given, shapes, scratch)
+    body, static = partial(kernel, work=work), {"launch": launch}
+    found = run_walks(body, name, static, launch.programs, together, given, shapes, scratch)
     return {each: result.reshape(outputs[each].shape) for each, result in found.items()}

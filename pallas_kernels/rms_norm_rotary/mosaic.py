@@ -8,7 +8,6 @@ registers, and XLA adds the programs' parts. Nothing is atomic: equal inputs giv
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -272,5 +271,6 @@ def call(
     if not options.per_head:
         scratch |= sums_scratch(way.groups)
     inputs = {**streams, "weight": in_chunks(weight), **tables}
-    body = partial(kernel, launch=MosaicRmsNormLaunch(dim, options, way.groups, programs))
-    return list(run_walks(body, name, programs, way.groups, inputs, outputs, scratch).values())
+    static = {"launch": MosaicRmsNormLaunch(dim, options, way.groups, programs)}
+    found = run_walks(kernel, name, static, programs, way.groups, inputs, outputs, scratch)
+    return list(found.values())
