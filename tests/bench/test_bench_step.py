@@ -24,16 +24,17 @@ from alload_jax.models.families import config_from_fields, parameter_count
 from alload_jax.planning.remat import LADDER
 from alload_jax.sharding.mesh import MeshConfig, make_mesh
 from alload_jax.training import trial_step
+from alload_jax.training.parameters import ALL_TRAINED, ParametersConfig, merge_parameters
 from alload_jax.training.state import TrainState, abstract_state, init_state
 from alload_jax.training.step import make_accumulate, zero_accumulator
 from alload_jax.training.trial_step import (
+    any_matrices,
     layer_seconds,
     measurable,
     random_batch,
     square_latents,
     training_spec,
     with_density,
-    without_zeros,
 )
 
 
@@ -210,23 +211,23 @@ def test_a_measured_step_takes_the_policy_of_least_measured_time(monkeypatch):
 
 
 @pytest.mark.slow
-def test_only_zero_parameters_are_drawn_and_all_keep_their_sharding():
+@pytest.mark.parametrize("frozen", [None, "bfloat16", "float8"])
+def test_a_step_to_measure_has_no_matrix_of_zeros_and_keeps_all_shardings(frozen):
     small = {"num_layers": 1, "text": {"dim": 16, "length": 8}}
-    spec = training_spec(config_from_fields(training_fields(MODELS["tiny"] | small)))
+    model = config_from_fields(training_fields(MODELS["tiny"] | small))
+    parameters = ALL_TRAINED if frozen is None else ParametersConfig(("bias",), frozen_dtype=frozen)
+    spec = training_spec(model, parameters=parameters)
     mesh = make_mesh(MeshConfig(fsdp=2), jax.devices()[:2])
-    state = init_state(spec, mesh, 0)
-    fresh = jax.tree.map(np.asarray, state.params)
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, state.params)
-    drawn = without_zeros(state).params
-    assert not fresh["head"]["out"]["kernel"].any()
-    for before, after, sharding in zip(
-        *map(jax.tree.leaves, (fresh, drawn, shardings)), strict=True
-    ):
-        assert after.sharding == sharding
-        after = np.asarray(after)
-        assert after.any()
-        if before.any():
-            np.testing.assert_array_equal(before, after)
+    shapes = abstract_state(spec, mesh, 0)
+    matrices = any_matrices(merge_parameters(shapes.params, shapes.frozen))
+    fresh, given = init_state(spec, mesh, 0), init_state(spec, mesh, 0, matrices)
+    assert frozen or not np.asarray(fresh.params["head"]["out"]["kernel"]).any()
+    for before, after in zip(*map(jax.tree.leaves, (fresh, given)), strict=True):
+        assert (after.shape, after.dtype) == (before.shape, before.dtype)
+        assert after.sharding == before.sharding
+    for leaf in jax.tree.leaves(given.weights.merged()):
+        if leaf.ndim > 1 and jnp.issubdtype(leaf.dtype, jnp.floating):
+            assert 0 < np.abs(np.asarray(leaf, np.float32)).max() <= 1
 
 
 def test_the_ends_of_the_model_are_dense_and_switches_are_set_beside_what_else_there_is(program):
