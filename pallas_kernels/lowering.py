@@ -83,12 +83,12 @@ def _path(name: str, key: str) -> Path | None:
     writes = importlib.util.find_spec("flatbuffers") is not None
     if not folder or not writes or "://" in folder or not Path(folder).is_dir():
         return None
-    digest = hashlib.sha256(f"{key} {_versions()}".encode()).hexdigest()
+    digest = hashlib.sha256(f"{key} {versions()}".encode()).hexdigest()
     return Path(folder, _FOLDER, f"{name}-{digest[:32]}")
 
 
 @cache
-def _versions() -> str:
+def versions() -> str:
     """Of JAX, and of the kernels' code."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.rglob("*.py")):

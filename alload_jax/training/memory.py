@@ -1,9 +1,11 @@
 """The memory of a run: what layers keep, chosen for it and for the state, and what XLA lays out."""
 
 import dataclasses
+import hashlib
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -49,6 +51,8 @@ from alload_jax.training.run_files import write_json
 from alload_jax.training.run_plan import RunPlan
 from alload_jax.training.state import TrainState
 from alload_jax.training.update_rules import OptimizerName
+from pallas_kernels.first_use import path_of, read_file, write_file
+from pallas_kernels.lowering import versions
 
 _WEIGHT_BYTES = 4
 _LAYERS_ON_DEVICE = 3
@@ -232,6 +236,8 @@ def _device(model: ModelConfig) -> Device:
 
 CHOICE = "remat.json"
 """In the run folder: what was chosen, and for which memory and micro-batches."""
+_LAYERS = "alload-layers-1"
+"""The format of measured times."""
 
 
 def fitting_model(
@@ -341,16 +347,37 @@ def _measured_seconds(
     optimizer: OptimizerConfig,
     policies: Sequence[RematPolicy],
 ) -> Mapping[RematPolicy, float] | None:
-    """Seconds of a layer under policies, where a model of two layers tells them; else None."""
+    """Seconds of a layer under policies, where a model of two layers tells them; else None.
+
+    Another run of such a model on this machine finds them in the user's cache.
+    """
     from alload_jax.training import trial_step as trial  # what other policies don't need
 
     if not trial.measurable(model):
         return None
-    print(f"model.remat: auto times two layers with {', '.join(policies)}", flush=True)
     # As one row, whose condition a joint model counts among the tokens.
     latents = max(1, tokens - trial.tokens_beside(model, trial.CONDITION_TOKENS))
     shape = trial.square_latents(model, latents)
-    return trial.layer_seconds(model, shape, policies, optimizer=optimizer, parameters=parameters)
+    kind, timed = jax.local_devices()[0].device_kind, model.with_layers(1)
+    programs = versions(), os.environ.get("XLA_FLAGS")
+    case = repr((timed, shape, parameters, optimizer, policies, programs))
+    path = path_of("layers", f"{kind} {hashlib.sha256(case.encode()).hexdigest()[:16]}")
+
+    def parsed(content: Mapping[str, PyTree]) -> dict[RematPolicy, float]:
+        seconds = {each: float(content["seconds"][each]) for each in policies}
+        if content["case"] != case or not all(0 < each < math.inf for each in seconds.values()):
+            raise ValueError("it is of another model")
+        return seconds
+
+    if found := read_file(path, _LAYERS, kind, parsed, "it holds no times of layers"):
+        return found
+    print(f"model.remat: auto times two layers with {', '.join(policies)}", flush=True)
+    times = trial.layer_seconds(model, shape, policies, optimizer=optimizer, parameters=parameters)
+    if times is not None and set(policies) <= times.keys():
+        content = {"format": _LAYERS, "device": kind, "case": case, "seconds": dict(times)}
+        with suppress(OSError):  # it is measured again
+            write_file(path, content)
+    return times
 
 
 def replicas_of(mesh: MeshConfig) -> int:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import shutil
 from types import SimpleNamespace
 
 import jax
@@ -316,7 +317,9 @@ def test_a_budget_is_filled_and_the_run_goes_on_with_what_it_chose(runs, train):
     assert model_of(runs)["remat"] == "full"
 
 
-def test_on_a_gpu_measured_times_choose_and_stay_in_the_run_folder(runs, train, monkeypatch):
+def test_on_a_gpu_measured_times_choose_and_stay(runs, train, monkeypatch, tmp_path):
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     times = dict.fromkeys(LADDER, 2.0) | {"feed_forward_and_attention": 1.0}
     asked = []
 
@@ -332,9 +335,24 @@ def test_on_a_gpu_measured_times_choose_and_stay_in_the_run_folder(runs, train, 
     stored = json.loads((runs.folder / "run" / "remat.json").read_text())
     assert stored["policies"] == ["feed_forward_and_attention"]
     assert stored["layer_seconds"] == times
-    # What the run began with is not timed again.
+    # What the run began with is not timed again, nor is it for another run of the model.
     train(*BUDGET)
+    for options in ((), ("--run.seed", "1")):
+        shutil.rmtree(runs.folder / "run")
+        assert "(by measured time, " in train(*BUDGET, *options)
     assert len(asked) == 1
+    (cached,) = cache.rglob("layers/*.json")
+    for damage in ("{", cached.read_text().replace("2.0", "-2.0", 1)):
+        cached.write_text(damage)
+        shutil.rmtree(runs.folder / "run")
+        with pytest.warns(UserWarning, match="holds no times of layers"):
+            train(*BUDGET)
+    # A policy that lacked memory, perhaps another process's, is asked for again.
+    del times["none"]
+    for count in (4, 5):
+        shutil.rmtree(runs.folder / "run")
+        train(*BUDGET, "--model.dim", "64")
+        assert len(asked) == count
 
 
 def test_without_a_limit_of_memory_it_says_what_it_takes(train):
