@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from alload_jax.encoders.conditions import ImageEncoder, TextModel
-from alload_jax.encoders.loading import Encoder, find_folder, read_config
+from alload_jax.encoders.loading import find_folder, read_config
 from alload_jax.encoders.vae import Vae
 from alload_jax.registry import Registry
 
@@ -45,7 +45,7 @@ def open_vae(folder: Path) -> Vae:
     Raises:
       InputError: the folder holds no VAE that is known.
     """
-    return _class_in(folder, Vae, VAES, "a VAE as diffusers saves it")(folder)
+    return _class_in(folder, "vae", "_class_name", VAES, "a VAE as diffusers saves it")(folder)
 
 
 def open_text(folder: Path, length: int) -> TextModel:
@@ -59,7 +59,7 @@ def open_text(folder: Path, length: int) -> TextModel:
       InputError: the folder holds no text encoder that is known.
     """
     wanted = "a text encoder as transformers saves it"
-    return _class_in(folder, TextModel, TEXT_MODELS, wanted)(folder, length)
+    return _class_in(folder, "text_encoder", "model_type", TEXT_MODELS, wanted)(folder, length)
 
 
 def open_image(folder: Path) -> ImageEncoder:
@@ -69,10 +69,10 @@ def open_image(folder: Path) -> ImageEncoder:
       InputError: the folder holds no image encoder that is known.
     """
     wanted = "an image encoder as transformers saves it"
-    return _class_in(folder, ImageEncoder, IMAGE_ENCODERS, wanted)(folder)
+    return _class_in(folder, "image_encoder", "model_type", IMAGE_ENCODERS, wanted)(folder)
 
 
-def _class_in(folder: Path, kind: type[Encoder], known: Registry[T], wanted: str) -> T:
+def _class_in(folder: Path, subfolder: str, key: str, known: Registry[T], wanted: str) -> T:
     """The class that the config.json of a folder names."""
-    place = find_folder(folder, kind.subfolder, wanted)
-    return known.get(read_config(place, kind.key, known.names(), wanted)[kind.key])
+    place = find_folder(folder, subfolder, wanted)
+    return known.get(read_config(place, key, known.names(), wanted)[key])

@@ -8,17 +8,17 @@ import importlib.util
 import re
 from abc import abstractmethod
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 from PIL import Image
 from typing_extensions import override
 
 from alload_jax.encoders import loading
-from alload_jax.errors import InputError
+from alload_jax.errors import InputError, require_positive_value
 
 if TYPE_CHECKING:
     import torch
@@ -31,28 +31,27 @@ class TextModel(loading.Encoder):
     """A text encoder in a local folder, made of the folder and the most tokens of a text.
 
     Attributes:
+      name: its name in the origin of data, and value of `--text`.
       model_type: the `model_type` of its config.json.
       default_length: of the texts.
+      second: a second encoder's kind of tokens, `model_type`, class, key of its width, and what it
+        is in words; None for none.
+      tokenizer_files: files of its tokenizers.
       length: most tokens of a text, with those that end it; the rest is cut off.
     """
 
+    name: ClassVar[str]
     model_type: ClassVar[str]
     default_length: ClassVar[int]
+    second: ClassVar[tuple[str, str, str, str, str] | None] = None
+    tokenizer_files: ClassVar[tuple[str, ...]]
     subfolder = "text_encoder"
 
-    def __init__(
-        self,
-        folder: str | Path,
-        length: int | None = None,
-        *,
-        device: str | None = None,
-        dtype: str | None = None,
-    ):
+    def __init__(self, folder: str | Path, length: int | None = None):
         """Reads the config.
 
         Args:
-          folder, device, dtype: as of `Encoder`; tokenizers and further encoders are found in the
-            pipeline too.
+          folder: as of `Encoder`; tokenizers and further encoders are found in the pipeline too.
           length: most tokens of a text; None for the default.
 
         Raises:
@@ -62,28 +61,62 @@ class TextModel(loading.Encoder):
         self.length = self.default_length if length is None else length
         if self.length < 1:
             raise ValueError(f"length is {length}; it must be at least 1")
-        super().__init__(folder, device=device, dtype=dtype)
-        self._find_parts()
+        super().__init__(folder)
+        self._folders = [(self.folder, self._config)]
+        if self.second is not None:
+            other, (_, kind, _, _, wanted) = self.folder.parent / "text_encoder_2", self.second
+            if not (other / loading.CONFIG_NAME).is_file():
+                raise InputError(
+                    f"{other}: has no {loading.CONFIG_NAME}; give the folder of HunyuanVideo's "
+                    f"pipeline, which has {wanted} there"
+                )
+            config = loading.read_config(other, "model_type", [kind], wanted)
+            self._folders.append((other, config))
+        places = zip(self._folders, ("tokenizer", "tokenizer_2"), strict=False)
+        self._tokenizer_folders = [
+            loading.find_beside(folder, name, self.tokenizer_files) for (folder, _), name in places
+        ]
 
-    def _find_parts(self) -> None:
-        """Finds tokenizers and further encoders beside the folder.
+    @classmethod
+    def make(cls, options: loading.EncoderOptions) -> Self:
+        """The text encoder of a folder, for preparation.
 
         Raises:
-          InputError: one is missing.
+          InputError: the folder holds no such encoder, or a package is missing.
         """
+        assert options.folder is not None
+        require_positive_value("--text-length", options.text_length, loading.LONGEST_TEXT)
+        model = cls(options.folder, options.text_length)
+        loading.require_packages(f"--text {cls.name}")
+        return model
 
     @property
     @abstractmethod
     def width(self) -> int:
         """Components of an embedding of the kind `TEXT`."""
 
-    @abstractmethod
-    def origin(self) -> dict[str, object]:
-        """Name, width, length and digest of the weights and tokenizer, as JSON values.
+    @override
+    def _read_origin(self) -> dict[str, object]:
+        digests = []
+        for (folder, config), place in zip(self._folders, self._tokenizer_folders, strict=True):
+            files = loading.weight_files(folder, "model")
+            files += [path for name in self.tokenizer_files if (path := place / name).is_file()]
+            digests.append(loading.weights_digest(config, files))
+        return {
+            "name": self.name,
+            "width": self.width,
+            **self._notes(),
+            "length": self.length,
+            "weights": "-".join(digests),
+        }
 
-        Raises:
-          InputError: weights are missing.
-        """
+    @abstractmethod
+    def _notes(self) -> dict[str, object]:
+        """What else determines the embeddings, for `origin`."""
+
+    def encode(self, caption: str | None) -> dict[str, np.ndarray]:
+        """`tokens` of a caption, or of an empty one, as float16, as they are stored; cached."""
+        return dict(_stored_tokens(self, caption or ""))
 
     @abstractmethod
     def tokens(self, text: str) -> dict[str, np.ndarray]:
@@ -105,8 +138,15 @@ class TextModel(loading.Encoder):
         """
         return 0
 
+    @cached_property
+    def _tokenizers(self) -> list[Any]:
+        loading.require_packages(self.described)
+        return [loading.load_tokenizer(folder) for folder in self._tokenizer_folders]
 
-_TOKENIZERS = ("tokenizer.json", "spiece.model")
+
+@lru_cache(128)  # captions; 4 MB each at 512 tokens of width 4096
+def _stored_tokens(model: TextModel, caption: str) -> dict[str, np.ndarray]:
+    return {name: loading.as_float16(found) for name, found in model.tokens(caption).items()}
 
 
 def clean_prompt(text: str) -> str:
@@ -125,13 +165,10 @@ class Umt5Text(TextModel):
     """umT5 with its tokenizer; Wan's models take zeros for the tokens behind a text's."""
 
     described = "umT5 (UMT5EncoderModel, as transformers saves it)"
-    model_type = "umt5"
+    name = model_type = "umt5"
     library_class = "transformers.UMT5EncoderModel"
     default_length = 512
-
-    @override
-    def _find_parts(self) -> None:
-        self._tokenizer_folder = loading.find_beside(self.folder, "tokenizer", _TOKENIZERS)
+    tokenizer_files = ("tokenizer.json", "spiece.model")
 
     @property
     @override
@@ -139,23 +176,14 @@ class Umt5Text(TextModel):
         return int(self._config.get("d_model", 512))
 
     @override
-    def origin(self) -> dict[str, object]:
-        files = loading.weight_files(self.folder, "model")
-        found = (self._tokenizer_folder / name for name in _TOKENIZERS)
-        files += [path for path in found if path.is_file()]
-        return {
-            "name": "umt5",
-            "width": self.width,
-            "length": self.length,
-            "ftfy": importlib.util.find_spec("ftfy") is not None,
-            "weights": loading.weights_digest(self._config, files),
-        }
+    def _notes(self) -> dict[str, object]:
+        return {"length": self.length, "ftfy": importlib.util.find_spec("ftfy") is not None}
 
     @override
     def tokens(self, text: str) -> dict[str, np.ndarray]:
         model, device = self._model, self._device
         # Padded to the full length like the text that Wan was trained on.
-        tokens = self._tokenizer(
+        tokens = self._tokenizers[0](
             [clean_prompt(text)],
             padding="max_length",
             max_length=self.length,
@@ -171,21 +199,12 @@ class Umt5Text(TextModel):
 
     @override
     def surplus_tokens(self, text: str) -> int:
-        tokens = self._tokenizer(clean_prompt(text), verbose=False).input_ids
+        tokens = self._tokenizers[0](clean_prompt(text), verbose=False).input_ids
         return max(0, len(tokens) - self.length)
-
-    @cached_property
-    def _tokenizer(self) -> Any:
-        loading.require_packages(self.described)
-        return loading.load_tokenizer(self._tokenizer_folder)
 
 
 GLYPHS = "glyphs"
 """The kind of tokens that byT5 gives."""
-_TOKENIZER_FILES = (
-    *("tokenizer.json", "vocab.json", "merges.txt", "added_tokens.json"),
-    *("tokenizer_config.json", "chat_template.jinja"),
-)
 _INSTRUCTION = (
     "You are a helpful assistant. Describe the video by detailing the following aspects:",
     "1. The main content and theme of the video.",
@@ -220,41 +239,26 @@ class HunyuanVideoText(TextModel):
 
     Attributes:
       folder: folder of the language model.
-      name: in the origin of data.
-      second: the second encoder's kind of tokens, `model_type`, class, key of its width, and what
-        it is in words.
     """
 
-    name: ClassVar[str] = "hunyuan_video"
+    name = "hunyuan_video"
     second: ClassVar[tuple[str, str, str, str, str]] = (
         *(GLYPHS, "t5", "transformers.T5EncoderModel", "d_model"),
         "byT5 (T5EncoderModel, as transformers saves it)",
     )
     _system_tokens: ClassVar[int] = _SYSTEM_TOKENS
-    _has_template: ClassVar[bool] = True
     described = "Qwen2.5-VL's language model (Qwen2_5_VLTextModel, as transformers saves it)"
     model_type = "qwen2_5_vl_text"
     library_class = "transformers.Qwen2_5_VLTextModel"
     default_length = 1000
-
-    @override
-    def _find_parts(self) -> None:
-        _, kind, _, _, wanted = self.second
-        self._second_folder = self.folder.parent / "text_encoder_2"
-        if not (self._second_folder / loading.CONFIG_NAME).is_file():
-            raise InputError(
-                f"{self._second_folder}: has no {loading.CONFIG_NAME}; give the folder of "
-                f"HunyuanVideo's pipeline, which has {wanted} there"
-            )
-        self._second_config = loading.read_config(self._second_folder, "model_type", [kind], wanted)
-        self._tokenizer_folders = [
-            loading.find_beside(folder, name, _TOKENIZER_FILES)
-            for folder, name in ((self.folder, "tokenizer"), (self._second_folder, "tokenizer_2"))
-        ]
+    tokenizer_files = (
+        *("tokenizer.json", "vocab.json", "merges.txt", "added_tokens.json"),
+        *("tokenizer_config.json", "chat_template.jinja"),
+    )
 
     @property
     def _second_width(self) -> int:
-        return int(self._second_config.get(self.second[3], 512))
+        return int(self._folders[1][1].get(self.second[3], 512))
 
     @property
     @override
@@ -262,20 +266,8 @@ class HunyuanVideoText(TextModel):
         return int(self._config.get("hidden_size", 8192))
 
     @override
-    def origin(self) -> dict[str, object]:
-        digests = []
-        models = ((self._config, self.folder), (self._second_config, self._second_folder))
-        for (config, folder), tokenizer in zip(models, self._tokenizer_folders, strict=True):
-            files = loading.weight_files(folder, "model")
-            files += [path for name in _TOKENIZER_FILES if (path := tokenizer / name).is_file()]
-            digests.append(loading.weights_digest(config, files))
-        return {
-            "name": self.name,
-            "width": self.width,
-            f"{self.second[0].removesuffix('s')}_width": self._second_width,
-            "length": self.length,
-            "weights": "-".join(digests),
-        }
+    def _notes(self) -> dict[str, object]:
+        return {f"{self.second[0].removesuffix('s')}_width": self._second_width}
 
     @override
     def tokens(self, text: str) -> dict[str, np.ndarray]:
@@ -310,6 +302,11 @@ class HunyuanVideoText(TextModel):
             {"role": "user", "content": text or " "},
         ]
         options |= {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
+        if not self._tokenizers[0].chat_template:
+            raise InputError(
+                f"{self._tokenizer_folders[0]}: has no chat template; copy chat_template.jinja of "
+                "HunyuanVideo's tokenizer there"
+            )
         return self._tokenizers[0].apply_chat_template(conversation, **options)["input_ids"]
 
     @override
@@ -337,22 +334,12 @@ class HunyuanVideoText(TextModel):
 
         return torch.tensor([list(ids)], device=self._device)
 
-    @cached_property
-    def _tokenizers(self) -> tuple[Any, Any]:
-        loading.require_packages(self.described)
-        language, glyphs = map(loading.load_tokenizer, self._tokenizer_folders)
-        if self._has_template and not language.chat_template:
-            raise InputError(
-                f"{self._tokenizer_folders[0]}: has no chat template; copy chat_template.jinja of "
-                "HunyuanVideo's tokenizer there"
-            )
-        return language, glyphs
-
     @override
     def _load(self) -> Any:
         """The language model and the second encoder."""
-        loading.weight_files(self._second_folder, "model")  # before the long loading of the other
-        return super()._load(), self._read(self.second[2], self._second_folder)
+        second, _ = self._folders[1]
+        loading.weight_files(second, "model")  # before the long loading of the other
+        return super()._load(), self._read(self.second[2], second)
 
 
 POOLED = "pooled"
@@ -380,7 +367,6 @@ class HunyuanVideo13bText(HunyuanVideoText):
         "CLIP's text encoder (CLIPTextModel, as transformers saves it)",
     )
     _system_tokens = 95
-    _has_template = False
     described = "LLaMA's language model (LlamaModel, as transformers saves it)"
     model_type = "llama"
     library_class = "transformers.LlamaModel"
@@ -428,8 +414,8 @@ class ImageEncoder(loading.Encoder):
     default_dtype = "float32"  # as in Wan's pipelines
 
     @override
-    def __init__(self, folder: str | Path, *, device: str | None = None, dtype: str | None = None):
-        super().__init__(folder, device=device, dtype=dtype)
+    def __init__(self, folder: str | Path):
+        super().__init__(folder)
         self._processor_folder = loading.find_beside(
             self.folder, self.processor, _PROCESSORS, "image processor"
         )
@@ -439,12 +425,8 @@ class ImageEncoder(loading.Encoder):
         """Components of an embedding."""
         return int(self._config.get("hidden_size", 768))
 
-    def origin(self) -> dict[str, object]:
-        """Name and a digest of config, weights and image processor, as JSON values.
-
-        Raises:
-          InputError: weights are missing.
-        """
+    @override
+    def _read_origin(self) -> dict[str, object]:
         files = loading.weight_files(self.folder, "model")
         files += [self._processor_folder / name for name in _PROCESSORS]
         return {"name": self.name, "weights": loading.weights_digest(self._config, files)}

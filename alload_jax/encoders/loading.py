@@ -6,10 +6,11 @@ import importlib.util
 import json
 import os
 import sys
-from abc import ABC
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib import import_module
 from pathlib import Path
@@ -233,6 +234,33 @@ def _quiet() -> Iterator[None]:
             log.enable_progress_bar()
 
 
+LONGEST_TEXT = 2**16
+"""Most tokens of a condition that may be asked for."""
+
+
+@dataclass(frozen=True)
+class EncoderOptions:
+    """What encoders are made from for preparation.
+
+    Attributes:
+      folder: local folder with the encoder's weights; None for an encoder without.
+      text_length: most tokens of a condition.
+      captions: captions of all files, cleaned; the same in every process.
+      frames_per_latent: frames that a latent of pixels holds.
+    """
+
+    folder: Path | None = None
+    text_length: int = 256
+    captions: Sequence[str] = ()
+    frames_per_latent: int = 1
+
+
+def as_float16(values: np.ndarray) -> np.ndarray:
+    """Rounds to float16, without a warning about what is too large for it and becomes infinite."""
+    with np.errstate(over="ignore"):
+        return values.astype(np.float16)
+
+
 class Encoder(ABC):
     """A model in a local folder whose weights are loaded when they are first used.
 
@@ -244,6 +272,7 @@ class Encoder(ABC):
       stem: file name of the weights without suffixes.
       library_class: its class in a library, such as `transformers.CLIPVisionModel`.
       default_dtype: dtype of the weights where none is asked for; None for that of the device.
+      has_weights: that it is made from a folder, for preparation.
       folder: folder of config.json and weights.
     """
 
@@ -253,13 +282,14 @@ class Encoder(ABC):
     stem: ClassVar[str] = "model"
     library_class: ClassVar[str]
     default_dtype: ClassVar[str | None] = None
+    has_weights: ClassVar[bool] = True
+    _origin: dict[str, object] | None = None
 
-    def __init__(self, folder: str | Path, *, device: str | None = None, dtype: str | None = None):
+    def __init__(self, folder: str | Path, *, dtype: str | None = None):
         """Reads the config.
 
         Args:
           folder: local folder of the model, or of a pipeline that has it in `subfolder`.
-          device: PyTorch device, such as `cuda:1`; None takes a GPU if there is one.
           dtype: `bfloat16` or `float32`; None takes `default_dtype`, and where that is None too
             bfloat16 on a GPU and float32 elsewhere.
 
@@ -269,7 +299,21 @@ class Encoder(ABC):
         self.folder = find_folder(Path(folder), self.subfolder, self.described)
         kind = getattr(self, self.key.removeprefix("_"))
         self._config = read_config(self.folder, self.key, [kind], self.described)
-        self._asked = device, dtype or self.default_dtype
+        self._dtype = dtype or self.default_dtype
+
+    def origin(self) -> dict[str, object]:
+        """Name, sizes and a digest of weights and other files, as JSON values; read once.
+
+        Raises:
+          InputError: weights are missing.
+        """
+        if self._origin is None:
+            self._origin = self._read_origin()
+        return dict(self._origin)
+
+    @abstractmethod
+    def _read_origin(self) -> dict[str, object]:
+        """What `origin` returns."""
 
     def __getstate__(self) -> dict[str, object]:
         """What is pickled: all but what is loaded when it is first used."""
@@ -283,10 +327,10 @@ class Encoder(ABC):
 
     @cached_property
     def _device(self) -> "torch.device":
-        """The device; on the CPU, PyTorch's threads are limited to the cores of this process."""
+        """A GPU if there is one; on the CPU, PyTorch gets as many threads as this process cores."""
         import torch
 
-        device = torch.device(self._asked[0] or ("cuda" if torch.cuda.is_available() else "cpu"))
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if device.type == "cpu":
             torch.set_num_threads(min(torch.get_num_threads(), cpus()))
         return device
@@ -323,7 +367,7 @@ class Encoder(ABC):
             with _quiet():
                 model, info = kind.from_pretrained(
                     folder,
-                    dtype=getattr(torch, self._asked[1] or usual),
+                    dtype=getattr(torch, self._dtype or usual),
                     local_files_only=True,
                     use_safetensors=True,
                     output_loading_info=True,

@@ -8,9 +8,9 @@ takes all frames at once, with a mask of attention of the squared number of late
 
 from abc import abstractmethod
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import numpy as np
 from typing_extensions import override
@@ -34,11 +34,13 @@ class Vae(loading.Encoder):
       name: its name in the origin of data.
       class_name: name of its class in diffusers, which its config.json contains.
       takes_last_frame: whether `encode_given` takes a last frame.
+      patch_size: latents per token of models that train on these latents.
     """
 
     name: ClassVar[str]
     class_name: ClassVar[str]
     takes_last_frame: ClassVar[bool]
+    patch_size: ClassVar[Triple]
 
     subfolder = "vae"
     key = "_class_name"
@@ -64,17 +66,29 @@ class Vae(loading.Encoder):
         frames, side, channels = (int(self._config.get(*key)) for key in self.config_keys)
         return frames, side, channels
 
-    def origin(self) -> dict[str, object]:
-        """Name, channels and a digest of config and weights, as JSON values.
+    @classmethod
+    def make(cls, options: loading.EncoderOptions) -> Self:
+        """The VAE of a folder, for preparation.
 
         Raises:
-          InputError: weights are missing.
+          InputError: the folder holds no such VAE, or a package is missing.
         """
+        assert options.folder is not None
+        vae = opened(cls, options.folder)
+        loading.require_packages(f"--vae {cls.name}")
+        return vae
+
+    @override
+    def _read_origin(self) -> dict[str, object]:
         files = loading.weight_files(self.folder, self.stem)
         digest = loading.weights_digest(self._config, files)
         return {"name": self.name, "channels": self.channels, "weights": digest}
 
     def encode(self, frames: np.ndarray) -> np.ndarray:
+        """`latents` as they are stored: float16; what that cannot hold becomes infinite."""
+        return loading.as_float16(self.latents(frames))
+
+    def latents(self, frames: np.ndarray) -> np.ndarray:
         """Encodes a clip: the mode of the posterior, normalised as the config says.
 
         Args:
@@ -100,7 +114,7 @@ class Vae(loading.Encoder):
         return 2.0 * (sent.permute(3, 0, 1, 2)[None].float() / 255.0) - 1.0
 
     def encode_pixels(self, clip: "torch.Tensor") -> np.ndarray:
-        """Encodes what `pixels` gives; [t, h, w, channels] float32, see `encode`."""
+        """Encodes what `pixels` gives; [t, h, w, channels] float32, see `latents`."""
         model = self._model
         with loading.inference():
             clip = clip.to(model.dtype)
@@ -122,7 +136,7 @@ class Vae(loading.Encoder):
 
         Raises:
           ValueError: a picture has another shape or dtype, or the frames do not fit.
-          InputError: as `encode`.
+          InputError: as `latents`.
         """
 
     def decode(self, latents: np.ndarray) -> np.ndarray:
@@ -136,7 +150,7 @@ class Vae(loading.Encoder):
 
         Raises:
           ValueError: the latents have another shape.
-          InputError: as `encode`.
+          InputError: as `latents`.
         """
         if latents.ndim != 4 or latents.shape[-1] != self.channels or 0 in latents.shape:
             raise ValueError(
@@ -204,6 +218,15 @@ class Vae(loading.Encoder):
             self._model.disable_tiling()
 
 
+V = TypeVar("V", bound=Vae)
+
+
+@cache
+def opened(kind: type[V], folder: Path) -> V:
+    """The VAE of that folder, whose weights then serve its latents and the given frames."""
+    return kind(folder)
+
+
 class WanVae(Vae):
     """The VAE of Wan 2.1 or 2.2; see `Vae`."""
 
@@ -211,11 +234,12 @@ class WanVae(Vae):
     class_name = "AutoencoderKLWan"
     described = "Wan's VAE (AutoencoderKLWan, as diffusers saves it)"
     takes_last_frame = True
+    patch_size = (1, 2, 2)
     config_keys = (("scale_factor_temporal", 4), ("scale_factor_spatial", 8), ("z_dim", 16))
 
     @override
-    def __init__(self, folder: str | Path, *, device: str | None = None, dtype: str | None = None):
-        super().__init__(folder, device=device, dtype=dtype)
+    def __init__(self, folder: str | Path, *, dtype: str | None = None):
+        super().__init__(folder, dtype=dtype)
         for name in ("latents_mean", "latents_std"):
             count = len(self._config.get(name, [0.0] * 16))
             if count != self.channels:
@@ -390,6 +414,7 @@ class HunyuanVideoVae(Vae):
     class_name = "AutoencoderKLHunyuanVideo15"
     described = "HunyuanVideo 1.5's VAE (AutoencoderKLHunyuanVideo15, as diffusers saves it)"
     takes_last_frame = False
+    patch_size = (1, 1, 1)
     config_keys = tuple(zip(_RATIOS, (4, 16, 32), strict=True))
 
     def encode_given(self, first: np.ndarray, last: np.ndarray | None, frames: int) -> np.ndarray:
@@ -405,7 +430,7 @@ class HunyuanVideoVae(Vae):
         if last is not None:
             raise ValueError("last is given, but the models take a first frame only; give None")
         self._check_frames(np.broadcast_to(first[None], (frames, *first.shape)))
-        latents = self.encode(first[None])
+        latents = self.latents(first[None])
         given = np.zeros(
             ((frames - 1) // self.stride[0] + 1, *latents.shape[1:3], self.channels + 1), np.float32
         )
@@ -438,6 +463,7 @@ class HunyuanVideo13bVae(HunyuanVideoVae):
     name = "hunyuan_video_13b"
     class_name = "AutoencoderKLHunyuanVideo"
     described = "HunyuanVideo's VAE (AutoencoderKLHunyuanVideo, as diffusers saves it)"
+    patch_size = (1, 2, 2)
     config_keys = tuple(zip(_RATIOS, (4, 8, 16), strict=True))
 
     @override

@@ -573,7 +573,7 @@ def _given(
     if not model.given_channels:
         if encoders.vae is None:
             return embeddings, None, as_latent(first, model.in_channels, request.frames_per_latent)
-        return embeddings, None, encoders.vae.encode(first[None])
+        return embeddings, None, encoders.vae.latents(first[None])
     assert encoders.vae is not None
     given = encoders.vae.encode_given(first, last, request.size[0])
     if given.shape[-1] != model.given_channels:

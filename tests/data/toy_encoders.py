@@ -2,7 +2,6 @@
 
 import os
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +13,9 @@ from alload_jax.data.prepare.encoders import (
     VAE_ENCODERS,
     Given,
     Pixels,
-    TextEmbeddings,
 )
 from alload_jax.data.prepare.sources import UnusableError
+from alload_jax.encoders.loading import as_float16
 from alload_jax.errors import InputError
 
 
@@ -82,11 +81,17 @@ class GivenEnds:
         return Given(np.broadcast_to(levels, (frames, *first.shape[:2], 2)), None)
 
 
-class SpokenModel:
+class Spoken:
     """A token for each letter, and one of another kind for each exclamation mark."""
+
+    has_weights, default_length = True, 9
 
     def __init__(self, folder, length):
         self.folder, self.length = folder, length
+
+    @classmethod
+    def make(cls, options):
+        return cls(options.folder, options.text_length)
 
     def origin(self):
         return {"name": "spoken", "length": self.length}
@@ -94,18 +99,12 @@ class SpokenModel:
     def surplus_tokens(self, text):
         return max(0, len(text) - self.length)
 
-    def tokens(self, text):
+    def encode(self, caption):
+        text = caption or ""
         letters = np.array([[ord(letter), 1] for letter in text[: self.length]], np.float32)
         shouts = np.full((text.count("!"), 3), text.count("!") or 1, np.float32)
-        return {"text": letters.reshape(-1, 2) * (1e9 if "huge" in text else 1), "shouts": shouts}
-
-
-@dataclass(frozen=True)
-class Spoken(TextEmbeddings):
-    name = "spoken"
-    needs_torch = False
-    default_length = 9
-    text_class = SpokenModel
+        words = letters.reshape(-1, 2) * (1e9 if "huge" in text else 1)
+        return {"text": as_float16(words), "shouts": as_float16(shouts)}
 
 
 for registry, name, kind in (

@@ -66,7 +66,7 @@ def test_latents_and_pictures_of_wan_are_those_of_diffusers(wan, kind, side, tmp
         clip = random_frames(frames, 2 * side, 3 * side)
         with torch.no_grad():
             mode = model.encode(as_video(clip)).latent_dist.mode()
-        found = ours.encode(clip)
+        found = ours.latents(clip)
         assert (found.dtype, found.shape) == (np.float32, (1 + frames // 4, 2, 3, ours.channels))
         np.testing.assert_array_equal(found, channels_last((mode - mean) * (1.0 / std)))
     scaled = torch.from_numpy(found).permute(3, 0, 1, 2)[None] / (1.0 / std) + mean
@@ -85,7 +85,7 @@ def test_chunks_of_hunyuan_video_give_what_whole_clips_give(
     model = hunyuan[1]["vae"]
     monkeypatch.setattr(vae_module, "_PIXELS", latents_a_chunk * 4 * 32 * 48)
     clip = random_frames(frames, 32, 48)
-    found, expected = vae.encode(clip), encoded(model, clip)
+    found, expected = vae.latents(clip), encoded(model, clip)
     assert (found.dtype, found.shape) == (np.float32, (1 + frames // 4, 2, 3, vae.channels))
     close(found, expected)
     assert expected.std() > 0.1
@@ -102,7 +102,7 @@ def test_chunks_of_hunyuan_video_give_what_whole_clips_give(
 
 def test_a_failed_clip_leaves_nothing_to_the_next(vae, monkeypatch):
     clip, calls = random_frames(9, 32, 48), []
-    expected, convolution = vae.encode(clip), type(vae._model.encoder.conv_out.conv)
+    expected, convolution = vae.latents(clip), type(vae._model.encoder.conv_out.conv)
     convolve = convolution.forward
 
     def failing(self, x):
@@ -114,8 +114,8 @@ def test_a_failed_clip_leaves_nothing_to_the_next(vae, monkeypatch):
     monkeypatch.setattr(vae_module, "_PIXELS", 1)
     monkeypatch.setattr(convolution, "forward", failing)
     with pytest.raises(RuntimeError, match="stopped"):
-        vae.encode(clip)
-    close(vae.encode(clip), expected)
+        vae.latents(clip)
+    close(vae.latents(clip), expected)
 
 
 @pytest.mark.parametrize("with_last", [False, True])
@@ -133,7 +133,7 @@ def test_given_latents_of_wan_are_the_condition_of_the_pipeline(wan, with_last):
     found = ours.encode_given(first, last if with_last else None, 9)
     np.testing.assert_array_equal(found, channels_last(condition))
     assert found[-1, ..., 3].all() == with_last
-    picture = ours.encode(first[None])
+    picture = ours.latents(first[None])
     close(found[:1, ..., 4:], picture)
     alone = np.concatenate([np.ones((1, 2, 3, 4)), picture], axis=-1)
     np.testing.assert_array_equal(ours.encode_given(first, None, 1), alone)
@@ -153,7 +153,7 @@ def test_given_latents_of_hunyuan_video_are_the_condition_of_the_pipeline(hunyua
         )
     found = vae.encode_given(first, None, 9)
     close(found, channels_last(torch.cat([latents, mask], dim=1)))
-    np.testing.assert_array_equal(found[:1, ..., :-1], vae.encode(first[None]))
+    np.testing.assert_array_equal(found[:1, ..., :-1], vae.latents(first[None]))
     np.testing.assert_array_equal(vae.encode_given(first, None, 1), found[:1])
 
 
@@ -167,13 +167,13 @@ def test_nothing_is_said_where_accelerate_is_missing(wan, monkeypatch):
         "find_spec",
         lambda name: None if name == "accelerate" else find(name),
     )
-    WanVae(wan[0]).encode(random_frames(1, 16, 16))
+    WanVae(wan[0]).latents(random_frames(1, 16, 16))
     assert said == []
 
 
 def test_what_does_not_fit_the_memory_is_tiled(wan, hunyuan, monkeypatch, capsys):
     ours, clip = WanVae(wan[0]), random_frames(5, 16, 24)
-    expected, kind = ours.encode(clip), type(ours._model)
+    expected, kind = ours.latents(clip), type(ours._model)
     whole = kind._encode
 
     def small(self, x):
@@ -182,10 +182,10 @@ def test_what_does_not_fit_the_memory_is_tiled(wan, hunyuan, monkeypatch, capsys
         return whole(self, x)
 
     monkeypatch.setattr(kind, "_encode", small)
-    np.testing.assert_array_equal(ours.encode(clip), expected)  # smaller than a tile
+    np.testing.assert_array_equal(ours.latents(clip), expected)  # smaller than a tile
     assert "384 pixels" in capsys.readouterr().err
-    ours.encode(clip)
-    ours.encode(clip[:, :8, :8])
+    ours.latents(clip)
+    ours.latents(clip[:, :8, :8])
     assert capsys.readouterr().err == ""
     assert not ours._model.use_tiling
 
@@ -194,7 +194,7 @@ def test_what_does_not_fit_the_memory_is_tiled(wan, hunyuan, monkeypatch, capsys
 
     monkeypatch.setattr(kind, "_encode", never)
     with pytest.raises(InputError, match="also in tiles"):
-        ours.encode(clip)
+        ours.latents(clip)
 
 
 def test_tiles_of_hunyuan_video_are_those_of_diffusers(hunyuan):
@@ -214,7 +214,7 @@ def test_tiles_of_hunyuan_video_are_those_of_diffusers(hunyuan):
         return forward(x)
 
     ours._model.encoder.forward = small
-    close(ours.encode(clip), expected)
+    close(ours.latents(clip), expected)
     assert not np.allclose(encoded(reference, clip), expected, atol=1e-3)
 
 
@@ -222,17 +222,17 @@ def test_clips_and_latents_of_other_shapes_are_refused(wan, vae, tmp_path):
     ours, zeros = WanVae(wan[0]), partial(np.zeros, dtype=np.uint8)
     picture = zeros((32, 32, 3))
     for refused, named in (
-        (lambda: ours.encode(np.zeros((5, 16, 16, 3), np.float32)), "float32"),
-        (lambda: ours.encode(zeros((4, 16, 16, 3))), "4n"),
-        (lambda: ours.encode(zeros((0, 16, 16, 3))), "4n"),
-        (lambda: ours.encode(zeros((5, 12, 16, 3))), "multiples of 8"),
-        (lambda: ours.encode(zeros((5, 16, 0, 3))), "multiples of 8"),
-        (lambda: ours.encode(zeros((5, 16, 16))), "T, H, W, 3"),
-        (lambda: ours.encode(zeros((5, 16, 16, 4))), "T, H, W, 3"),
+        (lambda: ours.latents(np.zeros((5, 16, 16, 3), np.float32)), "float32"),
+        (lambda: ours.latents(zeros((4, 16, 16, 3))), "4n"),
+        (lambda: ours.latents(zeros((0, 16, 16, 3))), "4n"),
+        (lambda: ours.latents(zeros((5, 12, 16, 3))), "multiples of 8"),
+        (lambda: ours.latents(zeros((5, 16, 0, 3))), "multiples of 8"),
+        (lambda: ours.latents(zeros((5, 16, 16))), "T, H, W, 3"),
+        (lambda: ours.latents(zeros((5, 16, 16, 4))), "T, H, W, 3"),
         (lambda: ours.decode(np.zeros((2, 2, 2, 48), np.float32)), "height, width, 16"),
         (lambda: ours.decode(np.zeros((2, 0, 2, 16), np.float32)), "height, width, 16"),
         (lambda: ours.encode_given(picture, picture, 1), "as many"),
-        (lambda: vae.encode(zeros((5, 24, 32, 3))), "multiples of 16"),
+        (lambda: vae.latents(zeros((5, 24, 32, 3))), "multiples of 16"),
         (lambda: vae.encode_given(picture, picture, 9), "first frame only"),
         (lambda: vae.encode_given(picture, None, 4), "4n"),
     ):
@@ -242,13 +242,13 @@ def test_clips_and_latents_of_other_shapes_are_refused(wan, vae, tmp_path):
     hunyuan_folders.random_vae(**strided).save_pretrained(tmp_path)
     other = HunyuanVideoVae(tmp_path)
     assert other.stride == (4, 8, 8)
-    assert other.encode(zeros((5, 16, 16, 3))).shape == (2, 2, 2, 8)
+    assert other.latents(zeros((5, 16, 16, 3))).shape == (2, 2, 2, 8)
 
 
 @pytest.mark.parametrize(("make", "name"), [(WanVae, "wan"), (HunyuanVideoVae, "hunyuan")])
 def test_bfloat16_is_close_to_float32(make, name, request):
     folder, clip = request.getfixturevalue(name)[0], random_frames(5, 32, 48)
-    exact, found = make(folder).encode(clip), make(folder, dtype="bfloat16").encode(clip)
+    exact, found = make(folder).latents(clip), make(folder, dtype="bfloat16").latents(clip)
     assert found.dtype == np.float32
     assert not np.array_equal(found, exact)
     np.testing.assert_allclose(found, exact, atol=0.1 * exact.std() + 0.05)
@@ -372,7 +372,7 @@ def test_the_digest_follows_weights_and_config_alone(wan, tmp_path):
     assert (tmp_path / "shards" / "diffusion_pytorch_model.safetensors.index.json").exists()
     clip = random_frames(1, 16, 24)
     np.testing.assert_array_equal(
-        WanVae(tmp_path / "shards").encode(clip), WanVae(folder).encode(clip)
+        WanVae(tmp_path / "shards").latents(clip), WanVae(folder).latents(clip)
     )
     config = tmp_path / "copy" / "config.json"
     parts["vae"].save_pretrained(tmp_path / "copy")
@@ -400,10 +400,10 @@ def test_missing_parts_of_a_folder_are_named(wan, tmp_path):
     save_file(tensors, weights)
     clip = random_frames(1, 16, 24)
     with pytest.raises(InputError, match=r"missing or have another shape, such as quant_conv"):
-        WanVae(tmp_path).encode(clip)
+        WanVae(tmp_path).latents(clip)
     weights.write_bytes(weights.read_bytes()[:1000])
     with pytest.raises(InputError, match="weights cannot be read"):
-        WanVae(tmp_path).encode(clip)
+        WanVae(tmp_path).latents(clip)
     weights.unlink()
     with pytest.raises(InputError, match=r"diffusion_pytorch_model\.safetensors: no such file"):
         WanVae(tmp_path).origin()
@@ -415,6 +415,6 @@ def test_a_missing_package_gives_one_line(wan, monkeypatch, missing):
     monkeypatch.setattr(
         loading.importlib.util, "find_spec", lambda name: None if name == missing else find(name)
     )
-    for encode, argument in ((WanVae(wan[0]).encode, picture), (Umt5Text(wan[0]).tokens, "a")):
+    for encode, argument in ((WanVae(wan[0]).latents, picture), (Umt5Text(wan[0]).tokens, "a")):
         with pytest.raises(InputError, match=r"install alload-jax\[prepare\]"):
             encode(argument)

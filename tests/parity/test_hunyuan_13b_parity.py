@@ -63,7 +63,7 @@ def test_latents_are_those_of_the_pipelines_vae(pipeline, frames):
     """Of more than 16 frames diffusers takes parts."""
     folder, parts, _ = pipeline
     ours, clip = HunyuanVideo13bVae(folder), random_frames(frames, 32, 24)
-    latents = ours.encode(clip)
+    latents = ours.latents(clip)
     assert latents.shape == ((frames - 1) // 4 + 1, 4, 3, 4)
     with torch.no_grad():
         pixels = torch.from_numpy(clip).permute(3, 0, 1, 2)[None] / 127.5 - 1

@@ -112,7 +112,7 @@ def test_what_is_stored_for_wan_is_what_its_encoders_give(wan, clips, of_wan):
     expected = []
     for clip, caption in zip(clips, CAPTIONS, strict=True):
         ends = clip[0], clip[-1] if len(clip) > 1 else None
-        parts = {"latents": vae.encode(clip), "given": vae.encode_given(*ends, len(clip))}
+        parts = {"latents": vae.latents(clip), "given": vae.encode_given(*ends, len(clip))}
         image = np.concatenate([images.encode(one) for one in (clip[0], clip[-1])])
         expected.append(parts | text.tokens(caption) | {"image": image})
     assert_stored(of_wan, expected)
@@ -128,7 +128,7 @@ def test_what_is_stored_for_hunyuan_video_is_what_its_encoders_give(hunyuan, cli
     folder = hunyuan[0]
     vae, text, images = HunyuanVideoVae(folder), HunyuanVideoText(folder, 40), SiglipImage(folder)
     expected = [
-        {"latents": vae.encode(clip), "given": vae.encode_given(clip[0], None, len(clip))}
+        {"latents": vae.latents(clip), "given": vae.encode_given(clip[0], None, len(clip))}
         | text.tokens(caption)
         | {"image": images.encode(clip[0])}
         for clip, caption in zip(clips, CAPTIONS, strict=True)

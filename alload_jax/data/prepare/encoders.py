@@ -1,8 +1,7 @@
 """Encoders by name: of frames to latents, of captions to conditions, and of given frames."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import ClassVar, NamedTuple, Protocol, Self
 
@@ -12,39 +11,15 @@ from typing_extensions import override
 from alload_jax.data.prepare.sources import UnusableError
 from alload_jax.data.record import fold_frames, unit_interval
 from alload_jax.encoders import conditions
-from alload_jax.encoders.loading import require_packages
-from alload_jax.encoders.vae import HunyuanVideo13bVae, HunyuanVideoVae, Vae, WanVae
+from alload_jax.encoders.loading import LONGEST_TEXT, EncoderOptions, as_float16, require_packages
+from alload_jax.encoders.vae import HunyuanVideoVae, Vae, WanVae, opened
 from alload_jax.errors import InputError, require_positive_value
 from alload_jax.files import Json
 from alload_jax.planning.samples import PIXEL_PATCH, Triple
 from alload_jax.registry import Registry
 
-
-def as_float16(values: np.ndarray) -> np.ndarray:
-    """Rounds to float16, without a warning about what is too large for it."""
-    with np.errstate(over="ignore"):
-        return values.astype(np.float16)
-
-
 Encoded = np.ndarray | dict[str, np.ndarray]
 """What a `TextEncoder` makes of a caption."""
-
-
-@dataclass(frozen=True)
-class EncoderOptions:
-    """What encoders are made from.
-
-    Attributes:
-      folder: local folder with the encoder's weights; None for an encoder without.
-      text_length: most tokens of a condition.
-      captions: captions of all files, cleaned; the same in every process.
-      frames_per_latent: frames that a latent of pixels holds.
-    """
-
-    folder: Path | None = None
-    text_length: int = 256
-    captions: Sequence[str] = ()
-    frames_per_latent: int = 1
 
 
 class VaeEncoder(Protocol):
@@ -143,9 +118,9 @@ VAE_ENCODERS: Registry[type[VaeEncoder]] = Registry(
     "--vae",
     {
         "none": "alload_jax.data.prepare.encoders:Pixels",
-        "wan": "alload_jax.data.prepare.encoders:WanLatents",
-        "hunyuan_video": "alload_jax.data.prepare.encoders:HunyuanVideoLatents",
-        "hunyuan_video_13b": "alload_jax.data.prepare.encoders:HunyuanVideo13bLatents",
+        "wan": "alload_jax.encoders.vae:WanVae",
+        "hunyuan_video": "alload_jax.encoders.vae:HunyuanVideoVae",
+        "hunyuan_video_13b": "alload_jax.encoders.vae:HunyuanVideo13bVae",
     },
 )
 """Classes of `VaeEncoder`s."""
@@ -154,9 +129,9 @@ TEXT_ENCODERS: Registry[type[TextEncoder]] = Registry(
     {
         "bytes": "alload_jax.data.prepare.encoders:ByteText",
         "class": "alload_jax.data.prepare.encoders:ClassText",
-        "umt5": "alload_jax.data.prepare.encoders:Umt5Embeddings",
-        "hunyuan_video": "alload_jax.data.prepare.encoders:HunyuanVideoEmbeddings",
-        "hunyuan_video_13b": "alload_jax.data.prepare.encoders:HunyuanVideo13bEmbeddings",
+        "umt5": "alload_jax.encoders.conditions:Umt5Text",
+        "hunyuan_video": "alload_jax.encoders.conditions:HunyuanVideoText",
+        "hunyuan_video_13b": "alload_jax.encoders.conditions:HunyuanVideo13bText",
     },
 )
 """Classes of `TextEncoder`s."""
@@ -201,10 +176,6 @@ class Pixels(VaeEncoder):
     def encode(self, frames: np.ndarray) -> np.ndarray:
         levels = (np.arange(256) / 127.5 - 1).astype(np.float16)
         return fold_frames(levels[frames], self.frames_per_latent)
-
-
-LONGEST_TEXT = 2**16
-"""Most tokens of a condition that may be asked for."""
 
 
 @dataclass(frozen=True)
@@ -310,75 +281,7 @@ class ClassText(TextEncoder):
         return {name: number for number, name in enumerate(self.classes)}
 
 
-# ---------------------------------------------------------------- encoders with weights
-
-
-@cache
-def _opened(kind: type[Vae], folder: Path) -> Vae:
-    """The VAE of that folder, whose weights then serve its latents and the given frames."""
-    return kind(folder)
-
-
-@dataclass(frozen=True)
-class VaeLatents(VaeEncoder):
-    """Stores normalised latents of a VAE as float16; see `VaeEncoder`.
-
-    Attributes:
-      patch_size: latents per token of models that train on them.
-      vae_class: the class of the VAE.
-      vae: the VAE.
-      made_from: name, channels and digest of the VAE.
-    """
-
-    has_weights: ClassVar[bool] = True
-    patch_size: ClassVar[Triple]
-    vae_class: ClassVar[type[Vae]]
-
-    vae: Vae
-    made_from: Json
-
-    @property
-    @override
-    def stride(self) -> Triple:
-        return self.vae.stride
-
-    @classmethod
-    @override
-    def make(cls, options: EncoderOptions) -> Self:
-        assert options.folder is not None
-        vae = _opened(cls.vae_class, options.folder)
-        require_packages(f"--vae {cls.vae_class.name}")
-        return cls(vae, vae.origin())
-
-    @override
-    def origin(self) -> Json:
-        return dict(self.made_from)
-
-    @override
-    def encode(self, frames: np.ndarray) -> np.ndarray:
-        """See `VaeEncoder.encode`; values that float16 cannot hold become infinite."""
-        return as_float16(self.vae.encode(frames))
-
-
-class WanLatents(VaeLatents):
-    """Stores normalised latents of Wan 2.1's or 2.2's VAE as float16; see `VaeEncoder`."""
-
-    patch_size = (1, 2, 2)
-    vae_class = WanVae
-
-
-class HunyuanVideoLatents(VaeLatents):
-    """Stores normalised latents of HunyuanVideo 1.5's VAE as float16; see `VaeEncoder`."""
-
-    patch_size = (1, 1, 1)
-    vae_class = HunyuanVideoVae
-
-
-class HunyuanVideo13bLatents(VaeLatents):
-    """Stores normalised latents of the VAE of HunyuanVideo's first model; see `VaeEncoder`."""
-
-    patch_size = (1, 2, 2)
-    vae_class = HunyuanVideo13bVae
+# ---------------------------------------------------------------- given frames
 
 
 _KINDS = ("first", "first-last")
@@ -395,7 +298,6 @@ class GivenFrames:
       kind: which frames are given.
       vae: the VAE.
       image: the image encoder; None for models that take none.
-      made_from: kind, and name and digest of the image encoder.
     """
 
     vae_class: ClassVar[type[Vae]]
@@ -405,7 +307,6 @@ class GivenFrames:
     kind: str
     vae: Vae
     image: conditions.ImageEncoder | None
-    made_from: Json
 
     @classmethod
     def make(cls, kind: str, vae_folder: Path, image_folder: Path | None) -> Self:
@@ -431,7 +332,7 @@ class GivenFrames:
                 f"--image-to-video {kind}: models on latents of --vae {cls.vae_class.name} take "
                 "embeddings of the image too; give --image-folder DIR"
             )
-        vae = _opened(cls.vae_class, vae_folder)
+        vae = opened(cls.vae_class, vae_folder)
         if isinstance(vae, WanVae) and vae.channels == _NEEDS_NONE:
             raise InputError(
                 f"--image-to-video {kind}: {vae.folder} is the VAE of Wan 2.2's 5B model, which "
@@ -440,11 +341,11 @@ class GivenFrames:
             )
         require_packages("--image-to-video")
         image = None if image_folder is None else cls.image_class(image_folder)
-        return cls(kind, vae, image, {"given": kind} | ({"image": image.origin()} if image else {}))
+        return cls(kind, vae, image)
 
     def origin(self) -> Json:
         """What determines the given arrays beside the VAE, as JSON values."""
-        return dict(self.made_from)
+        return {"given": self.kind} | ({"image": self.image.origin()} if self.image else {})
 
     def encode(self, first: np.ndarray, last: np.ndarray, frames: int) -> Given:
         """Encodes the given frames of a clip.
@@ -475,85 +376,3 @@ class HunyuanVideoGivenFrames(GivenFrames):
     vae_class = HunyuanVideoVae
     image_class = conditions.SiglipImage
     needs_image = True
-
-
-@dataclass(frozen=True)
-class TextEmbeddings(TextEncoder):
-    """Stores embeddings of a text encoder as float16, a row for each token; see `TextEncoder`.
-
-    A file without a caption has the embedding of the empty text.
-
-    Attributes:
-      name: value of `--text`.
-      text_class: the class of the encoder, made of a folder and the most tokens of a caption.
-      needs_torch: whether the encoder runs in PyTorch.
-      model: the encoder.
-      made_from: name, width, length and digest of the encoder.
-    """
-
-    has_weights: ClassVar[bool] = True
-    needs_torch: ClassVar[bool] = True
-    default_length: ClassVar[int]
-    name: ClassVar[str]
-    text_class: ClassVar[type[conditions.TextModel]]
-
-    model: conditions.TextModel
-    made_from: Json
-
-    @classmethod
-    @override
-    def make(cls, options: EncoderOptions) -> Self:
-        assert options.folder is not None
-        require_positive_value("--text-length", options.text_length, LONGEST_TEXT)
-        model = cls.text_class(options.folder, options.text_length)
-        if cls.needs_torch:
-            require_packages(f"--text {cls.name}")
-        return cls(model, model.origin())
-
-    @override
-    def origin(self) -> Json:
-        return dict(self.made_from)
-
-    @override
-    def encode(self, caption: str | None) -> Encoded:
-        """[L, width] float16. Equal captions are encoded once."""
-        tokens = _encoded(self.model, caption or "")
-        if not all(np.isfinite(values).all() for values in tokens.values()):
-            raise UnusableError("the text encoder gives values that are not finite")
-        return dict(tokens) if len(tokens) > 1 else tokens[conditions.TEXT]
-
-    @override
-    def surplus_tokens(self, caption: str) -> int:
-        return self.model.surplus_tokens(caption)
-
-
-@lru_cache(128)  # captions; 4 MB each at 512 tokens of width 4096
-def _encoded(model: conditions.TextModel, caption: str) -> dict[str, np.ndarray]:
-    return {name: as_float16(values) for name, values in model.tokens(caption).items()}
-
-
-class Umt5Embeddings(TextEmbeddings):
-    """Stores embeddings of umT5; see `TextEmbeddings`."""
-
-    name = "umt5"
-    default_length = 512
-    text_class = conditions.Umt5Text
-
-
-class HunyuanVideoEmbeddings(TextEmbeddings):
-    """Stores the tokens of the language model, and those of byT5 for quoted words.
-
-    See `TextEmbeddings`. Captions without quotes have no tokens of byT5.
-    """
-
-    name = "hunyuan_video"
-    default_length = 1000
-    text_class = conditions.HunyuanVideoText
-
-
-class HunyuanVideo13bEmbeddings(TextEmbeddings):
-    """Stores the tokens of LLaMA and the pooled output of CLIP; see `TextEmbeddings`."""
-
-    name = "hunyuan_video_13b"
-    default_length = 256
-    text_class = conditions.HunyuanVideo13bText

@@ -154,6 +154,8 @@ class Job:
         """
         found: Encoded = self.call("text", "encode", caption)
         parts = dict(found) if isinstance(found, dict) else {records.TEXT: found}
+        if not all(np.isfinite(values).all() for values in parts.values()):
+            raise sources.UnusableError("the text encoder gives values that are not finite")
         return parts.pop(records.TEXT), parts
 
     @property
