@@ -53,21 +53,12 @@ names of the models' `condition_parts`; further texts of a sample are `text.1` a
 Arrays = Mapping[str, np.ndarray]
 """The arrays of a sample by name."""
 
+_BITS = (64, 32, 16, 8)
 DTYPES = {
-    "F64": np.float64,
-    "F32": np.float32,
-    "F16": np.float16,
-    "BF16": ml_dtypes.bfloat16,
-    "I64": np.int64,
-    "I32": np.int32,
-    "I16": np.int16,
-    "I8": np.int8,
-    "U64": np.uint64,
-    "U32": np.uint32,
-    "U16": np.uint16,
-    "U8": np.uint8,
-    "BOOL": np.bool_,
-}
+    f"{kind[0].upper()}{bits}": np.dtype(f"{kind}{bits}")
+    for kind, sizes in (("float", (64, 32, 16)), ("int", _BITS), ("uint", _BITS))
+    for bits in sizes
+} | {"BF16": np.dtype(ml_dtypes.bfloat16), "BOOL": np.dtype(bool)}
 """The dtypes that are supported, by their names in safetensors."""
 
 
@@ -77,7 +68,7 @@ def encode(arrays: dict[str, np.ndarray]) -> bytes:
     Raises:
       ValueError: an array has a dtype that `decode` does not support.
     """
-    known = {np.dtype(dtype) for dtype in DTYPES.values()}
+    known = set(DTYPES.values())
     native = {}
     for name, array in arrays.items():
         dtype = array.dtype.newbyteorder("=")

@@ -22,7 +22,7 @@ from alload_jax.data.manifest import Manifest
 from alload_jax.data.record import LABELS, LATENTS, TEXT, SampleForm
 from alload_jax.data.sources import SampleSource
 from alload_jax.data.store import BadRecordError
-from alload_jax.errors import InputError
+from alload_jax.errors import InputError, first_line
 from alload_jax.files import Json
 from alload_jax.planning.samples import Triple
 from alload_jax.processes import waits
@@ -362,12 +362,12 @@ class FileSamples(SampleSource):
             )
 
     @abstractmethod
-    def _stored(self, sample: int) -> tuple[np.ndarray, np.ndarray, str]:
-        """Latents as stored, the condition, and where the sample lies, for messages.
+    def _stored(self, sample: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Latents, condition and the text's mask as stored; raises `READ_ERRORS`."""
 
-        Raises:
-          BadRecordError: the files are damaged.
-        """
+    @abstractmethod
+    def _place(self, sample: int) -> str:
+        """Where a sample lies, for messages."""
 
     @abstractmethod
     def _caption(self, sample: int) -> str | None:
@@ -375,8 +375,13 @@ class FileSamples(SampleSource):
 
     @override
     def read(self, sample: int) -> dict[str, np.ndarray]:
-        latents, condition, place = self._stored(sample)
-        name = LABELS if self.reading.labels else TEXT
+        place, name = self._place(sample), LABELS if self.reading.labels else TEXT
+        try:
+            latents, condition, mask = self._stored(sample)
+            latents = channels_last(latents, self.reading.layout)
+            condition = condition.reshape(-1) if name == LABELS else text_tokens(condition, mask)
+        except READ_ERRORS as error:
+            raise BadRecordError(f"{place} cannot be read: {first_line(error)}") from error
         stored = {LATENTS: latents, name: condition}
         arrays = checked_sample(self.manifest, sample, stored, place)
         return arrays | {LATENTS: normalized(latents, self.reading.normalize)}

@@ -12,7 +12,7 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from tokenize import TokenError
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 from typing_extensions import override
@@ -33,21 +33,13 @@ _AXES = {LATENTS: 4, TEXT: 2, LABELS: 1, GIVEN: 4, IMAGE: 2}
 """Number of axes of each array."""
 
 
-class RandomAccess(Protocol):
-    """What `grain.sources.RandomAccessDataSource` asks for."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Any: ...  # a record
-
-
 @waits("for the data folder to be read")
 class GrainSamples(SampleSource):
     """`SampleSource` of the records of a `grain.sources.RandomAccessDataSource`."""
 
     def __init__(
         self,
-        source: RandomAccess,
+        source: Any,
         geometry: Callable[[int], Triple],
         vae_stride: Triple,
         arrays: Callable[[Any], dict[str, np.ndarray]] | None = None,
@@ -60,7 +52,7 @@ class GrainSamples(SampleSource):
         For the loader's processes, all arguments must pickle: functions of modules, no lambdas.
 
         Args:
-          source: the data source.
+          source: the data source; its length and its records by number are enough.
           geometry: number of a sample → (frames, height, width) in pixels. It is called for every
             sample at the start, so it should not read the sample.
           vae_stride: pixels per latent; (1, 1, 1) without a VAE.

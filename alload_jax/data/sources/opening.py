@@ -25,7 +25,7 @@ from typing_extensions import override
 from alload_jax.data.manifest import MANIFEST_NAME, read_manifest
 from alload_jax.data.record import DTYPES
 from alload_jax.data.sources import SOURCES, SampleSource, SourceConfig, arrays
-from alload_jax.data.store import BadRecordError, StoreReader
+from alload_jax.data.store import StoreReader
 from alload_jax.data.store.reader import RemoteStore, is_address
 from alload_jax.errors import InputError, print_stderr
 from alload_jax.files import Json, parse_json, require_regular
@@ -195,21 +195,18 @@ class TensorSamples(arrays.FileSamples):
         super().__init__(folder, [sample for sample, _ in found], reading, sizes, origin)
 
     @override
-    def _stored(self, sample: int) -> tuple[np.ndarray, np.ndarray, str]:
+    def _stored(self, sample: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         names = self._names[sample]
-        path = self._root / names.latents_file
-        place = f"{path} (sample {sample})"
-        try:
-            latents = read_tensors(path, [names.latents])[names.latents]
-            latents = arrays.channels_last(latents, self.reading.layout)
-            path = self._root / names.condition_file
-            wanted = [name for name in (names.condition, names.mask) if name]
-            condition, *mask = read_tensors(path, wanted).values()
-            if self.reading.labels:
-                return latents, condition.reshape(-1), place
-            return latents, arrays.text_tokens(condition, mask[0] if mask else None), place
-        except (OSError, ValueError) as error:
-            raise BadRecordError(f"{path} (sample {sample}) cannot be read: {error}") from error
+        latents = read_tensors(self._root / names.latents_file, [names.latents])[names.latents]
+        wanted = [name for name in (names.condition, names.mask) if name]
+        found = read_tensors(self._root / names.condition_file, wanted)
+        return latents, found[names.condition], found.get(names.mask or "")
+
+    @override
+    def _place(self, sample: int) -> str:
+        names = self._names[sample]
+        files = dict.fromkeys((names.latents_file, names.condition_file))
+        return f"{' with '.join(str(self._root / file) for file in files)} (sample {sample})"
 
     @override
     def _caption(self, sample: int) -> str | None:

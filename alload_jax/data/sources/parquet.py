@@ -12,23 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import ml_dtypes
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 from typing_extensions import override
 
+from alload_jax.data.record import DTYPES
 from alload_jax.data.sources import arrays
-from alload_jax.data.store import BadRecordError
 from alload_jax.errors import InputError, first_line
 from alload_jax.files import Json
 from alload_jax.processes import waits
 
 _BUFFER = 1 << 20
-_DTYPES = {
-    name: np.dtype(name)
-    for name in ("float64", "float32", "float16", "int64", "int32", "int8", "uint8", "bool")
-} | {"bfloat16": np.dtype(ml_dtypes.bfloat16)}
+_DTYPES = {dtype.name: dtype for dtype in map(np.dtype, DTYPES.values())}
 _PROBE = 4096
 _SIZES = (("frames", "num_frames"), ("height",), ("width",))
 _CAPTIONS = ("caption", "prompt", "text")
@@ -114,22 +110,19 @@ class ParquetSamples(arrays.FileSamples):
         super().__init__(folder, samples, config, sizes, {"format": "parquet"})
 
     @override
-    def _stored(self, sample: int) -> tuple[np.ndarray, np.ndarray, str]:
-        config, name = self._config, self.manifest.shard[sample]
-        row = int(self.manifest.index[sample])
-        place = f"{self._root / name}: row {row} (sample {sample})"
-        try:
-            values = _read_row(self._root / name, row, config)
-            latents = arrays.channels_last(array_of(values, config.latents), config.layout)
-            if config.labels:
-                labels = values[config.labels]
-                classes = np.array(labels if isinstance(labels, list) else [labels])
-                return latents, classes, place
-            text, mask = array_of(values, config.text), config.mask_in(values)
-            kept = array_of(values, mask) if mask else None
-            return latents, arrays.text_tokens(text, kept), place
-        except arrays.READ_ERRORS as error:
-            raise BadRecordError(f"{place} cannot be read: {first_line(error)}") from error
+    def _place(self, sample: int) -> str:
+        path = self._root / self.manifest.shard[sample]
+        return f"{path}: row {self.manifest.index[sample]} (sample {sample})"
+
+    @override
+    def _stored(self, sample: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        config, path = self._config, self._root / self.manifest.shard[sample]
+        values = _read_row(path, int(self.manifest.index[sample]), config)
+        if config.labels:
+            return array_of(values, config.latents), np.array(values[config.labels]), None
+        mask = config.mask_in(values)
+        kept = array_of(values, mask) if mask else None
+        return array_of(values, config.latents), array_of(values, config.text), kept
 
     @override
     def _caption(self, sample: int) -> str | None:
