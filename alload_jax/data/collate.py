@@ -4,11 +4,12 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeAlias
 
+import jax
 import numpy as np
 
-from alload_jax.data.batch import AnyBatch, Batch, HostBatch, PackedBatch, abstract
+from alload_jax.data.batch import AnyBatch, Batch, HostBatch, PackedBatch, T, abstract
 from alload_jax.data.condition import Conditions, Tokens, put_condition, whole_windows
 from alload_jax.data.manifest import Manifest
 from alload_jax.data.packed import PackedCollation, Place, RowSizes
@@ -151,22 +152,34 @@ def collation_for(
     return PackedCollation.of(plan, manifest, model, conditions)
 
 
-class HostStep(NamedTuple):
-    """The arrays of a step for this process's ranks, in host memory.
+class LoadedStep(NamedTuple, Generic[T]):
+    """The arrays of a step: of this process's ranks in host memory, or of all on the devices.
 
     Attributes:
       number: number of the step, counted from the start of training.
       epoch: epoch of the step.
-      batches: one batch per micro-batch, or per micro-batch and shape group.
-      problems: errors of the records that were skipped.
+      batches: one batch per micro-batch, or per micro-batch and shape group; on the devices with
+        rows split over the ranks (of its shape group).
+      problems: errors of the records that were skipped; on the devices those in all processes.
+      signal: number of the signal that stops the run before this step; 0 for none.
+      wait_seconds: seconds of waiting for the loader when this step was requested; the loader then
+        returned the step `depth` later.
       groups: shape group of each batch.
+      save: whether a process wants a checkpoint after this step.
     """
 
     number: int
     epoch: int
-    batches: tuple[HostBatch, ...]
+    batches: tuple[AnyBatch[T], ...]
     problems: tuple[str, ...]
+    signal: int = 0
+    wait_seconds: float = 0.0
     groups: tuple[int, ...] = ()
+    save: bool = False
+
+
+HostStep: TypeAlias = LoadedStep[np.ndarray]
+PlacedStep: TypeAlias = LoadedStep[jax.Array]
 
 
 @dataclass(frozen=True)
@@ -235,7 +248,7 @@ class Collator:
             groups.append(group)
         # Each part of a split sample reports the same damaged record.
         distinct = tuple(dict.fromkeys(problems))
-        return HostStep(step.index, step.epoch, tuple(batches), distinct, tuple(groups))
+        return HostStep(step.index, step.epoch, tuple(batches), distinct, groups=tuple(groups))
 
     def _of_window(self, number: int, window: WindowContent) -> "Collator":
         """The collator of the samples of a window."""

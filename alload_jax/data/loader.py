@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from typing_extensions import override
 
 from alload_jax.data.batch import AnyBatch
-from alload_jax.data.collate import HostStep
+from alload_jax.data.collate import HostStep, PlacedStep
 from alload_jax.data.sources import SampleReader, SampleSource
 from alload_jax.data.store import BadRecordError
 from alload_jax.distributed.cluster import Cluster, Consensus, Decision
@@ -188,31 +188,6 @@ class StepLoader(Iterator[HostStep], AbstractContextManager["StepLoader"]):
     def close(self) -> None:
         """Stops reading ahead."""
         self._iterator.close()
-
-
-class PlacedStep(NamedTuple):
-    """A step whose arrays are on the devices or being copied there.
-
-    Attributes:
-      number: number of the step, counted from the start of training.
-      epoch: epoch of the step.
-      batches: one batch per micro-batch, with rows split over the ranks (of its shape group).
-      problems: errors of the records that were skipped, in all processes.
-      signal: number of the signal that stops the run before this step; 0 for none.
-      wait_seconds: seconds of waiting for the loader when this step was requested; the loader then
-        returned the step `depth` later.
-      groups: shape group of each batch.
-      save: whether a process wants a checkpoint after this step.
-    """
-
-    number: int
-    epoch: int
-    batches: tuple[AnyBatch, ...]
-    problems: tuple[str, ...]
-    signal: int
-    wait_seconds: float
-    groups: tuple[int, ...] = ()
-    save: bool = False
 
 
 def place_ahead(
