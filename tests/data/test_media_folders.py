@@ -84,7 +84,7 @@ def test_captions_get_words_and_orders_of_tags(folders):
     assert captions["clips/a.mkv"] == ["sks"]
     assert captions["portraits/a.mkv"] == ["film"]
     for caption, expected in (("she asks", "sks, she asks"), ("a (sks) cat", "a (sks) cat")):
-        item = Item("a.png", None, caption)
+        item = Item("a.png", None, (caption,))
         assert MediaFolder("clips", trigger="sks").captions_of(item) == (expected,)
 
 
@@ -96,8 +96,8 @@ def test_a_folder_takes_one_or_all_captions_whatever_the_command_says(folders, t
     for own, of_command, expected in cases:
         place.write_text(yaml.safe_dump({"folders": [{"path": "clips", "captions": own}]}))
         settings = MediaSettings(**SMALL, captions=of_command)
-        (item,) = (each for each in set_items(place, settings) if each.caption)
-        assert (item.caption, *item.alternatives) == expected
+        (item,) = (each for each in set_items(place, settings) if any(each.captions))
+        assert item.captions == expected
 
 
 def test_weights_and_dropout_reach_plans_and_texts_and_follow_the_set(folders):

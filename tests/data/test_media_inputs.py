@@ -27,7 +27,7 @@ def picture(path):
 
 
 def captions(items):
-    return {item.name: item.caption for item in items}
+    return {item.name: next(iter(item.captions), None) for item in items}
 
 
 def reasons(items):
@@ -36,7 +36,7 @@ def reasons(items):
 
 def all_captions(place, **options):
     items = find_items(place, every_caption=True, **options)
-    return {item.name: [item.caption, *item.alternatives] for item in items}
+    return {item.name: list(item.captions) or [None] for item in items}
 
 
 def test_captions_lie_beside_their_files(media):
@@ -84,7 +84,7 @@ def test_each_line_and_each_entry_of_a_list_is_a_caption(media):
     assert all_captions(media) == {f"{name}.png": each for name, each in expected.items()}
     (wrong,) = (item.reason for item in find_items(media) if item.source is None)
     assert "caption is no text but an object" in wrong
-    assert not any(item.alternatives for item in find_items(media))
+    assert not any(item.captions[1:] for item in find_items(media))
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_captions_are_unicode_as_windows_and_others_write_it(media, content, exp
     (media / ("a.json" if content == b"{" else "a.txt")).write_bytes(content)
     os.mkfifo(media / "b.mp4")
     (item, pipe) = find_items(media)
-    assert item.caption == expected or expected in item.reason
+    assert item.captions == (expected,) or expected in item.reason
     assert pipe.reason == "not a regular file"
     assert clean("a\x00 cat\x07\r\n on\ta\u2028 mat\x1b[0m") == "a cat on a mat[0m"
     assert clean("  é 猫 🐈‍⬛ ") == "é 猫 🐈‍⬛"
@@ -180,7 +180,7 @@ def test_tables_list_media(media, tmp_path, table, names, flags):
     write_table(media / table, names)
     items = find_items(media / table if flags else media, *flags)
     assert [item.name for item in items] == [row[0] for row in TABLE]
-    assert [item.caption for item in items[:2]] == [row[1] for row in TABLE[:2]]
+    assert [item.captions for item in items[:2]] == [(row[1],) for row in TABLE[:2]]
     found = [item.reason for item in items]
     assert found[:2] == ["", ""]
     expected = ["no such file", "'..'", "absolute", "absolute", "link out", "suffix .doc", "row"]
@@ -213,7 +213,7 @@ def test_tables_are_read_as_spreadsheets_shells_and_trainers_write_them(
     picture(media / "sub/a.png")
     (media / name).write_bytes(content.encode(encoding))
     (item,) = find_items(media)
-    assert (item.name, item.caption, item.reason) == ("sub/a.png", 'ein Hund; "groß", nah', "")
+    assert (item.name, item.captions, item.reason) == ("sub/a.png", ('ein Hund; "groß", nah',), "")
 
 
 TWICE = ["has the columns", "rename or remove one"]

@@ -229,7 +229,7 @@ def test_the_command_prints_a_summary(media, whole, tmp_path, alload):
     assert skipped(tmp_path / "out").keys() == {"bad.mp4", "worse.png"}
     assert changed(tmp_path / "out") == {f"image{n}.png": {"no caption"} for n in range(4)}
     # Earlier versions know their unfinished folders by it.
-    item = Item("a.png", None, "a cat", alternatives=("a dog",))
+    item = Item("a.png", None, ("a cat", "a dog"))
     assert items_digest([item, replace(item, weight=2)]) == "b44feda4c5f5c636"
     # Reasons are counted whatever their numbers, and shown as they are.
     found = [Skipped("a", "too small: 9 wide"), Skipped("b", "its caption is not UTF-8 (byte 3)")]

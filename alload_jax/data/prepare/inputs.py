@@ -106,8 +106,7 @@ def _item(name: str, find: Callable[[], tuple[Source, list[str]]]) -> Item:
         source, captions = find()
     except UnusableError as error:
         return Item(name, None, reason=str(error))
-    first = captions[0] if captions else None
-    return Item(name, source, first, alternatives=tuple(captions[1:]))
+    return Item(name, source, tuple(captions))
 
 
 _PACKED = re.compile(r"\.(tar\.(gz|bz2|xz|zst)|tgz)$", re.IGNORECASE)
@@ -477,7 +476,7 @@ def write_captions(table: Path, media: Path) -> tuple[int, int]:
         if text is None or suffix_of(text) == ".json":  # .txt is read before .json
             stem = name.rpartition(".")[0]
             text = f"{name if stems[stem] > 1 else stem}.txt"
-        wanted[text].append((name, list(map(clean, (item.caption or "", *item.alternatives)))))
+        wanted[text].append((name, list(map(clean, item.captions or ("",)))))
     changes = {}
     for text, files in wanted.items():
         words = files[0][1]
@@ -555,7 +554,7 @@ class MediaFolder:
     def captions_of(self, item: Item) -> tuple[str, ...]:
         """The captions of a file with what the folder adds."""
         found: dict[str, None] = {}
-        for caption in map(clean, (item.caption or "", *item.alternatives)):
+        for caption in map(clean, item.captions or ("",)):
             tags = [tag.strip() for tag in caption.split(",")]
             kept, rest = tags[: self.keep_tags], tags[self.keep_tags :]
             rng = random.Random(f"{item.name} {caption}")
@@ -606,13 +605,12 @@ def set_items(place: Path, settings: MediaSettings) -> list[Item]:
         except InputError as error:
             raise InputError(f"{where} ({path}): {error}") from error
         for item in items:
-            first, *others = captions = folder.captions_of(item)
-            of_file = tuple(map(clean, (item.caption or "", *item.alternatives)))
+            captions = folder.captions_of(item)
+            of_file = tuple(map(clean, item.captions or ("",)))
             item = replace(item, found=() if captions == of_file else of_file)
             item = replace(item, name=str(name / item.name), own=tuple(own.items()))
             item = replace(item, weight=folder.weight, dropout=folder.caption_dropout)
-            caption = None if item.caption is None and not first else first
-            found.append(replace(item, caption=caption, alternatives=tuple(others)))
+            found.append(replace(item, captions=captions if item.captions or captions[0] else ()))
         real = source.resolve()
         if places.setdefault(name, real) != real:
             raise InputError(

@@ -157,8 +157,7 @@ class MediaSettings:
         Raises:
           InputError: a name is unknown, or an encoder refuses the options or captions.
         """
-        every = (caption for item in items for caption in (item.caption, *item.alternatives))
-        captions = tuple(clean(caption) for caption in every if caption is not None)
+        captions = tuple(clean(caption) for item in items for caption in item.captions)
         vae, text = VAE_ENCODERS.get(self.vae), TEXT_ENCODERS.get(self.text)
         folder = _folder("--vae", self.vae, vae, self.vae_folder)
         made = vae.make(EncoderOptions(folder, frames_per_latent=self.frames_per_latent))
@@ -224,8 +223,9 @@ def items_digest(items: Sequence[Item]) -> str:
     found = hashlib.sha256()
     for item in items:
         size = item.source.size if item.source else -1
-        others: tuple[object, ...] = (item.alternatives,) if item.alternatives else ()
+        first, rest = next(iter(item.captions), None), item.captions[1:]
+        others: tuple[object, ...] = (rest,) if rest else ()
         told = (item.own, item.weight, item.dropout)
         others += () if told == ((), 1, 0) else told
-        found.update(repr((item.name, size, item.caption, item.reason, *others)).encode())
+        found.update(repr((item.name, size, first, item.reason, *others)).encode())
     return found.hexdigest()[:16]

@@ -62,14 +62,13 @@ class Source:
 
 @dataclass(frozen=True)
 class Item:
-    """An image or a video with its caption, or the reason why it cannot be used.
+    """An image or a video with its captions, or the reason why it cannot be used.
 
     Attributes:
       name: path within the input, as messages and the report give it; valid Unicode.
       source: its bytes; None if it cannot be used.
-      caption: the caption as found; None if there is none.
+      captions: the captions as found; empty if there are none.
       reason: why it cannot be used; empty if it can.
-      alternatives: further captions of it.
       content: digest of its bytes; "" where it is not known yet.
       records: of its clips in the data folder, of which only the captions are encoded again: shard,
         place in it, checksum, and size in pixels of each.
@@ -82,9 +81,8 @@ class Item:
 
     name: str
     source: Source | None
-    caption: str | None = None
+    captions: tuple[str, ...] = ()
     reason: str = ""
-    alternatives: tuple[str, ...] = ()
     content: str = ""
     records: tuple[tuple[Path, int, int, Triple], ...] = ()
     own: tuple[tuple[str, Any], ...] = ()

@@ -238,14 +238,15 @@ def _add_item(
 ) -> None:
     """Adds the clips of a file; to the report what cannot be used, and at most so many previews."""
     before = shard.written
-    caption = None if item.caption is None else clean(item.caption)
+    captions = list(map(clean, item.captions))
+    caption = captions[0] if captions else None
     changes = set() if caption else {"no caption"}
     try:
         condition, parts = job.encode_caption(caption)
-        others = [(words, job.encode_caption(words)) for words in map(clean, item.alternatives)]
+        others = [(words, job.encode_caption(words)) for words in captions[1:]]
         alternatives = [(other, words, of_other) for words, (other, of_other) in others]
         can_count = hasattr(job.text, "surplus_tokens")
-        for words in map(clean, filter(None, (item.caption, *item.alternatives))):
+        for words in filter(None, captions):
             if can_count and (surplus := int(job.call("text", "surplus_tokens", words))):
                 changes.add(f"caption cut, {surplus:,} tokens too long")
         content = item.content

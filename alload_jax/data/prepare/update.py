@@ -214,7 +214,7 @@ class Update:
                     skipped[one.path][one.reason] = one
         return UnitReport(
             used=len(used),
-            without_caption=sum(not each.item.caption for each in used),
+            without_caption=sum(not any(each.item.captions[:1]) for each in used),
             skipped=[row for name in now for row in skipped[name].values()],
         )
 
@@ -233,7 +233,7 @@ class Update:
                         free[each.item.content].remove(file)
                         break
         for each in found:
-            captions = list(map(clean, (each.item.caption or "", *each.item.alternatives)))
+            captions = list(map(clean, each.item.captions or ("",)))
             known = [each.before] if each.before else []
             known += [f for f in files.get(each.item.content, ()) if not f.stored]
             fits = [
