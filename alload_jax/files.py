@@ -76,6 +76,18 @@ def require_regular(
         raise InputError(f"{path}: is not a regular file; {remedy}")
 
 
+def visible_files(root: Path) -> Iterator[str]:
+    """The files of a folder and the folders in it, and links to folders, as relative paths.
+
+    Names that begin with a dot are left out, and links to folders are not followed.
+    """
+    for parent, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in (*files, *(one for one in folders if (Path(parent) / one).is_symlink())):
+            if not name.startswith("."):
+                yield (Path(parent) / name).relative_to(root).as_posix()
+
+
 def read_json(path: Path, remedy: str = "fix it or remove it") -> Any:
     """Reads a JSON file of finite numbers; None if it does not exist. Arguments as `parse_json`.
 

@@ -43,7 +43,15 @@ from alload_jax.data.prepare.sources import (
     suffix_of,
 )
 from alload_jax.errors import VALUE_KINDS, InputError, print_stderr
-from alload_jax.files import Json, parse_json, parse_yaml, read_text, replacing, require_regular
+from alload_jax.files import (
+    Json,
+    parse_json,
+    parse_yaml,
+    read_text,
+    replacing,
+    require_regular,
+    visible_files,
+)
 from alload_jax.planning.epoch import LEAST_WEIGHT, MOST_WEIGHT
 
 _SILENT = frozenset(
@@ -61,12 +69,7 @@ def folder_items(folder: Path, rule: CaptionRule) -> list[Item]:
       rule: which captions are taken.
     """
     root = folder.resolve()
-    names = []
-    for parent, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        for name in (*files, *(one for one in folders if (Path(parent) / one).is_symlink())):
-            if not name.startswith("."):
-                names.append((Path(parent) / name).relative_to(root).as_posix())
+    names = list(visible_files(root))
     texts, found = CaptionFiles(names), sorted(names, key=os.fsencode)
 
     def find(name: str) -> tuple[Source, list[str]]:

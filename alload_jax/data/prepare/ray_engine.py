@@ -30,6 +30,7 @@ _OBJECT_STORE_BYTES = 10**8  # tasks without encoders of weights hand over names
 _GPU_SECONDS = 60.0
 _RETRIES = 3
 _TOKEN = "token"
+_LOST = "a worker of Ray was lost (REASON); run the same command again, which goes on from here"
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class RayEngine:
         if not todo:
             return
         start = _started(self.address, self.workers, job.has_weights)
-        with start, _losses_named(job.out), _encoders(job) as encoders:
+        with start, _losses_named(f"{job.out}: {_LOST}"), _encoders(job) as encoders:
             token = secrets.token_hex(8)
             (work_folder(job.out) / _TOKEN).write_text(token, encoding="ascii")
             shared = ray.put((job, encoders))
@@ -77,17 +78,14 @@ class RayEngine:
 
 
 @contextmanager
-def _losses_named(out: Path) -> Iterator[None]:
-    """Raises what was raised in a task; other errors of Ray are lost workers."""
+def _losses_named(words: str) -> Iterator[None]:
+    """Raises what was raised in a task; for other errors of Ray, which are losses, these words."""
     try:
         yield
     except ray.exceptions.RayTaskError as error:
         raise error.cause from None
     except ray.exceptions.RayError as error:
-        raise InputError(
-            f"{out}: a worker of Ray was lost ({short(error)}); run the same command again, which "
-            "goes on from here"
-        ) from error
+        raise InputError(words.replace("REASON", short(error))) from error
 
 
 @contextmanager
@@ -137,12 +135,8 @@ class _RayEncoders(NamedTuple):
     actor: Any
 
     def encode(self, name: str, method: str, *arguments: Any) -> Any:
-        try:
+        with _losses_named(unit.ENCODING_ENDED):
             return ray.get(self.actor.encode.remote(name, method, *arguments))
-        except ray.exceptions.RayTaskError as error:
-            raise error.cause from None
-        except ray.exceptions.RayActorError as error:
-            raise InputError(unit.ENCODING_ENDED) from error
 
 
 @contextmanager

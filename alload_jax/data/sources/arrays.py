@@ -7,7 +7,7 @@ of the VAE of Wan's repository.
 import os
 import zlib
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from alload_jax.data.record import LABELS, LATENTS, TEXT, SampleForm
 from alload_jax.data.sources import SampleSource
 from alload_jax.data.store import BadRecordError
 from alload_jax.errors import InputError, first_line
-from alload_jax.files import Json
+from alload_jax.files import Json, visible_files
 from alload_jax.planning.samples import Triple
 from alload_jax.processes import waits
 
@@ -45,7 +45,7 @@ def find_files(folder: Path, suffix: str) -> list[str]:
     root = Path(os.path.realpath(folder))
     if root.is_file():
         return [folder.name] if folder.name.endswith(suffix) else []
-    found = sorted((name for name in _names(root) if name.endswith(suffix)), key=os.fsencode)
+    found = sorted((name for name in visible_files(root) if name.endswith(suffix)), key=os.fsencode)
     for name in found:
         path = root / name  # folders that are links are not walked
         if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root):
@@ -59,7 +59,7 @@ def find_pickle(folder: Path) -> str | None:
     """Returns the first file of PyTorch's pickle format in a folder; None if there is none."""
     if folder.is_file():
         return folder.name if folder.suffix in _PICKLES else None
-    return min((name for name in _names(folder) if name.endswith(_PICKLES)), default=None)
+    return min((name for name in visible_files(folder) if name.endswith(_PICKLES)), default=None)
 
 
 def root_of(folder: Path) -> Path:
@@ -71,14 +71,6 @@ def scan(function: Callable[[T], S], items: Sequence[T]) -> list[S]:
     """Applies a function that reads a little of a file to each item, several at a time."""
     with ThreadPoolExecutor(_THREADS) as pool:
         return list(pool.map(function, items))
-
-
-def _names(root: Path) -> Iterator[str]:
-    for parent, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        for name in files:
-            if not name.startswith("."):
-                yield (Path(parent) / name).relative_to(root).as_posix()
 
 
 Normalize = Literal["wan2.1", "wan2.2", "none"]

@@ -70,11 +70,8 @@ class GrainSamples(SampleSource):
         self._name = type(source).__name__
         if not len(source):
             raise InputError(f"{self._name}: holds no samples; give a source with at least one")
-        shape = np.array([geometry(sample) for sample in range(len(source))], np.int64)
-        if shape.shape != (len(source), 3) or (shape < 1).any():
-            raise InputError(
-                f"{self._name}: geometry must give (frames, height, width) of at least 1"
-            )
+        sizes = [geometry(sample) for sample in range(len(source))]
+        shape = checked_sizes(sizes, f"{self._name}: geometry's")
         self.manifest = _manifest(
             self._name, shape, lambda: self._read(0), vae_stride, text_length, identity, origin
         )
