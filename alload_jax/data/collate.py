@@ -3,13 +3,13 @@
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import groupby, zip_longest
 from typing import Generic, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
 
-from alload_jax.data.batch import AnyBatch, Batch, HostBatch, PackedBatch, T, abstract
+from alload_jax.data.batch import AnyBatch, Batch, HostBatch, T, abstract
 from alload_jax.data.condition import Conditions, Tokens, put_condition, whole_windows
 from alload_jax.data.manifest import Manifest
 from alload_jax.data.packed import PackedCollation, Place, RowSizes
@@ -83,39 +83,24 @@ class BucketedCollation:
             image=self.conditions.image(rows),
         )
 
-    def _packed(
-        self, parts: Sequence[MicroBatch]
-    ) -> tuple[PackedCollation, list[MicroBatch]] | None:
-        """For a bucket of several shapes its collation, and its rows as packed rows."""
+    def of_parts(self, parts: Sequence[MicroBatch]) -> tuple["Collation", Sequence[MicroBatch]]:
+        """The collation of a micro-batch, and its parts: packed rows if its shapes differ."""
         if any(parts[0].shape):
-            return None
+            return self, parts
         merged = self.merged[parts[0].seq_len]
         return merged, [row for part in parts for row in merged.single_rows(part)]
 
-    def empty(self, parts: Sequence[MicroBatch], epoch: int) -> HostBatch:
-        """Builds a micro-batch of a step of `epoch` for the parts of these ranks, weights 0.
+    def empty(self, parts: Sequence[MicroBatch], epoch: int) -> Batch[np.ndarray]:
+        """Builds a micro-batch of a step of `epoch` for the parts of these ranks, weights 0."""
+        return self._zeros(sum(part.rows for part in parts), parts[0].shape, epoch)
 
-        Its epochs are those of `noise_epoch`.
-        """
-        if packed := self._packed(parts):
-            return packed[0].empty(packed[1], epoch)
-        batch = self._zeros(sum(part.rows for part in parts), parts[0].shape, epoch)
+    def places(self, parts: Sequence[MicroBatch]) -> Iterator[tuple[int, int, Place]]:
+        """Yields each sample of the parts, which of its times it is, and its place in the batch."""
         first_row = 0
         for part in parts:
-            for row, repetition in enumerate(part.repetitions, start=first_row):
-                batch.epoch[row] = noise_epoch(epoch, repetition)
-            first_row += part.rows
-        return batch
-
-    def places(self, parts: Sequence[MicroBatch]) -> Iterator[tuple[int, Place]]:
-        """Yields each sample of the parts and its place in the batch."""
-        if packed := self._packed(parts):
-            yield from packed[0].places(packed[1])
-            return
-        first_row = 0
-        for part in parts:
-            for row, sample in enumerate(part.samples, start=first_row):
-                yield sample, Place(row)
+            times = zip_longest(part.samples, part.repetitions, fillvalue=0)
+            for row, (sample, repetition) in enumerate(times, start=first_row):
+                yield sample, repetition, Place(row)
             first_row += part.rows
 
     def put(
@@ -125,9 +110,7 @@ class BucketedCollation:
 
         Its condition is what `Conditions.of` returns.
         """
-        if isinstance(batch, PackedBatch):
-            self.merged[batch.tokens.shape[1]].put(batch, place, sample, arrays, condition)
-            return
+        assert isinstance(batch, Batch)
         row = place.row
         batch.latents[row] = arrays[LATENTS]
         if batch.given is not None and GIVEN in arrays:
@@ -220,10 +203,11 @@ class Collator:
         local = (part for part in step.micro_batches if part.rank in self.ranks)
         size = self.group_ranks or sys.maxsize
         for (_, group), parts in groupby(local, key=lambda part: (part.index, part.rank // size)):
-            held = list(parts)  # of the ranks, in their order
-            batch = self.collation.empty(held, step.epoch)
+            collation, held = self.collation.of_parts(list(parts))  # of the ranks, in their order
+            batch = collation.empty(held, step.epoch)
             epochs = batch.epoch.reshape(len(batch.epoch), -1)
-            for sample, place in self.collation.places(held):
+            for sample, repetition, place in collation.places(held):
+                epochs[place.row, place.slot] = epoch = noise_epoch(step.epoch, repetition)
                 if sample in self.excluded:
                     continue
                 number = self.reader.manifest.number(sample)
@@ -234,16 +218,15 @@ class Collator:
                     continue
                 try:
                     arrays = self.reader.read(sample)
-                    epoch = int(epochs[place.row, place.slot])
                     dropout = 0.0 if self.dropout is None else self.dropout[sample]
                     arrays = with_text_of_epoch(arrays, self.seed, epoch, number, dropout)
-                    condition = self.collation.conditions.of(arrays)
+                    condition = collation.conditions.of(arrays)
                 except BadRecordError as error:
                     problems.append(str(error))
                 except ValueError as error:
                     problems.append(str(BadRecordError(f"{place_of} {error}")))
                 else:
-                    self.collation.put(batch, place, sample, arrays, condition)
+                    collation.put(batch, place, sample, arrays, condition)
             batches.append(batch)
             groups.append(group)
         # Each part of a split sample reports the same damaged record.

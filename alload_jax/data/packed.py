@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ from alload_jax.data.record import GIVEN, IMAGE, LATENTS, Arrays
 from alload_jax.models.common import segments
 from alload_jax.models.common.config import ModelConfig
 from alload_jax.models.common.parts import patchify
-from alload_jax.planning.epoch import MicroBatch, RowPlan, noise_epoch
+from alload_jax.planning.epoch import MicroBatch, RowPlan
 from alload_jax.planning.plan import Plan
 
 THINNED = 0.75
@@ -348,11 +349,7 @@ class PackedCollation:
         """Builds a micro-batch without content; the metadata already holds the segments."""
         rows = [part.row_plan for part in parts if part.row_plan is not None]
         samples = [part.samples for part in parts]
-        batch = self._batch(self.sizes[rows[0].split_tokens], rows, samples, epoch)
-        for row, part in enumerate(parts):
-            for slot, repetition in enumerate(part.repetitions):
-                batch.epoch[row, slot] = noise_epoch(epoch, repetition)
-        return batch
+        return self._batch(self.sizes[rows[0].split_tokens], rows, samples, epoch)
 
     def _batch(
         self,
@@ -449,14 +446,21 @@ class PackedCollation:
             tiles=tiles,
         )
 
-    def places(self, parts: Sequence[MicroBatch]) -> Iterator[tuple[int, Place]]:
-        """Yields each sample of the parts and its place in the batch."""
+    def of_parts(
+        self, parts: Sequence[MicroBatch]
+    ) -> tuple["PackedCollation", Sequence[MicroBatch]]:
+        """The collation of a micro-batch, and its parts."""
+        return self, parts
+
+    def places(self, parts: Sequence[MicroBatch]) -> Iterator[tuple[int, int, Place]]:
+        """Yields each sample of the parts, which of its times it is, and its place in the batch."""
         for row, part in enumerate(parts):
             plan = part.row_plan
             assert plan is not None
             places = zip(plan.offsets, plan.first, plan.tokens, plan.is_split, strict=True)
-            for slot, (sample, place) in enumerate(zip(part.samples, places, strict=True)):
-                yield sample, Place(row, slot, *place)
+            times = zip_longest(part.samples, part.repetitions, fillvalue=0)
+            for slot, ((sample, time), place) in enumerate(zip(times, places, strict=True)):
+                yield sample, time, Place(row, slot, *place)
 
     def put(
         self, batch: HostBatch, place: Place, sample: int, arrays: Arrays, condition: Tokens
