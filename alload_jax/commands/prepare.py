@@ -16,10 +16,10 @@ from alload_jax.commands.flags import add_settings, require_named, require_packa
 from alload_jax.data.datasets import DATASETS
 from alload_jax.data.manifest import MANIFEST_NAME, caption_counts, read_manifest
 from alload_jax.data.prepare import inputs, work_folder
-from alload_jax.data.prepare.encoders import VaeEncoder
 from alload_jax.data.prepare.settings import MediaSettings
 from alload_jax.data.prepare.sources import Item
 from alload_jax.data.store.reader import is_address
+from alload_jax.encoders.loading import VaeEncoder
 from alload_jax.errors import InputError, one_line, print_stderr, reason_of
 from alload_jax.files import Json
 

@@ -27,13 +27,12 @@ TEXT = "text"
 """The kind of tokens that every text encoder gives; records hold them under this name."""
 
 
-class TextModel(loading.Encoder):
+class TextModel(loading.Encoder, loading.TextEncoder):
     """A text encoder in a local folder, made of the folder and the most tokens of a text.
 
     Attributes:
       name: its name in the origin of data, and value of `--text`.
       model_type: the `model_type` of its config.json.
-      default_length: of the texts.
       second: a second encoder's kind of tokens, `model_type`, class, key of its width, and what it
         is in words; None for none.
       tokenizer_files: files of its tokenizers.
@@ -42,7 +41,6 @@ class TextModel(loading.Encoder):
 
     name: ClassVar[str]
     model_type: ClassVar[str]
-    default_length: ClassVar[int]
     second: ClassVar[tuple[str, str, str, str, str] | None] = None
     tokenizer_files: ClassVar[tuple[str, ...]]
     subfolder = "text_encoder"
@@ -78,12 +76,8 @@ class TextModel(loading.Encoder):
         ]
 
     @classmethod
+    @override
     def make(cls, options: loading.EncoderOptions) -> Self:
-        """The text encoder of a folder, for preparation.
-
-        Raises:
-          InputError: the folder holds no such encoder, or a package is missing.
-        """
         assert options.folder is not None
         require_positive_value("--text-length", options.text_length, loading.LONGEST_TEXT)
         model = cls(options.folder, options.text_length)
@@ -114,6 +108,7 @@ class TextModel(loading.Encoder):
     def _notes(self) -> dict[str, object]:
         """What else determines the embeddings, for `origin`."""
 
+    @override
     def encode(self, caption: str | None) -> dict[str, np.ndarray]:
         """`tokens` of a caption, or of an empty one, as float16, as they are stored; cached."""
         return dict(_stored_tokens(self, caption or ""))
@@ -129,14 +124,6 @@ class TextModel(loading.Encoder):
         Raises:
           InputError: the weights cannot be loaded.
         """
-
-    def surplus_tokens(self, text: str) -> int:
-        """How many tokens of a text `tokens` cuts off.
-
-        Raises:
-          InputError: the tokenizer cannot be read.
-        """
-        return 0
 
     @cached_property
     def _tokenizers(self) -> list[Any]:
@@ -198,8 +185,8 @@ class Umt5Text(TextModel):
             return {TEXT: loading.to_host(state[0, : int(mask.sum())])}
 
     @override
-    def surplus_tokens(self, text: str) -> int:
-        tokens = self._tokenizers[0](clean_prompt(text), verbose=False).input_ids
+    def surplus_tokens(self, caption: str) -> int:
+        tokens = self._tokenizers[0](clean_prompt(caption), verbose=False).input_ids
         return max(0, len(tokens) - self.length)
 
 
@@ -310,11 +297,11 @@ class HunyuanVideoText(TextModel):
         return self._tokenizers[0].apply_chat_template(conversation, **options)["input_ids"]
 
     @override
-    def surplus_tokens(self, text: str) -> int:
+    def surplus_tokens(self, caption: str) -> int:
         quiet = {"verbose": False}  # about texts that are longer than the model takes
-        ids = self._conversation_ids(text, tokenizer_kwargs=quiet)
+        ids = self._conversation_ids(caption, tokenizer_kwargs=quiet)
         found = max(0, len(ids) - self.length - self._system_tokens)
-        if (prompt := glyph_prompt(text)) is None:
+        if (prompt := glyph_prompt(caption)) is None:
             return found
         return found + max(0, len(self._tokenizers[1](prompt, **quiet).input_ids) - _GLYPH_TOKENS)
 
@@ -378,9 +365,9 @@ class HunyuanVideo13bText(HunyuanVideoText):
         return self._tokenizers[0](_TEMPLATE.format(text), **options).input_ids
 
     @override
-    def surplus_tokens(self, text: str) -> int:
+    def surplus_tokens(self, caption: str) -> int:
         """Of the language model, which sees more of a text."""
-        ids = self._conversation_ids(text, verbose=False)
+        ids = self._conversation_ids(caption, verbose=False)
         return max(0, len(ids) - self.length - self._system_tokens)
 
     @override

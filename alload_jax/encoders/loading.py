@@ -15,13 +15,14 @@ from functools import cache, cached_property
 from importlib import import_module
 from pathlib import Path
 from textwrap import shorten
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
 import numpy as np
 from safetensors import SafetensorError
 
 from alload_jax.errors import InputError, first_line
-from alload_jax.files import read_json
+from alload_jax.files import Json, read_json
+from alload_jax.planning.samples import Triple
 from alload_jax.processes import cpus
 
 if TYPE_CHECKING:
@@ -253,6 +254,89 @@ class EncoderOptions:
     text_length: int = 256
     captions: Sequence[str] = ()
     frames_per_latent: int = 1
+
+
+Encoded = np.ndarray | dict[str, np.ndarray]
+"""What a `TextEncoder` makes of a caption."""
+
+
+class VaeEncoder(Protocol):
+    """Turns frames into latents.
+
+    It is pickled and sent to other processes. What is large, such as weights, is loaded by the
+    first call of `encode`, not when the encoder is made.
+
+    Attributes:
+      has_weights: whether it is made from a folder of weights. Then one process per GPU encodes for
+        all workers; otherwise every worker encodes by itself.
+      patch_size: latents per token of models that train on these latents, for the sides of buckets.
+    """
+
+    has_weights: ClassVar[bool] = False
+    patch_size: ClassVar[Triple]
+
+    @property
+    def stride(self) -> Triple:
+        """Pixels per latent along (frames, height, width)."""
+
+    @classmethod
+    def make(cls, options: EncoderOptions) -> Self:
+        """Makes the encoder.
+
+        Raises:
+          InputError: the options do not fit it.
+        """
+
+    def origin(self) -> Json:
+        """Its name and what else determines the latents (a digest of weights), as JSON values."""
+
+    def encode(self, frames: np.ndarray) -> np.ndarray:
+        """Encodes a clip; equal clips give equal latents.
+
+        Args:
+          frames: [T, H, W, 3] uint8; T is 4n + 1.
+
+        Returns:
+          [t, h, w, channels] floats, normalised as models train on them.
+        """
+
+
+class TextEncoder(Protocol):
+    """Turns captions into conditions; pickled and loaded like a `VaeEncoder`.
+
+    Attributes:
+      has_weights: as `VaeEncoder`'s.
+      default_length: most tokens of a condition where none is asked for.
+    """
+
+    has_weights: ClassVar[bool] = False
+    default_length: ClassVar[int]
+
+    @classmethod
+    def make(cls, options: EncoderOptions) -> Self:
+        """Makes the encoder.
+
+        Raises:
+          InputError: the options or the captions do not fit it.
+        """
+
+    def origin(self) -> Json:
+        """Its name and what else determines the conditions, as JSON values."""
+
+    def encode(self, caption: str | None) -> Encoded:
+        """Encodes a cleaned caption; None for a file without one.
+
+        Returns:
+          [L, width] floats, or [L] int32 classes. For models that take several kinds of tokens,
+          those kinds by name: `text`, and the others of the models' `condition_parts`.
+
+        Raises:
+          UnusableError: a file with this caption, or without one, cannot be used.
+        """
+
+    def surplus_tokens(self, caption: str) -> int:
+        """How many tokens of a cleaned caption `encode` cuts off."""
+        return 0
 
 
 def as_float16(values: np.ndarray) -> np.ndarray:

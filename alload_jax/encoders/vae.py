@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class Vae(loading.Encoder):
+class Vae(loading.Encoder, loading.VaeEncoder):
     """A VAE of diffusers in a local folder; see `Encoder`.
 
     Equal clips give equal latents on the same device. A size that does not fit the GPU's memory is
@@ -34,13 +34,11 @@ class Vae(loading.Encoder):
       name: its name in the origin of data.
       class_name: name of its class in diffusers, which its config.json contains.
       takes_last_frame: whether `encode_given` takes a last frame.
-      patch_size: latents per token of models that train on these latents.
     """
 
     name: ClassVar[str]
     class_name: ClassVar[str]
     takes_last_frame: ClassVar[bool]
-    patch_size: ClassVar[Triple]
 
     subfolder = "vae"
     key = "_class_name"
@@ -51,8 +49,8 @@ class Vae(loading.Encoder):
     """Pixels of a frame."""
 
     @property
+    @override
     def stride(self) -> Triple:
-        """Pixels per latent along (frames, height, width)."""
         frames, side, _ = self._sizes
         return frames, side, side
 
@@ -67,12 +65,8 @@ class Vae(loading.Encoder):
         return frames, side, channels
 
     @classmethod
+    @override
     def make(cls, options: loading.EncoderOptions) -> Self:
-        """The VAE of a folder, for preparation.
-
-        Raises:
-          InputError: the folder holds no such VAE, or a package is missing.
-        """
         assert options.folder is not None
         vae = opened(cls, options.folder)
         loading.require_packages(f"--vae {cls.name}")
@@ -84,6 +78,7 @@ class Vae(loading.Encoder):
         digest = loading.weights_digest(self._config, files)
         return {"name": self.name, "channels": self.channels, "weights": digest}
 
+    @override
     def encode(self, frames: np.ndarray) -> np.ndarray:
         """`latents` as they are stored: float16; what that cannot hold becomes infinite."""
         return loading.as_float16(self.latents(frames))

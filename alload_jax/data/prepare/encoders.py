@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import ClassVar, NamedTuple, Protocol, Self
+from typing import ClassVar, NamedTuple, Self
 
 import numpy as np
 from typing_extensions import override
@@ -11,94 +11,19 @@ from typing_extensions import override
 from alload_jax.data.prepare.sources import UnusableError
 from alload_jax.data.record import fold_frames, unit_interval
 from alload_jax.encoders import conditions
-from alload_jax.encoders.loading import LONGEST_TEXT, EncoderOptions, as_float16, require_packages
+from alload_jax.encoders.loading import (
+    LONGEST_TEXT,
+    EncoderOptions,
+    TextEncoder,
+    VaeEncoder,
+    as_float16,
+    require_packages,
+)
 from alload_jax.encoders.vae import HunyuanVideoVae, Vae, WanVae, opened
 from alload_jax.errors import InputError, require_positive_value
 from alload_jax.files import Json
 from alload_jax.planning.samples import PIXEL_PATCH, Triple
 from alload_jax.registry import Registry
-
-Encoded = np.ndarray | dict[str, np.ndarray]
-"""What a `TextEncoder` makes of a caption."""
-
-
-class VaeEncoder(Protocol):
-    """Turns frames into latents.
-
-    It is pickled and sent to other processes. What is large, such as weights, is loaded by the
-    first call of `encode`, not when the encoder is made.
-
-    Attributes:
-      has_weights: whether it is made from a folder of weights. Then one process per GPU encodes for
-        all workers; otherwise every worker encodes by itself.
-      patch_size: latents per token of models that train on these latents, for the sides of buckets.
-    """
-
-    has_weights: ClassVar[bool] = False
-    patch_size: ClassVar[Triple]
-
-    @property
-    def stride(self) -> Triple:
-        """Pixels per latent along (frames, height, width)."""
-
-    @classmethod
-    def make(cls, options: EncoderOptions) -> Self:
-        """Makes the encoder.
-
-        Raises:
-          InputError: the options do not fit it.
-        """
-
-    def origin(self) -> Json:
-        """Its name and what else determines the latents (a digest of weights), as JSON values."""
-
-    def encode(self, frames: np.ndarray) -> np.ndarray:
-        """Encodes a clip; equal clips give equal latents.
-
-        Args:
-          frames: [T, H, W, 3] uint8; T is 4n + 1.
-
-        Returns:
-          [t, h, w, channels] floats, normalised as models train on them.
-        """
-
-
-class TextEncoder(Protocol):
-    """Turns captions into conditions; pickled and loaded like a `VaeEncoder`.
-
-    Attributes:
-      has_weights: as `VaeEncoder`'s.
-      default_length: most tokens of a condition where none is asked for.
-    """
-
-    has_weights: ClassVar[bool] = False
-    default_length: ClassVar[int]
-
-    @classmethod
-    def make(cls, options: EncoderOptions) -> Self:
-        """Makes the encoder.
-
-        Raises:
-          InputError: the options or the captions do not fit it.
-        """
-
-    def origin(self) -> Json:
-        """Its name and what else determines the conditions, as JSON values."""
-
-    def encode(self, caption: str | None) -> Encoded:
-        """Encodes a cleaned caption; None for a file without one.
-
-        Returns:
-          [L, width] floats, or [L] int32 classes. For models that take several kinds of tokens,
-          those kinds by name: `text`, and the others of the models' `condition_parts`.
-
-        Raises:
-          UnusableError: a file with this caption, or without one, cannot be used.
-        """
-
-    def surplus_tokens(self, caption: str) -> int:
-        """How many tokens of a cleaned caption `encode` cuts off."""
-        return 0
 
 
 class Given(NamedTuple):

@@ -12,12 +12,10 @@ from alload_jax.data.prepare.encoders import (
     GIVEN_ENCODERS,
     TEXT_ENCODERS,
     VAE_ENCODERS,
-    EncoderOptions,
     GivenFrames,
-    TextEncoder,
-    VaeEncoder,
 )
 from alload_jax.data.prepare.sources import Bucket, Item, buckets_of
+from alload_jax.encoders.loading import EncoderOptions, TextEncoder, VaeEncoder
 from alload_jax.errors import InputError
 from alload_jax.files import Json
 

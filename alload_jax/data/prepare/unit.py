@@ -20,18 +20,12 @@ from array_record.python import array_record_module
 from alload_jax.data import record as records
 from alload_jax.data.prepare import sources
 from alload_jax.data.prepare.captions import clean
-from alload_jax.data.prepare.encoders import (
-    Encoded,
-    Given,
-    GivenFrames,
-    TextEncoder,
-    VaeEncoder,
-)
+from alload_jax.data.prepare.encoders import Given, GivenFrames
 from alload_jax.data.prepare.settings import MediaSettings
 from alload_jax.data.prepare.videos import video_clips
 from alload_jax.data.prepare.work_folder import PREVIEWS, Skipped, UnitReport, preview, write_report
 from alload_jax.data.store import ShardWriter
-from alload_jax.encoders.loading import device_count
+from alload_jax.encoders.loading import Encoded, TextEncoder, VaeEncoder, device_count
 from alload_jax.errors import InputError
 from alload_jax.files import Json
 from alload_jax.planning.samples import Triple
