@@ -398,7 +398,7 @@ class ImageEncoder(loading.Encoder):
     processor: ClassVar[str]
     processor_class: ClassVar[str]
     subfolder = "image_encoder"
-    default_dtype = "float32"  # as in Wan's pipelines
+    dtype = "float32"  # as in Wan's pipelines
 
     @override
     def __init__(self, folder: str | Path):

@@ -355,7 +355,7 @@ class Encoder(ABC):
         is the value, such as `model_type`.
       stem: file name of the weights without suffixes.
       library_class: its class in a library, such as `transformers.CLIPVisionModel`.
-      default_dtype: dtype of the weights where none is asked for; None for that of the device.
+      dtype: of the weights, `bfloat16` or `float32`; None for bfloat16 on a GPU, float32 elsewhere.
       has_weights: that it is made from a folder, for preparation.
       folder: folder of config.json and weights.
     """
@@ -365,17 +365,15 @@ class Encoder(ABC):
     key: ClassVar[str] = "model_type"
     stem: ClassVar[str] = "model"
     library_class: ClassVar[str]
-    default_dtype: ClassVar[str | None] = None
+    dtype: ClassVar[str | None] = None
     has_weights: ClassVar[bool] = True
     _origin: dict[str, object] | None = None
 
-    def __init__(self, folder: str | Path, *, dtype: str | None = None):
+    def __init__(self, folder: str | Path):
         """Reads the config.
 
         Args:
           folder: local folder of the model, or of a pipeline that has it in `subfolder`.
-          dtype: `bfloat16` or `float32`; None takes `default_dtype`, and where that is None too
-            bfloat16 on a GPU and float32 elsewhere.
 
         Raises:
           InputError: the folder holds no such model.
@@ -383,7 +381,6 @@ class Encoder(ABC):
         self.folder = find_folder(Path(folder), self.subfolder, self.described)
         kind = getattr(self, self.key.removeprefix("_"))
         self._config = read_config(self.folder, self.key, [kind], self.described)
-        self._dtype = dtype or self.default_dtype
 
     def origin(self) -> dict[str, object]:
         """Name, sizes and a digest of weights and other files, as JSON values; read once.
@@ -451,7 +448,7 @@ class Encoder(ABC):
             with _quiet():
                 model, info = kind.from_pretrained(
                     folder,
-                    dtype=getattr(torch, self._dtype or usual),
+                    dtype=getattr(torch, self.dtype or usual),
                     local_files_only=True,
                     use_safetensors=True,
                     output_loading_info=True,

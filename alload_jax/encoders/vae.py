@@ -233,8 +233,8 @@ class WanVae(Vae):
     config_keys = (("scale_factor_temporal", 4), ("scale_factor_spatial", 8), ("z_dim", 16))
 
     @override
-    def __init__(self, folder: str | Path, *, dtype: str | None = None):
-        super().__init__(folder, dtype=dtype)
+    def __init__(self, folder: str | Path):
+        super().__init__(folder)
         for name in ("latents_mean", "latents_std"):
             count = len(self._config.get(name, [0.0] * 16))
             if count != self.channels:
