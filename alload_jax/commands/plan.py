@@ -25,7 +25,7 @@ from alload_jax.commands.flags import (
     triple,
     up_to,
 )
-from alload_jax.commands.plan_inputs import PlanInputs, PlanRequest, plan_inputs, setting_types
+from alload_jax.commands.plan_inputs import PlanRequest, setting_types
 from alload_jax.data.selection import SourceShare
 from alload_jax.errors import InputError, one_line, print_stderr
 from alload_jax.files import Json
@@ -37,7 +37,7 @@ from alload_jax.planning.policies import candidates, policy_names
 from alload_jax.planning.policies.policy import MOST_RANKS
 from alload_jax.planning.remat import OFFLOADED, RematPolicy, host_bytes
 from alload_jax.planning.samples import Geometry
-from alload_jax.planning.study import Case, advice
+from alload_jax.planning.study import Case, Study, advice
 from alload_jax.planning.workloads import names
 
 _MOST_EPOCHS = 10_000
@@ -159,29 +159,29 @@ def run(options: argparse.Namespace) -> int:
     if options.memory:
         return _show_memory(options)
     _check(options)
-    inputs = plan_inputs(options)
-    study = inputs.study
-    if inputs.warning:
-        print_stderr(one_line(f"warning: {inputs.warning}"))
+    request = PlanRequest(options)
+    study = request.study()
+    if request.warning:
+        print_stderr(one_line(f"warning: {request.warning}"))
     policies = list(dict.fromkeys(options.compare or [study.config.policy]))
-    cases = list(study.cases(policies, inputs.ranks))
+    cases = list(study.cases(policies, request.ranks))
     if options.json:
         each = [
-            {"ranks": case.ranks, "plan": _settings(options, inputs, case)} | case.figures()
+            {"ranks": case.ranks, "plan": _settings(request, study, case)} | case.figures()
             for case in cases
         ]
         print(json.dumps(each[0] if len(each) == 1 else {"cases": each}, indent=2))
     else:
-        _print_tables(inputs, cases)
+        _print_tables(request, study, cases)
     if options.out:
         numbers = range(options.epoch, options.epoch + (options.epochs or 1))
         epochs = {number: cases[0].plan.epoch(number) for number in numbers}
-        write_plan(options.out, plan_table(epochs, _settings(options, inputs, cases[0])))
+        write_plan(options.out, plan_table(epochs, _settings(request, study, cases[0])))
         _print_unless_json(options, f"plan: {options.out}")
     if options.report:
         from alload_jax.report.plan_page import write_report
 
-        write_report(options.report, study, cases, inputs.source, inputs.costs_source)
+        write_report(options.report, study, cases, request.source, request.costs_source)
         _print_unless_json(options, f"report: {options.report}")
     return 0
 
@@ -223,32 +223,31 @@ def _check(options: argparse.Namespace) -> None:
         raise InputError("alload plan: --out writes one plan; give one policy and one --ranks")
 
 
-def _print_tables(inputs: PlanInputs, cases: list[Case]) -> None:
-    print(one_line(f"data: {inputs.source}"))
-    if inputs.shares:
-        console().print(shares_table(inputs.shares))
-    print(one_line(f"cost model: {inputs.costs_source}"))
+def _print_tables(request: PlanRequest, study: Study, cases: list[Case]) -> None:
+    print(one_line(f"data: {request.source}"))
+    if request.shares:
+        console().print(shares_table(request.shares))
+    print(one_line(f"cost model: {request.costs_source}"))
     for reason in dict.fromkeys(case.reason for case in cases if case.reason):
         print(reason)
     console().print(case_table(cases[0]) if len(cases) == 1 else comparison_table(cases))
-    for sentence in advice(inputs.study, [case for case in cases if case.ranks == cases[0].ranks]):
+    for sentence in advice(study, [case for case in cases if case.ranks == cases[0].ranks]):
         print(sentence)
 
 
-def _settings(options: argparse.Namespace, inputs: PlanInputs, case: Case) -> dict[str, object]:
+def _settings(request: PlanRequest, study: Study, case: Case) -> dict[str, object]:
     """The plan's identity, inputs and cost model, as JSON values."""
-    study = inputs.study
     fields = dataclasses.asdict(study.predictor)  # type: ignore[call-overload]
     cost_model = {"kind": type(study.predictor).__name__, **fields}
     return case.plan.identity() | {
-        "data": inputs.source,
-        "manifest": options.manifest,
-        "epoch": options.epoch,
+        "data": request.source,
+        "manifest": request.options.manifest,
+        "epoch": request.options.epoch,
         "m_mem": case.plan_m_mem,
         "sample_count": len(study.samples),
-        **({"sources": [each._asdict() for each in inputs.shares]} if inputs.shares else {}),
+        **({"sources": [each._asdict() for each in request.shares]} if request.shares else {}),
         "cost_model": cost_model,
-        "cost_model_source": inputs.costs_source,
+        "cost_model_source": request.costs_source,
         "seconds_per_split_token": case.config.seconds_per_split_token(study.costs),
     }
 

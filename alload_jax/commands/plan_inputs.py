@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -53,6 +53,9 @@ class PlanRequest:
       length: of the run.
       fields: of `PlanningConfig`, as far as flags and config give them, without the ranks.
       ranks: numbers of data-parallel ranks; empty where nothing gives them.
+      source, costs_source: descriptions of the data set and of the cost model's source.
+      shares: what weighted sources are of an epoch; empty without weights.
+      warning: what is odd about the data; "" for nothing.
     """
 
     config: "Config | None" = None
@@ -61,6 +64,10 @@ class PlanRequest:
     remat: analytic.Remat = "attention"
     length: RunLength = ONE_EPOCH
     usual: str = _DEFAULT_MODEL
+    source: str
+    costs_source: str
+    shares: tuple[SourceShare, ...]
+    warning: str
 
     def __init__(self, options: argparse.Namespace):
         """Reads the config, if one is given.
@@ -280,97 +287,74 @@ class PlanRequest:
         known = {field.name for field in dataclasses.fields(kind)}
         return kind(**{name: value for name, value in self.fields.items() if name in known})
 
+    def study(self) -> Study:
+        """Reads the data and the cost model, and describes them in `source` and what follows it.
+
+        Raises:
+          InputError: a value of the config or of a flag is invalid, or nothing gives the ranks.
+        """
+        options, fields, config = self.options, self.fields, self.config
+        if options.compare:
+            # This policy has every setting; each case takes those of its own policy.
+            fields["policy"] = PORTFOLIO[0]
+        policy = fields.get("policy", AUTO)
+        self.trained  # noqa: B018 - refuses flags that exclude each other before data are read
+        packs = self.packs
+        samples, self.source, paths = _samples(self, policy == AUTO or find_policy(policy).packed)
+        is_table = (options.manifest or "").endswith((".csv", ".parquet"))
+        # A data folder has several clips of one video.
+        listed = is_table and not holds_samples(options.manifest)
+        self.warning = _repeated_samples(samples, paths) if listed else ""
+        weights = _weights_of_flags(options)
+        if not weights and options.manifest and config is not None:
+            weights = config.data.weights
+        self.shares = tuple(source_shares(samples, weights, paths)) if weights else ()
+        samples = with_weights(samples, weights, paths)
+        if samples.weight is not None:
+            self.source += f", {samples.weight.sum():,.10g} an epoch by weights"
+        self.source += ", for each of two experts" if config is not None and config.experts else ""
+        costs, self.costs_source = self.costs(samples)
+        required = any("m_mem" in each.required for each in candidates(policy))
+        if fields.get("m_mem") is None and required:
+            fields["m_mem"] = costs.m_mem
+            if options.memory_gb is not None:
+                if costs.memory is None:
+                    raise InputError(
+                        "alload plan: --memory-gb needs a cost model with memory coefficients; "
+                        "give --m-mem"
+                    )
+                budget, shortest = options.memory_gb * 1e9, int(samples.seq_len.min())
+                fields["m_mem"] = costs.memory.max_tokens(budget, options.margin, shortest)
+        planning = self.planning()
+        if config is not None:
+            remat = {} if self.remat == AUTO_REMAT else {"remat": self.remat}
+            planning.refuse_foreign_costs(config.model.architecture() | remat, None)
+        bucketed = None
+        if self.joint and (options.compare or policy == AUTO):
+            bucketed = with_weights(_samples(self, packed=False)[0], weights, paths)
+        if not self.ranks:
+            raise InputError("alload plan: --ranks is not given; give the number of ranks (GPUs)")
+        seed = 0 if config is None else config.run.seed
+        seed = seed if options.seed is None else options.seed
+        replay = None
+        if options.simulate:
+            replay = SimulationSettings(options.noise, options.all_reduce, seed)
+        return Study(
+            samples=samples,
+            config=planning,
+            costs=costs,
+            seed=seed,
+            epoch=options.epoch,
+            replay=replay,
+            bucketed=bucketed,
+            packs=packs,
+            length=self.length,
+        )
+
 
 def setting_types() -> tuple[type[PlanningConfig], ...]:
     """The dataclasses of planning settings: that of all policies, and those of registered ones."""
     return tuple(dict.fromkeys((PlanningConfig, *map(config_type, policy_names()))))
-
-
-class PlanInputs(NamedTuple):
-    """What is planned.
-
-    Attributes:
-      study: samples, planning settings with `m_mem` set, and costs.
-      ranks: numbers of data-parallel ranks.
-      source: description of the data set.
-      costs_source: description of the cost model's source.
-      shares: what weighted sources are of an epoch; empty without weights.
-      warning: what is odd about the data; "" for nothing.
-    """
-
-    study: Study
-    ranks: list[int]
-    source: str
-    costs_source: str
-    shares: tuple[SourceShare, ...]
-    warning: str
-
-
-def plan_inputs(options: argparse.Namespace) -> PlanInputs:
-    """Reads the config, if given, and overrides it by the flags.
-
-    Raises:
-      InputError: a value of the config or of a flag is invalid, or nothing gives the ranks.
-    """
-    request = PlanRequest(options)
-    fields, config = request.fields, request.config
-    if options.compare:
-        # This policy has every setting; each case takes those of its own policy.
-        fields["policy"] = PORTFOLIO[0]
-    policy = fields.get("policy", AUTO)
-    request.trained  # noqa: B018 - refuses flags that exclude each other before data are read
-    packs = request.packs
-    samples, source, paths = _samples(request, policy == AUTO or find_policy(policy).packed)
-    is_table = (options.manifest or "").endswith((".csv", ".parquet"))
-    # A data folder has several clips of one video.
-    listed = is_table and not holds_samples(options.manifest)
-    repeated = _repeated_samples(samples, paths) if listed else ""
-    weights = _weights_of_flags(options)
-    if not weights and options.manifest and config is not None:
-        weights = config.data.weights
-    shares = tuple(source_shares(samples, weights, paths)) if weights else ()
-    samples = with_weights(samples, weights, paths)
-    if samples.weight is not None:
-        source += f", {samples.weight.sum():,.10g} an epoch by weights"
-    source += ", for each of two experts" if config is not None and config.experts else ""
-    costs, costs_source = request.costs(samples)
-    required = any("m_mem" in each.required for each in candidates(policy))
-    if fields.get("m_mem") is None and required:
-        fields["m_mem"] = costs.m_mem
-        if options.memory_gb is not None:
-            if costs.memory is None:
-                raise InputError(
-                    "alload plan: --memory-gb needs a cost model with memory coefficients; give "
-                    "--m-mem"
-                )
-            budget, shortest = options.memory_gb * 1e9, int(samples.seq_len.min())
-            fields["m_mem"] = costs.memory.max_tokens(budget, options.margin, shortest)
-    planning = request.planning()
-    if config is not None:
-        remat = {} if request.remat == AUTO_REMAT else {"remat": request.remat}
-        planning.refuse_foreign_costs(config.model.architecture() | remat, None)
-    bucketed = None
-    if request.joint and (options.compare or policy == AUTO):
-        bucketed = with_weights(_samples(request, packed=False)[0], weights, paths)
-    if not request.ranks:
-        raise InputError("alload plan: --ranks is not given; give the number of ranks (GPUs)")
-    seed = 0 if config is None else config.run.seed
-    seed = seed if options.seed is None else options.seed
-    replay = None
-    if options.simulate:
-        replay = SimulationSettings(options.noise, options.all_reduce, seed)
-    study = Study(
-        samples=samples,
-        config=planning,
-        costs=costs,
-        seed=seed,
-        epoch=options.epoch,
-        replay=replay,
-        bucketed=bucketed,
-        packs=packs,
-        length=request.length,
-    )
-    return PlanInputs(study, request.ranks, source, costs_source, shares, repeated)
 
 
 def _weights_of_flags(options: argparse.Namespace) -> tuple[SourceWeight, ...]:
