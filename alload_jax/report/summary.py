@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -29,10 +28,32 @@ _LEAST_SQUARE, _MOST_SQUARE = 0.05, 4.0
 normalised latents have 0.3 to 2."""
 
 
-class Opening(NamedTuple):
-    """What there is to say.
+def show_opening(lines: Sequence[str], warnings: Sequence[str]) -> None:
+    """Prints what the run will do; warnings go to stderr. Only the first process prints."""
+    if not first_process():
+        return
+    print("\n".join(map(one_line, filter(None, lines))), flush=True)
+    for warning in warnings:
+        print_stderr(one_line(f"warning: {warning}"))
 
-    Attributes:
+
+def opening_lines(
+    plan: Plan,
+    policy: str,
+    m_mem: int | None,
+    cost_model: CostModel,
+    timed: bool,
+    steps: int,
+    start: int,
+    weights: str,
+    excluded: int = 0,
+    validation: str = "",
+    policy_reason: str = "",
+    doubts: Sequence[str] = (),
+) -> tuple[list[str], list[str]]:
+    """Lines on what the run will do, and warnings about its plan.
+
+    Args:
       plan: of the run.
       policy: name of its policy.
       m_mem: most tokens of a micro-batch; None if not bounded.
@@ -46,66 +67,39 @@ class Opening(NamedTuple):
       policy_reason: why auto took the policy; "" if the config names it.
       doubts: what may surprise of the data, such as what the model does not take.
     """
-
-    plan: Plan
-    policy: str
-    m_mem: int | None
-    cost_model: CostModel
-    timed: bool
-    steps: int
-    start: int
-    weights: str
-    excluded: int = 0
-    validation: str = ""
-    policy_reason: str = ""
-    doubts: Sequence[str] = ()
-
-
-def show_opening(opening: Opening, changed: Sequence[str]) -> None:
-    """Prints what the run will do; warnings go to stderr. Only the first process prints."""
-    if not first_process():
-        return
-    lines, warnings = opening_lines(opening)
-    print("\n".join(map(one_line, [*lines, *filter(None, changed)])), flush=True)
-    for warning in warnings:
-        print_stderr(one_line(f"warning: {warning}"))
-
-
-def opening_lines(opening: Opening) -> tuple[list[str], list[str]]:
-    """Lines on what the run will do, and warnings about its plan."""
-    plan, seq_len = opening.plan, opening.plan.samples.seq_len
-    found = plan_metrics(plan.epoch(0), opening.cost_model, opening.m_mem)
-    epochs = opening.steps / found.steps
+    seq_len = plan.samples.seq_len
+    found = plan_metrics(plan.epoch(0), cost_model, m_mem)
+    epochs = steps / found.steps
     lengths = f"{seq_len.min():,} to {seq_len.max():,} tokens"
-    left_out = f" ({opening.excluded:,} left out)" if opening.excluded else ""
+    left_out = f" ({excluded:,} left out)" if excluded else ""
     counts, ranks = plan.epoch(0).counts, plan.topology.ranks
     fill = f"{found.padding:.1%} padding"
     if found.utilisation is not None:
-        fill = f"{found.utilisation:.0%} of m_mem ({opening.m_mem:,} tokens) filled, {fill}"
+        fill = f"{found.utilisation:.0%} of m_mem ({m_mem:,} tokens) filled, {fill}"
     predicted = []
-    if opening.timed and in_seconds(opening.cost_model):  # of these devices
+    if timed and in_seconds(cost_model):  # of these devices
         each = found.cost / found.steps
-        hours = each * max(0, opening.steps - opening.start) / 3600
+        hours = each * max(0, steps - start) / 3600
         predicted.append(
             f"predicted: {each:,.2f} s a step, {hours:,.1f} h for what is left, without "
             f"compilation; ranks wait {found.idle:.1%} of the time"
         )
     weighted = "" if counts is None else f", {counts.sum():,} an epoch by data.weights,"
     data = f"{len(seq_len):,} samples{left_out}{weighted} of {lengths}; an epoch has "
-    data += f"{found.steps:,} steps, the run {opening.steps:,} ({epochs:,.1f} epochs)"
+    data += f"{found.steps:,} steps, the run {steps:,} ({epochs:,.1f} epochs)"
     if isinstance(plan, StreamPlan):
         data = f"a stream of samples of {lengths}, planned in windows of about {found.steps:,} "
-        data += f"steps; the run has {opening.steps:,}"
+        data += f"steps; the run has {steps:,}"
     lines = [
         f"data: {data}",
         f"steps: {found.samples / found.steps:,.1f} samples on {ranks:,} rank{'s' * (ranks > 1)} "
-        f"by {opening.policy}, {fill}; programs to compile: {found.buckets}",
-        *([opening.policy_reason] if opening.policy_reason else []),
+        f"by {policy}, {fill}; programs to compile: {found.buckets}",
+        *([policy_reason] if policy_reason else []),
         *predicted,
-        f"weights: {opening.weights}",
-        *([f"validation: {opening.validation}"] if opening.validation else []),
+        f"weights: {weights}",
+        *([f"validation: {validation}"] if validation else []),
     ]
-    return lines, _warnings(found, opening)
+    return lines, [*doubts, *_warnings(found, len(seq_len))]
 
 
 def changed_settings(before: Mapping[str, object], now: Mapping[str, object]) -> str:
@@ -149,9 +143,8 @@ def scale_warning(found: float | None) -> str:
     )
 
 
-def _warnings(found: PlanMetrics, opening: Opening) -> list[str]:
-    samples = len(opening.plan.samples.seq_len)
-    warnings = list(opening.doubts)
+def _warnings(found: PlanMetrics, samples: int) -> list[str]:
+    warnings = []
     if found.utilisation is not None and found.utilisation < _POOR_FILL:
         warnings.append(
             f"micro-batches fill {found.utilisation:.0%} of planning.m_mem on average; lower "

@@ -291,7 +291,7 @@ def train(
                 doubts.append(run_files.set_aside_metrics(folder))
             if checkpoints.base is None:
                 doubts.append(report.unused_settings(before, now))
-            opening = report.Opening(
+            lines, warnings = report.opening_lines(
                 plan=run_plan.plan,
                 policy=planning.policy,
                 m_mem=run.tokens,
@@ -305,7 +305,8 @@ def train(
                 policy_reason=run.policy_reason,
                 doubts=[text for text in doubts if text],
             )
-            report.show_opening(opening, [joined, report.changed_settings(before, now)])
+            lines += [joined, report.changed_settings(before, now)]
+            report.show_opening(lines, warnings)
             _write_beginning(run, whole, argv, start)
             missing = shapes() if start < total else ()
             compile_seconds = _compile_all(run, spec, trainer, missing, state_to_train, validator)

@@ -16,7 +16,6 @@ from alload_jax.planning.samples import Samples
 from alload_jax.planning.settings import PlanningConfig
 from alload_jax.report import pictures
 from alload_jax.report.summary import (
-    Opening,
     changed_settings,
     opening_lines,
     print_summary,
@@ -32,12 +31,14 @@ def opening_of(lengths, m_mem, ranks=2, cost=None):
     shape = np.stack([np.ones_like(lengths), np.full_like(lengths, 16), 16 * lengths], axis=1)
     plan = make_plan(config, Samples(shape, lengths), ranks, seed=0)
     cost = cost or PowerCost(2.0)
-    return Opening(plan, "equal_tokens", m_mem, cost, True, 100, 20, "new, drawn with run.seed 0")
+    fields = (plan, "equal_tokens", m_mem, cost, True, 100, 20, "new, drawn with run.seed 0")
+    names = ("plan", "policy", "m_mem", "cost_model", "timed", "steps", "start", "weights")
+    return dict(zip(names, fields, strict=True))
 
 
 def test_a_run_says_what_it_will_do_and_what_the_model_does_not_read():
     opening = opening_of([10] * 40, 100, cost=QuadraticCost(1.0, 0.01, 0.0))
-    lines, warnings = opening_lines(opening)
+    lines, warnings = opening_lines(**opening)
     assert lines == [
         "data: 40 samples of 10 to 10 tokens; an epoch has 2 steps, the run 100 (50.0 epochs)",
         "steps: 20.0 samples on 2 ranks by equal_tokens, 100% of m_mem (100 tokens) filled, "
@@ -48,8 +49,8 @@ def test_a_run_says_what_it_will_do_and_what_the_model_does_not_read():
     ]
     assert warnings == []
     # Costs without a unit predict no time.
-    opening = opening_of([10] * 40, 100)._replace(doubts=["each sample has embeddings"])
-    lines, warnings = opening_lines(opening)
+    opening = opening_of([10] * 40, 100) | {"doubts": ["each sample has embeddings"]}
+    lines, warnings = opening_lines(**opening)
     assert not any(line.startswith("predicted") for line in lines)
     assert warnings == ["each sample has embeddings"]
 
@@ -62,7 +63,7 @@ def test_a_run_says_what_it_will_do_and_what_the_model_does_not_read():
     ],
 )
 def test_poor_plans_are_named(lengths, m_mem, words):
-    _, warnings = opening_lines(opening_of(lengths, m_mem, ranks=1))
+    _, warnings = opening_lines(**opening_of(lengths, m_mem, ranks=1))
     assert any(words in warning for warning in warnings)
 
 
