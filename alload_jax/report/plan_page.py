@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -188,11 +187,20 @@ def _row(name: str, policies: Sequence[plan_charts.PolicyPart]) -> str:
 # ---------------------------------------------------------------- the page
 
 
-@dataclass(frozen=True)
-class PlanPage:
-    """A data set and how policies plan it.
+def render(
+    title: str,
+    facts: dict[str, str],
+    seq_len: np.ndarray,
+    sequence_cost: np.ndarray,
+    cost_unit: str,
+    policies: Sequence[plan_charts.PolicyPart],
+    curve: tuple[np.ndarray, np.ndarray, float] | None = None,
+    over_ranks: dict[str, list[tuple[int, float]]] | None = None,
+    notes: Sequence[str] = (),
+) -> str:
+    """The page as HTML: a data set and how policies plan it. It loads nothing.
 
-    Attributes:
+    Args:
       title: title of the page.
       facts: settings of the plans: `data`, `ranks`, `M_mem`, `cost model`, …
       seq_len: [N] int64, tokens of every sample of the manifest.
@@ -202,60 +210,49 @@ class PlanPage:
       curve: ([n] values of M_comp, [n] predicted seconds per epoch, chosen M_comp), or None.
       over_ranks: policy → [(ranks, imbalance)]; None or empty for one number of ranks.
       notes: sentences at the end of the page.
+
+    Returns:
+      equal text for equal arguments.
     """
-
-    title: str
-    facts: dict[str, str]
-    seq_len: np.ndarray
-    sequence_cost: np.ndarray
-    cost_unit: str
-    policies: tuple[plan_charts.PolicyPart, ...]
-    curve: tuple[np.ndarray, np.ndarray, float] | None = None
-    over_ranks: dict[str, list[tuple[int, float]]] | None = None
-    notes: tuple[str, ...] = ()
-
-
-def render(page: PlanPage) -> str:
-    """The page as HTML. It loads nothing, and equal pages give equal text."""
-    classes = plan_charts.LengthClasses.of(page.seq_len)
+    classes = plan_charts.LengthClasses.of(seq_len)
     with rc_context(STYLE):
         sections = [
-            plan_charts.lengths_figure(page.seq_len, page.sequence_cost, classes),
-            plan_charts.bars_figure(page.policies, classes, page.cost_unit),
-            plan_charts.epoch_figure(page.policies),
+            plan_charts.lengths_figure(seq_len, sequence_cost, classes),
+            plan_charts.bars_figure(policies, classes, cost_unit),
+            plan_charts.epoch_figure(policies),
             '<section class="figures"><h2>All figures</h2>'
             "<p>Means over the steps of an epoch; the best value of each row is bold.</p>"
-            f"{metrics_table(page.policies)}</section>",
+            f"{metrics_table(policies)}</section>",
         ]
-        if page.curve is not None:
-            sections.append(plan_charts.curve_figure(*page.curve))
-        if page.over_ranks:
-            sections.append(plan_charts.ranks_figure(page.over_ranks, page.policies))
-    facts = "".join(
+        if curve is not None:
+            sections.append(plan_charts.curve_figure(*curve))
+        if over_ranks:
+            sections.append(plan_charts.ranks_figure(over_ranks, policies))
+    terms = "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
-        for name, value in page.facts.items()
+        for name, value in facts.items()
     )
-    if notes := "".join(f"<li>{escape(note)}</li>" for note in page.notes):
-        sections.append(f'<section class="notes"><h2>Notes</h2><ul>{notes}</ul></section>')
+    if listed := "".join(f"<li>{escape(note)}</li>" for note in notes):
+        sections.append(f'<section class="notes"><h2>Notes</h2><ul>{listed}</ul></section>')
     template = (files("alload_jax.report") / "plan_page.html").read_text(encoding="utf-8")
     return Template(template).substitute(
-        title=escape(page.title),
+        title=escape(title),
         css=CSS,
-        lede=lede(page.policies),
-        headline=headline(page.policies),
-        facts=f'<dl class="facts">{facts}</dl>' if facts else "",
+        lede=lede(policies),
+        headline=headline(policies),
+        facts=f'<dl class="facts">{terms}</dl>' if facts else "",
         sections="\n".join(filter(None, sections)),
     )
 
 
-def write_page(path: str | Path, page: PlanPage) -> None:
-    """Writes the page atomically.
+def write_page(path: str | Path, text: str) -> None:
+    """Writes what `render` returns, atomically.
 
     Raises:
       InputError: the path cannot be written.
     """
     with writing(path) as unfinished:
-        unfinished.write_text(render(page), encoding="utf-8")
+        unfinished.write_text(text, encoding="utf-8")
 
 
 _DRAWN_AT = (0.25, 0.5, 0.75)
@@ -305,18 +302,18 @@ def write_report(
             f"The simulation adds noise of {study.replay.noise:.0%} and "
             f"{study.replay.all_reduce:g} s of all-reduce to every step."
         )
-    page = PlanPage(
+    text = render(
         title=f"How to feed {ranks} GPUs",
         facts=facts | {"cost model": cost_model},
         seq_len=typical.seq_len,
         sequence_cost=study.predictor.sequence_cost(typical.seq_len),
         cost_unit="s" if cost.in_seconds(study.predictor) else "",
-        policies=tuple(_policy_part(case, study) for case in main),
+        policies=[_policy_part(case, study) for case in main],
         curve=curve,
         over_ranks=over_ranks,
         notes=(*notes, f"Cost model: {cost_model}."),
     )
-    write_page(path, page)
+    write_page(path, text)
 
 
 def _policy_part(case: Case, study: Study) -> plan_charts.PolicyPart:

@@ -20,7 +20,7 @@ from alload_jax.report.charts import (
     show_cost,
 )
 from alload_jax.report.plan_charts import PolicyPart, StepBars, rank_totals
-from alload_jax.report.plan_page import PlanPage, render, show, speedup, write_page
+from alload_jax.report.plan_page import render, show, speedup, write_page
 
 NASTY = "<script>alert('x')</script> & \"quotes\" </title>"
 VOID = {"meta", "br", "hr", "input", "img", "link"}
@@ -45,7 +45,7 @@ def policy(name: str = "equal_tokens", **values: object) -> PolicyPart:
     return PolicyPart(name, **(fields | values))
 
 
-def page(**values: object) -> PlanPage:
+def page(**values: object) -> str:
     seq_len = np.random.default_rng(0).choice([64, 256, 4096, 75_600], 500)
     best = policy("balanced", metrics=METRICS | {"idle": 0.01, "tokens_per_second": 1.5e5})
     fields = {
@@ -59,7 +59,7 @@ def page(**values: object) -> PlanPage:
         "over_ranks": {"equal_tokens": [(8, 0.3), (1024, 1.2)], "balanced": [(8, 0.0)]},
         "notes": ("A note.",),
     }
-    return PlanPage(**(fields | values))
+    return render(**(fields | values))
 
 
 LONG = policy("name" * 30, imbalance=np.random.default_rng(0).random(100_003))
@@ -103,7 +103,7 @@ DRAWN = {
 
 @functools.cache
 def text_of(name):
-    return render(page(**PAGES[name]))
+    return page(**PAGES[name])
 
 
 class Balanced(HTMLParser):
@@ -180,14 +180,14 @@ def test_says_how_many_ranks_are_drawn_and_what_all_of_them_take():
     assert "rank 64:" not in text
     totals = rank_totals(StepBars(0, 4, [(0, 1.0, 8, "whole"), (0, 2.0, 8, "whole")]))
     assert totals.tolist() == [3, 0, 0, 0]
-    text = render(page(policies=(policy(steps=(StepBars(0, 4, [(0, 3.0, 8, "whole")]),)),)))
+    text = page(policies=(policy(steps=(StepBars(0, 4, [(0, 3.0, 8, "whole")]),)),))
     assert "4 ranks, slowest 3 s, mean 750 ms; ranks wait 75.0% of the time" in text
 
 
 def test_says_what_the_longest_tenth_holds_and_cuts_off_an_outlier_step():
     seq_len, imbalance = np.asarray([10] * 90 + [100] * 10), np.append(np.full(200, 0.5), 36.4)
     cost, policies = seq_len.astype(float) ** 2, (policy(imbalance=imbalance),)
-    text = render(page(seq_len=seq_len, sequence_cost=cost, policies=policies))
+    text = page(seq_len=seq_len, sequence_cost=cost, policies=policies)
     assert f"<b>{percent(1000 / 1900)}</b> of the tokens" in text
     assert f"<b>{percent(100_000 / 109_000)}</b> of the cost" in text
     assert "the worst step reaches 3,640%" in text
@@ -197,7 +197,7 @@ def test_says_what_the_longest_tenth_holds_and_cuts_off_an_outlier_step():
 
 def test_millions_of_samples_make_a_small_page():
     seq_len = np.random.default_rng(0).integers(256, 75_600, 2_000_000)
-    text = render(page(seq_len=seq_len, sequence_cost=seq_len.astype(np.float64) ** 2))
+    text = page(seq_len=seq_len, sequence_cost=seq_len.astype(np.float64) ** 2)
     assert len(text) < 1.5e6
 
 
