@@ -12,7 +12,7 @@ import numpy as np
 from alload_jax.data.batch import AnyBatch, Batch, HostBatch, T, abstract
 from alload_jax.data.condition import Conditions, Tokens, put_condition, whole_windows
 from alload_jax.data.manifest import Manifest
-from alload_jax.data.packed import PackedCollation, Place, RowSizes
+from alload_jax.data.packed import PackedCollation, Place, RowSizes, row_sizes
 from alload_jax.data.record import GIVEN, IMAGE, LATENTS, Arrays, with_text_of_epoch
 from alload_jax.data.sources import SampleReader
 from alload_jax.data.store import BadRecordError
@@ -38,21 +38,6 @@ class BucketedCollation:
     manifest: Manifest
     conditions: Conditions
     merged: Mapping[int, PackedCollation] = field(default_factory=dict)
-
-    @classmethod
-    def of(
-        cls, plan: Plan, manifest: Manifest, model: ModelConfig, conditions: Conditions
-    ) -> "BucketedCollation":
-        """Returns the collation of a bucketed plan."""
-        _, tokens, shape = plan.bucket_shapes()
-        lengths = np.unique(tokens[~shape.any(axis=1)]).tolist()
-        equal = 0 if conditions.parts else conditions.length
-        windows, given = int(whole_windows(equal, equal)), (manifest, model, conditions)
-        merged = {}
-        for length in lengths:  # rows of one sample each
-            sizes = RowSizes(length, windows, lengths=((0, 1), (length, 0)))
-            merged[length] = PackedCollation.of_sizes({0: sizes}, plan.samples.seq_len, *given)
-        return cls(manifest, conditions, merged)
 
     def shapes(self, plan: Plan) -> list[AnyBatch]:
         """Returns every micro-batch of a shape group in a plan, as `jax.ShapeDtypeStruct`s.
@@ -129,10 +114,17 @@ def collation_for(
     plan: Plan, manifest: Manifest, model: ModelConfig, conditions: Conditions
 ) -> Collation:
     """Returns the collation of a plan's micro-batches."""
-    packing = plan.epoch(0).packing
-    if packing is None:
-        return BucketedCollation.of(plan, manifest, model, conditions)
-    return PackedCollation.of(plan, manifest, model, conditions)
+    packing, seq_len = plan.epoch(0).packing, plan.samples.seq_len
+    equal, given = 0 if conditions.parts else conditions.length, (manifest, model, conditions)
+    if packing is not None:
+        sizes = {size: row_sizes(plan, equal, size) for size in packing.split_sizes}
+        return PackedCollation.of(sizes, seq_len, *given)
+    _, tokens, shape = plan.bucket_shapes()
+    windows, merged = int(whole_windows(equal, equal)), {}
+    for length in np.unique(tokens[~shape.any(axis=1)]).tolist():  # rows of one sample each
+        row = RowSizes(length, windows, lengths=((0, 1), (length, 0)))
+        merged[length] = PackedCollation.of({0: row}, seq_len, *given)
+    return BucketedCollation(manifest, conditions, merged)
 
 
 class LoadedStep(NamedTuple, Generic[T]):

@@ -276,17 +276,6 @@ class PackedCollation:
 
     @classmethod
     def of(
-        cls, plan: Plan, manifest: Manifest, model: ModelConfig, conditions: Conditions
-    ) -> "PackedCollation":
-        """Returns the collation of a packed plan."""
-        packing = plan.epoch(0).packing
-        assert packing is not None
-        equal = 0 if conditions.parts else conditions.length
-        sizes = {size: row_sizes(plan, equal, size) for size in packing.split_sizes}
-        return cls.of_sizes(sizes, plan.samples.seq_len, manifest, model, conditions)
-
-    @classmethod
-    def of_sizes(
         cls,
         sizes: dict[int, RowSizes],
         seq_len: np.ndarray,

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alload_jax.data.batch import PackedBatch, signature
-from alload_jax.data.collate import BucketedCollation, Collator
+from alload_jax.data.collate import Collator, collation_for
 from alload_jax.models.common.parts import patchify
 from alload_jax.models.wan.transformer import WanConfig
 from alload_jax.planning.factory import make_plan
@@ -19,7 +19,7 @@ MODEL = WanConfig(dim=16, num_heads=2, num_layers=1, patch_size=PATCH)
 
 def collator(reader, ranks, plan, text_length=None):
     length = reader.manifest.longest_text() if text_length is None else text_length
-    collation = BucketedCollation.of(plan, reader.manifest, MODEL, classes(length, images=True))
+    collation = collation_for(plan, reader.manifest, MODEL, classes(length, images=True))
     return Collator(reader, frozenset(ranks), collation)
 
 
@@ -153,7 +153,7 @@ def test_each_shape_group_gets_a_batch_of_its_own_shape():
     config = PlanningConfig("fixed", "independent", rows=1, ranks=6, ranks_per_group=2)
     plan = make_plan(config, manifest.samples(PATCH), 1, seed=0)
     spy, shapes = SpyReader(manifest), set()
-    collation = BucketedCollation.of(plan, manifest, MODEL, classes(1))
+    collation = collation_for(plan, manifest, MODEL, classes(1))
     collate = Collator(spy, frozenset({2, 3, 4, 5}), collation, plan.group_ranks)
     for number in range(plan.steps_per_epoch):
         step = plan.step(number)

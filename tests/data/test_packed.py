@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alload_jax.data.batch import signature
-from alload_jax.data.collate import Collator
+from alload_jax.data.collate import Collator, collation_for
 from alload_jax.data.condition import conditions_for, samples_for
-from alload_jax.data.packed import THINNED, PackedCollation
+from alload_jax.data.packed import THINNED
 from alload_jax.data.record import SampleForm
 from alload_jax.models.common.config import ImageConfig, TextConfig
 from alload_jax.models.common.parts import patchify
@@ -59,7 +59,7 @@ def packed_cases(draw, ranks=(1, 2, 4)):
     )
     samples = samples_for(model, manifest, conditions, packed=True)
     plan = make_plan(config, samples, 1, draw(st.integers(0, 9)))
-    return manifest, plan, PackedCollation.of(plan, manifest, model, conditions)
+    return manifest, plan, collation_for(plan, manifest, model, conditions)
 
 
 def region_of(batch):

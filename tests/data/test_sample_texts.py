@@ -9,7 +9,7 @@ from data_helpers import change_manifest, classes, contents, plan_over, says, se
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alload_jax.data.collate import BucketedCollation, Collator
+from alload_jax.data.collate import BucketedCollation, Collator, collation_for
 from alload_jax.data.manifest import (
     PART_LENGTHS,
     ROW_SCHEMA,
@@ -19,7 +19,6 @@ from alload_jax.data.manifest import (
     read_paths,
     read_rows,
 )
-from alload_jax.data.packed import PackedCollation
 from alload_jax.data.record import texts_of, with_alternatives, with_text_of_epoch
 from alload_jax.data.store import (
     BadRecordError,
@@ -203,7 +202,7 @@ def taken_in(store, policy, epochs=3, ranks=2, weight=None):
     conditions = classes(manifest.longest_text())
     if plan.policy.packed:
         model = WanConfig(dim=16, num_heads=2, num_layers=1, patch_size=(1, 2, 2))
-        collation = PackedCollation.of(plan, manifest, model, conditions)
+        collation = collation_for(plan, manifest, model, conditions)
     else:
         collation = BucketedCollation(manifest, conditions)
     found, number = {}, 0
