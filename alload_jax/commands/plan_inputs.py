@@ -137,7 +137,7 @@ class PlanRequest:
                     f"{cost_model} replaces it; leave one of them out"
                 )
             return analytic.Trained(options.trained_parameters, options.frozen_dtype or "float32")
-        several, _ = self._configured_trained
+        several = self._configured_trained()
         if options.frozen_dtype is None:
             return analytic.ALL_TRAINED if options.model or cost_model else several
         if several.parameters is None:
@@ -147,22 +147,16 @@ class PlanRequest:
             )
         return dataclasses.replace(several, frozen_dtype=options.frozen_dtype)
 
-    @cached_property
-    def _configured_trained(self) -> tuple[analytic.Trained, analytic.Trained]:
-        """The trained parameters of the config, whose steps have several micro-batches or one.
-
-        Counting them needs the model's shapes.
-        """
+    def _configured_trained(self, single: bool = False) -> analytic.Trained:
+        """The trained parameters of the config, for steps of several micro-batches or of one."""
         if self.config is None:
-            one = dataclasses.replace(analytic.ALL_TRAINED, accumulates=False)
-            return analytic.ALL_TRAINED, one
+            return dataclasses.replace(analytic.ALL_TRAINED, accumulates=not single)
         from alload_jax.training.memory import trained_of
 
         # Planned for a GPU, whatever this machine has.
         model = self.config.model
         model = dataclasses.replace(model, dtype="bfloat16") if model.dtype == "auto" else model
-        given = (model, self.config.parameters, self.config.optimizer)
-        return trained_of(*given), trained_of(*given, single=True)
+        return trained_of(model, self.config.parameters, self.config.optimizer, single=single)
 
     def layers(self) -> SparseLayers | None:
         """The layers as training begins, with what the flags change; None if all are dense.
@@ -257,9 +251,9 @@ class PlanRequest:
             budget = given * 1e9
         architecture, trained = self.architecture[0], self.trained
         if self.planning().single_gradient:
-            several, one = self._configured_trained
-            same = trained == several
-            trained = one if same else dataclasses.replace(trained, accumulates=False)
+            same = trained == self._configured_trained()
+            one = dataclasses.replace(trained, accumulates=False)
+            trained = self._configured_trained(single=True) if same else one
         rows = samples.most_within(m_mem)
         if (most := self.fields.get("max_segments")) is not None:
             rows = min(rows, most)
