@@ -35,6 +35,7 @@ class TextModel(loading.Encoder, loading.TextEncoder):
       model_type: the `model_type` of its config.json.
       second: a second encoder's kind of tokens, `model_type`, class, key of its width, and what it
         is in words; None for none.
+      width_key: name and default of the width in its config.json.
       tokenizer_files: files of its tokenizers.
       length: most tokens of a text, with those that end it; the rest is cut off.
     """
@@ -42,6 +43,7 @@ class TextModel(loading.Encoder, loading.TextEncoder):
     name: ClassVar[str]
     model_type: ClassVar[str]
     second: ClassVar[tuple[str, str, str, str, str] | None] = None
+    width_key: ClassVar[tuple[str, int]]
     tokenizer_files: ClassVar[tuple[str, ...]]
     subfolder = "text_encoder"
 
@@ -85,9 +87,9 @@ class TextModel(loading.Encoder, loading.TextEncoder):
         return model
 
     @property
-    @abstractmethod
     def width(self) -> int:
         """Components of an embedding of the kind `TEXT`."""
+        return int(self._config.get(*self.width_key))
 
     @override
     def _read_origin(self) -> dict[str, object]:
@@ -155,12 +157,8 @@ class Umt5Text(TextModel):
     name = model_type = "umt5"
     library_class = "transformers.UMT5EncoderModel"
     default_length = 512
+    width_key = ("d_model", 512)
     tokenizer_files = ("tokenizer.json", "spiece.model")
-
-    @property
-    @override
-    def width(self) -> int:
-        return int(self._config.get("d_model", 512))
 
     @override
     def _notes(self) -> dict[str, object]:
@@ -203,7 +201,6 @@ _INSTRUCTION = (
 )
 # The models were trained with these spaces between the sentences.
 _SYSTEM = (" " * 9).join(_INSTRUCTION)
-_SYSTEM_TOKENS = 108  # of the conversation up to the prompt, which the models do not see
 _LAST_LAYERS = 2  # whose output the models do not take
 _GLYPH_TOKENS = 256
 _QUOTED = re.compile(r'"(.*?)"|“(.*?)”')
@@ -233,11 +230,12 @@ class HunyuanVideoText(TextModel):
         *(GLYPHS, "t5", "transformers.T5EncoderModel", "d_model"),
         "byT5 (T5EncoderModel, as transformers saves it)",
     )
-    _system_tokens: ClassVar[int] = _SYSTEM_TOKENS
+    _system_tokens: ClassVar[int] = 108  # up to the prompt, which the models do not see
     described = "Qwen2.5-VL's language model (Qwen2_5_VLTextModel, as transformers saves it)"
     model_type = "qwen2_5_vl_text"
     library_class = "transformers.Qwen2_5_VLTextModel"
     default_length = 1000
+    width_key = ("hidden_size", 8192)
     tokenizer_files = (
         *("tokenizer.json", "vocab.json", "merges.txt", "added_tokens.json"),
         *("tokenizer_config.json", "chat_template.jinja"),
@@ -246,11 +244,6 @@ class HunyuanVideoText(TextModel):
     @property
     def _second_width(self) -> int:
         return int(self._folders[1][1].get(self.second[3], 512))
-
-    @property
-    @override
-    def width(self) -> int:
-        return int(self._config.get("hidden_size", 8192))
 
     @override
     def _notes(self) -> dict[str, object]:
@@ -440,9 +433,9 @@ class ImageEncoder(loading.Encoder):
         with loading.inference():
             return loading.to_host(self._states(model, pixels.to(self._device, model.dtype))[0])
 
-    @abstractmethod
     def _states(self, model: Any, pixels: "torch.Tensor") -> "torch.Tensor":
-        """[1, L, width], what diffusion models take of the encoder's output."""
+        """[1, L, width], what diffusion models take: the states of the last layer, normed."""
+        return model(pixels).last_hidden_state
 
     @cached_property
     def _processor(self) -> Any:
@@ -465,6 +458,7 @@ class ClipImage(ImageEncoder):
     # Pillow's resizing: torchvision's, where it is installed, gives other pixels.
     processor_class = "CLIPImageProcessorPil"
 
+    @override
     def _states(self, model: Any, pixels: "torch.Tensor") -> "torch.Tensor":
         return model(pixels, output_hidden_states=True).hidden_states[-2]
 
@@ -482,6 +476,3 @@ class SiglipImage(ImageEncoder):
     library_class = "transformers.SiglipVisionModel"
     # Pillow's resizing: torchvision's, where it is installed, gives other pixels.
     processor_class = "SiglipImageProcessorPil"
-
-    def _states(self, model: Any, pixels: "torch.Tensor") -> "torch.Tensor":
-        return model(pixels).last_hidden_state
