@@ -260,8 +260,8 @@ Encoded = np.ndarray | dict[str, np.ndarray]
 """What a `TextEncoder` makes of a caption."""
 
 
-class VaeEncoder(Protocol):
-    """Turns frames into latents.
+class MediaEncoder(Protocol):
+    """What preparation makes arrays by: a `VaeEncoder` or a `TextEncoder`.
 
     It is pickled and sent to other processes. What is large, such as weights, is loaded by the
     first call of `encode`, not when the encoder is made.
@@ -269,26 +269,34 @@ class VaeEncoder(Protocol):
     Attributes:
       has_weights: whether it is made from a folder of weights. Then one process per GPU encodes for
         all workers; otherwise every worker encodes by itself.
-      patch_size: latents per token of models that train on these latents, for the sides of buckets.
     """
 
     has_weights: ClassVar[bool] = False
-    patch_size: ClassVar[Triple]
-
-    @property
-    def stride(self) -> Triple:
-        """Pixels per latent along (frames, height, width)."""
 
     @classmethod
     def make(cls, options: EncoderOptions) -> Self:
         """Makes the encoder.
 
         Raises:
-          InputError: the options do not fit it.
+          InputError: the options or the captions do not fit it.
         """
 
     def origin(self) -> Json:
-        """Its name and what else determines the latents (a digest of weights), as JSON values."""
+        """Its name and what else determines the arrays (a digest of weights), as JSON values."""
+
+
+class VaeEncoder(MediaEncoder, Protocol):
+    """Turns frames into latents.
+
+    Attributes:
+      patch_size: latents per token of models that train on these latents, for the sides of buckets.
+    """
+
+    patch_size: ClassVar[Triple]
+
+    @property
+    def stride(self) -> Triple:
+        """Pixels per latent along (frames, height, width)."""
 
     def encode(self, frames: np.ndarray) -> np.ndarray:
         """Encodes a clip; equal clips give equal latents.
@@ -301,27 +309,14 @@ class VaeEncoder(Protocol):
         """
 
 
-class TextEncoder(Protocol):
-    """Turns captions into conditions; pickled and loaded like a `VaeEncoder`.
+class TextEncoder(MediaEncoder, Protocol):
+    """Turns captions into conditions.
 
     Attributes:
-      has_weights: as `VaeEncoder`'s.
       default_length: most tokens of a condition where none is asked for.
     """
 
-    has_weights: ClassVar[bool] = False
     default_length: ClassVar[int]
-
-    @classmethod
-    def make(cls, options: EncoderOptions) -> Self:
-        """Makes the encoder.
-
-        Raises:
-          InputError: the options or the captions do not fit it.
-        """
-
-    def origin(self) -> Json:
-        """Its name and what else determines the conditions, as JSON values."""
 
     def encode(self, caption: str | None) -> Encoded:
         """Encodes a cleaned caption; None for a file without one.
@@ -382,7 +377,7 @@ class Encoder(ABC):
         kind = getattr(self, self.key.removeprefix("_"))
         self._config = read_config(self.folder, self.key, [kind], self.described)
 
-    def origin(self) -> dict[str, object]:
+    def origin(self) -> Json:
         """Name, sizes and a digest of weights and other files, as JSON values; read once.
 
         Raises:

@@ -15,7 +15,7 @@ from alload_jax.data.prepare.encoders import (
     GivenFrames,
 )
 from alload_jax.data.prepare.sources import Bucket, Item, buckets_of
-from alload_jax.encoders.loading import EncoderOptions, TextEncoder, VaeEncoder
+from alload_jax.encoders.loading import EncoderOptions, MediaEncoder, TextEncoder, VaeEncoder
 from alload_jax.errors import InputError
 from alload_jax.files import Json
 
@@ -205,9 +205,7 @@ class MediaSettings:
         return {"media": media, "fps": str(self.rate)}
 
 
-def _folder(
-    flag: str, name: str, encoder: type[VaeEncoder | TextEncoder], folder: str | None
-) -> Path | None:
+def _folder(flag: str, name: str, encoder: type[MediaEncoder], folder: str | None) -> Path | None:
     """The folder of an encoder's weights, which must be given where there are some."""
     if encoder.has_weights and not folder:
         raise InputError(f"{flag} {name} needs the folder of its weights; give {flag}-folder DIR")
