@@ -52,7 +52,7 @@ def read_text(path: Path, remedy: str = "name another file", encoding: str = "ut
 
 def require_local(path: Path) -> None:
     """Raises InputError for the address of object storage, of whose :// Path has made :/."""
-    if any(part.endswith(":") for part in path.parts[:1]):
+    if str(path).partition("/")[0].endswith(":"):
         raise InputError(f"{path}: is no folder of this machine; name one, and copy it there")
 
 

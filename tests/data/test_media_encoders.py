@@ -95,8 +95,9 @@ def test_previews_show_frames_as_they_are_before_the_vae(media, weights, tmp_pat
     assert [strip.size for strip in strips] == [*[(32, 32)] * 4, (6 * 32, 32), (32, 32)]
     assert [strip.getpixel((9, 9)) for strip in strips[:4]] == [(90 + n, 90, 90) for n in range(4)]
     (weights / "weights").write_text("nan")
+    out, given = tmp_path / "new" / "out", {"image_to_video": "ends"}  # which are finite
     with pytest.raises(InputError, match="no file can be used"):
-        prepare(media, tmp_path / "not finite", report=tmp_path / "list", **flags)
+        prepare(media, out, report=tmp_path / "list", **flags, **given)
 
 
 def processes(weights):

@@ -293,6 +293,8 @@ def test_costs_are_those_of_the_counts():
     assert WAN.step_flops(np.array([11, 11])) == 6 * WAN.forward_flops(11)
     cost = step_cost(WAN, dataclasses.replace(H200, attention_share=0.5), "none")
     assert cost.c2 == pytest.approx(3.5 * 4 * 30 * 1536 / (H200.peak_flops * 0.5))
+    products, rate = 3 * WAN.flops().matmul_per_sequence, H200.peak_flops * H200.matmul_share
+    assert cost.c_sequence == pytest.approx(products / rate)
     assert bytes_per_split_token(WAN, "full") == 12 * 2 * 1536 * 30
     assert bytes_per_split_token(WAN, "none") == 8 * 2 * 1536 * 30  # nothing is sent again
 

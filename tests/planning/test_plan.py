@@ -398,6 +398,8 @@ def test_every_plan_of_weighted_samples_keeps_its_promises(plan, index):
     assert plan_metrics(fewer, COSTS[0], None).dropped == len(plan.samples)
 
 
+# Of two samples the one that is left is the one that was taken.
+@example(Plan(weighted([20, 20], [1, 1]), EqualTokens(20), RankTopology(1), 0), False, 1, 4, 0)
 @given(plans(), st.booleans(), st.integers(0, 40), st.integers(0, 99), st.integers(0, 9))
 @examples(30)
 def test_other_samples_join_the_rest_of_an_epoch(old, has_weights, index, seed, new):

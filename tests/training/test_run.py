@@ -344,7 +344,7 @@ def test_metrics_are_read_by_others_when_process_0_has_replaced_them(first, tmp_
 
 def test_what_a_run_keeps_of_its_steps_does_not_grow_with_them(tmp_path):
     path, most = tmp_path / "metrics.jsonl", run_files.MOST_FOLLOWED
-    line = '{{"step": {}, "loss": {}, "grad_norm": 1}}\n{{"step": {}, "validation/loss": 2}}\n'
+    line = '{{"step": {}, "loss": {}, "grad_norm": NaN}}\n{{"step": {}, "validation/loss": 2}}\n'
     path.write_text("".join(line.format(n, n, n) for n in range(2 * most)) + '{"step": 1, "lo')
     tracemalloc.start()
     log = MetricsLog(tmp_path, 2 * most - 2, Cluster())
@@ -450,7 +450,7 @@ def test_between_steps_nothing_is_computed_on_the_devices(tmp_path):
     told.close()
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     rates = [json.loads(line)["learning_rate"] for line in lines]
-    assert rates == [1.0, 1.5, 2.0]
+    assert (rates, log.first["step"]) == ([1.0, 1.5, 2.0], 3)
     started.clear()
     assert told._rate(2 + telemetry._RATES) == 1 + telemetry._RATES / 2  # and so are later ones
     MetricsLog(tmp_path, 4, Cluster()).close()  # after that step, whose row stays
