@@ -18,6 +18,8 @@ from alload_jax.config import (
     Config,
     experts_of,
     read_config,
+    values_in,
+    values_of,
     with_context,
     without_effect,
     write_config,
@@ -111,6 +113,18 @@ def test_a_config_that_was_printed_is_read(tmp_path, capsys):
         read_config([*argv, "--print_config"])
     (tmp_path / "mine.yaml").write_text(capsys.readouterr().out)
     assert read_config(["--config", str(tmp_path / "mine.yaml")]) == read_config(argv)
+
+
+def test_a_config_that_leaves_values_out_has_those_that_it_had():
+    expected = values_in(GOLDEN / "defaults.yaml")
+    names = {key: [{"name": each["name"]} for each in expected[key]] for key in _LISTS}
+    flags = [f"--{key}={json.dumps(value)}" for key, value in names.items()]
+    flags += ["--model.sparse_attention.selector=pooled", "--model.lora.rank=2"]
+    flags += ["--sampling.grids=[{frames: 1, height: 8, width: 8}]", "--data.dataset.name=digits"]
+    flags += ["--validation.folder=v", "--validation.source.name=parquet"]
+    media = json.loads(json.dumps(dataclasses.asdict(MediaSettings())))
+    media = {f"prepare.{key}": value for key, value in media.items()}
+    assert values_of(read_config([*BASE, *flags])) | media == expected
 
 
 @pytest.mark.parametrize(("text", "words"), WRONG_FILES, ids=[t[:50] for t, _ in WRONG_FILES])
