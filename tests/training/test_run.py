@@ -426,7 +426,7 @@ def test_a_refusal_counts_the_records_of_earlier_starts_and_says_where_they_are(
 # ---------------------------------------------------------------- progress
 
 
-def test_between_steps_nothing_is_computed_on_the_devices(tmp_path):
+def test_each_step_is_told_and_meanwhile_nothing_is_computed_on_the_devices(tmp_path):
     """What is computed behind a step waits for it, and the devices then wait for the next one."""
     started, run = [], SimpleNamespace(done=2, total=10**13)
 
@@ -434,23 +434,40 @@ def test_between_steps_nothing_is_computed_on_the_devices(tmp_path):
         assert not started
         return 0.5 * step
 
+    computed, shown, guarded, notes = [], [], [], []
     plan = SimpleNamespace(
-        metrics=lambda number: StepMetrics(1, 8, 1.0, 0.0, 0.0, (1.0,)),
-        drift=lambda *_: None,
+        metrics=lambda number: StepMetrics(4, 8, 1.0, 0.0, 0.0, (1.0,)),
+        drift=lambda number, terms, seconds: computed.append(seconds),
         observe=lambda *_: None,
     )
-    log, bar = MetricsLog(tmp_path, 0, Cluster()), ProgressBar("training", 5)
-    tracker = TensorBoard(tmp_path / "events", resumed_at=0)
-    told = Telemetry(plan, schedule, log, tracker, BadRecords(tmp_path / "bad", Cluster()), 0, bar)
+    log, bad = MetricsLog(tmp_path, 0, Cluster()), BadRecords(tmp_path / "bad", Cluster())
+    tracker = SimpleNamespace(log=lambda *each: shown.append(each), close=lambda: None)
+    bar = SimpleNamespace(start=list, stop=list, say=notes.append, advance=notes.append)
+    guard = SimpleNamespace(add=lambda *each: guarded.append(each))
+    told = Telemetry(plan, schedule, log, tracker, bad, 9, bar, guard)
     told.on_start(run)
     started.append(True)
     for number in range(2, 5):
-        told.on_step_end(run, PlacedStep(number, 0, (), (), 0, 0.0), {"loss": jnp.float32(1)})
+        step = PlacedStep(number, 0, (), ("damaged",), 0, 1e6)
+        told.on_step_start(run, step)
+        metrics = {"loss": jnp.float32(number), "grad_norm": jnp.float32(7)}
+        told.on_step_end(run, step, metrics)
     told.on_stop(run)
     told.close()
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    rates = [json.loads(line)["learning_rate"] for line in lines]
-    assert (rates, log.first["step"]) == ([1.0, 1.5, 2.0], 3)
+    rows = [json.loads(line) for line in lines]
+    assert [row["learning_rate"] for row in rows] == [1.0, 1.5, 2.0]
+    assert [row["input_wait_seconds"] for row in rows] == [2e6, 1e6, 0.0]
+    assert [round(seconds / 1e6) for seconds in computed] == [-2, -1, 0]
+    assert [(row["samples"], row["skipped"]) for row in rows] == [(3, 1)] * 3
+    for row, (step, figures) in zip(rows, shown, strict=True):
+        assert figures["tokens_per_second"] == 8 / row["step_seconds"]
+        assert step == row["step"]
+    assert log.first["step"] == 3
+    assert guarded == [(2, 2.0, 7.0), (3, 3.0, 7.0), (4, 4.0, 7.0)]
+    assert [note.split(" · ")[0] for note in notes] == [
+        *("skipped: damaged", "loss 2.0000", "loss 2.0500", "loss 2.1475"),
+    ]
     started.clear()
     assert told._rate(2 + telemetry._RATES) == 1 + telemetry._RATES / 2  # and so are later ones
     MetricsLog(tmp_path, 4, Cluster()).close()  # after that step, whose row stays
