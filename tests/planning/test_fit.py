@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import math
 
 import numpy as np
 import pytest
@@ -274,9 +275,10 @@ def test_an_unused_filter_is_the_planning_model_and_a_restored_one_goes_on():
 
 def test_noise_does_not_bias_the_fit():
     rows = rows_of(PLANNED, noise=0.2)
-    model = fit_run(rows, PLANNED).model
-    found = sum(float(np.dot(row["cost_terms"], model.coefficients)) for row in rows)
+    fit = fit_run(rows, PLANNED)
+    found = sum(float(np.dot(row["cost_terms"], fit.model.coefficients)) for row in rows)
     assert found == pytest.approx(sum(row["step_seconds"] for row in rows), rel=0.04)
+    assert fit.mape == pytest.approx(0.2 * math.sqrt(2 / math.pi), rel=0.1)  # normal's mean of |x|
 
 
 def test_layers_that_switch_are_no_drift_and_their_terms_are_fitted():

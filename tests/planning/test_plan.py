@@ -16,7 +16,7 @@ from planning_cases import MODES, cases, examples, manifests, of_lengths, of_sha
 from alload_jax.planning.cost import PowerCost, QuadraticCost
 from alload_jax.planning.epoch import Repeats, noise_epoch
 from alload_jax.planning.factory import make_plan
-from alload_jax.planning.metrics import plan_metrics
+from alload_jax.planning.metrics import plan_metrics, programs_of
 from alload_jax.planning.plan import Beginning, Plan, Revision, current_identity
 from alload_jax.planning.policies.balanced import Balanced
 from alload_jax.planning.policies.bucketed import DualConstraint, EqualTokens, Fixed, Sorted
@@ -250,6 +250,7 @@ def test_an_identity_from_before_fields_were_added_or_renamed_is_still_that_of_t
     plan = planned(of_lengths(10, 20, 10), **settings)
     identity = plan.identity()
     assert not identity.keys() & {"split_above", "ranks_per_group", "refitted"}
+    assert identity["samples"] == "096411646966e86a"
     other = planned(of_lengths(10, 20, 10), **settings, split_above=0.5)
     assert other.identity()["split_above"] == 0.5
     assert identity["seconds_per_split_token"] == 0.0
@@ -364,8 +365,9 @@ def has_shapes_that_are_known_from_the_start(plan, epochs):
         names = ("capacity", "segments", "split_sizes", "region_segments", "longest_whole")
         packings = [epoch.packing for epoch in epochs]
         assert len({tuple(getattr(packing, name) for name in names) for packing in packings}) == 1
-        for packing in packings:
-            assert set(packing.split_tokens.tolist()) <= set(packing.split_sizes)
+        for epoch, packing in zip(epochs, packings, strict=True):
+            assert (sizes := set(packing.split_tokens.tolist())) <= set(packing.split_sizes)
+            assert programs_of(epoch) == len(sizes)
             assert packing.tokens[~packing.is_split].max(initial=0) <= packing.longest_whole
         return
     known = set(zip(*(column.tolist() for column in plan.bucket_shapes()[:2]), strict=True))
