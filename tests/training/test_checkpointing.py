@@ -2,16 +2,19 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from alload_jax.data.loader import PlacedStep
-from alload_jax.training import CheckpointConfig, checkpoint_files
+from alload_jax.training import LOSS, MEASURED_SET, CheckpointConfig, checkpoint_files
 from alload_jax.training.callbacks import Callback, validating
-from alload_jax.training.callbacks.validating import Checkpointing
+from alload_jax.training.callbacks.validating import Checkpointing, Validating
 from alload_jax.training.loop import Loop
+from alload_jax.training.validator import ClassErrors
 
 
 class Saved(list):
@@ -23,6 +26,9 @@ class Saved(list):
 
     def check_writing(self):
         pass
+
+    def wait(self):
+        self.on_disk = len(self)
 
 
 def saved_steps(monkeypatch, config, seconds, count=2, total=40):
@@ -59,7 +65,10 @@ def saved_steps(monkeypatch, config, seconds, count=2, total=40):
         if due:
             each(lambda callback: callback.act(run))
     assert all(steps == saved[0] for steps in saved)
-    return saved[0]
+    found = list(saved[0])
+    each(lambda callback: callback.on_stop(run))
+    assert [steps.on_disk for steps in saved] == [len({*found, total})] * count
+    return found
 
 
 @pytest.mark.parametrize(
@@ -94,11 +103,8 @@ def test_no_more_time_is_lost_than_the_minutes_and_some_steps(seconds, minutes):
 
 
 class Noted(Callback):
-    def __init__(self, missed=False):
-        self.calls, self.misses = [], missed
-
-    def missed(self, run):
-        return self.misses
+    def __init__(self):
+        self.calls = []
 
     def act(self, run):
         self.calls.append(["act", run.done])
@@ -113,9 +119,14 @@ class Noted(Callback):
         self.calls.append(["step", step.number])
 
 
+class Missed(Noted):
+    def missed(self, run):
+        return True
+
+
 @pytest.mark.parametrize("start", [0, 3, 5])
 def test_what_an_earlier_start_has_missed_is_done_before_the_first_step(start):
-    plain, missed = Noted(), Noted(missed=True)
+    plain, missed = Noted(), Missed()
     trainer = SimpleNamespace(state=None, step=lambda step: {})
     loop = Loop(trainer, start, 5, [plain, missed])
     loop.run(PlacedStep(number, 0, (), (), 0, 0.0) for number in range(start, 5))
@@ -125,6 +136,24 @@ def test_what_an_earlier_start_has_missed_is_done_before_the_first_step(start):
     else:
         assert plain.calls == [["pause", 3], ["resume", 3], *steps]
         assert missed.calls == [["pause", 3], ["act", 3], ["resume", 3], *steps]
+
+
+@pytest.mark.parametrize(
+    ("every", "known", "start"),
+    [(2, [], 0), (2, [2], 4), (2, [2, 4], 4), (2, [2, 4, 6], 6), (None, [], 0)],
+)
+def test_each_validation_is_done_once_whatever_an_earlier_start_has_done(every, known, start):
+    rows = [{"step": step, LOSS: 1.0, MEASURED_SET: "these"} for step in known]
+    log = SimpleNamespace(validations=rows, write=rows.append)
+    errors = [ClassErrors("1x8x8", np.ones((1, 1)), np.ones(1, bool))]
+    validator = SimpleNamespace(levels=[0.5], measured_set="these", measure=lambda state: errors)
+    best, save = Mock(), Mock()
+    callback = Validating(validator, every, log, Mock(), Mock(), best, save)
+    loop = Loop(SimpleNamespace(state=None, step=lambda step: {}), start, 6, [callback])
+    loop.run(PlacedStep(number, 0, (), (), 0, 0.0) for number in range(start, 6))
+    assert [row["step"] for row in rows] == ([2, 4, 6] if every else [6])
+    assert best.add.call_count == save.call_count == len(rows) - len(known)
+    assert best.finish.call_count == (start < 6)
 
 
 @pytest.mark.parametrize("failure", [OSError("no space left"), None])
