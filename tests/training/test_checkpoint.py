@@ -39,6 +39,7 @@ from alload_jax.training.checkpoint_files import (
     check_identity,
     checksum,
     damage,
+    with_samples_of,
 )
 from alload_jax.training.parameters import ALL_TRAINED, ParametersConfig, merge_parameters
 from alload_jax.training.restore import (
@@ -181,6 +182,12 @@ def test_another_models_plans_or_datas_checkpoint_is_refused(saved, made, change
             with pytest.raises(InputError, match=words):
                 refused()
     assert saved.exists()
+
+
+def test_a_run_whose_samples_have_changed_has_the_other_settings_that_its_checkpoint_has():
+    found, now = {"plan": {"m_mem": 40, "order": "a"}}, {"plan": {"m_mem": 80, "order": "b"}}
+    expected = {"data": 9, "plan": {"m_mem": 40, "order": "b"}}
+    assert with_samples_of(found, now | {"data": 9}) == expected
 
 
 def test_rows_that_another_version_chose_can_be_given():

@@ -469,7 +469,9 @@ def test_a_folder_whose_captions_have_all_changed_is_that_of_the_checkpoint():
     left = [s for step in samples_of(twice.plan, 2, epoch) for part in step for s in part]
     assert sorted([*taken, *left]) == sorted([*range(60), *range(9)])
     again = json.loads(json.dumps(twice.state(3)))
-    assert run_of(first, weight=np.where(first < 9, 2.0, 1.0)).restore(again, 3) == ""
+    resumed = run_of(first, weight=np.where(first < 9, 2.0, 1.0))
+    assert resumed.restore(again, 3) == ""
+    assert resumed.plan.step(3) == twice.plan.step(3)
     del state["data"]["weights"]  # of an old version
     assert run_of(first, weight=np.full(60, 2.0)).restore(state, 2) == ""
 

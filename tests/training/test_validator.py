@@ -300,6 +300,7 @@ def test_every_sample_has_one_row_and_batches_of_a_size_have_one_shape(count, ra
     assert all(any(part.samples for part in step.micro_batches) for step in steps)
     rows = parts[0].rows
     assert rows == 1 or (rows * 20 <= tokens and ranks * (rows - 1) < count)
+    assert tokens is None or (rows + 1) * 20 > tokens or ranks * rows >= count
 
 
 @given(st.data())
