@@ -15,9 +15,9 @@ from alload_jax.diffusion.timesteps import (
     velocity,
 )
 from alload_jax.errors import InputError
-from alload_jax.models.common.parts import Output
+from alload_jax.models.common.parts import Output, patchify
 from alload_jax.models.wan.transformer import WanConfig
-from alload_jax.objectives import FlowMatching, noised
+from alload_jax.objectives import FlowMatching, _with_given, noised
 
 WEIGHTINGS = ("none", "min_snr", "cosmap", "sigma_sqrt")
 
@@ -120,3 +120,12 @@ def test_packed_bucketed_and_by_hand_are_the_same(batches, weighting, distributi
 def test_invalid_settings_are_refused(fields, words):
     with pytest.raises(InputError, match=words):
         FlowMatching(**fields)
+
+
+def test_what_is_given_stands_behind_each_latent_in_patches_too():
+    parts = [np.random.default_rng(n).normal(size=(2, 3, 4, 6, n)) for n in (2, 3)]
+    expected = np.concatenate(parts, axis=-1)
+    np.testing.assert_array_equal(_with_given(*map(jnp.asarray, parts), 1), jnp.asarray(expected))
+    arrays = (*parts, expected)
+    latents, given, both = (patchify(jnp.asarray(each), (1, 2, 2)) for each in arrays)
+    np.testing.assert_array_equal(_with_given(latents, given, 4), both)
