@@ -134,12 +134,13 @@ def test_the_figures_of_several_processes_are_those_of_their_files():
     assert settings[0] == settings[1]
     row = f"| {one:,.0f} tokens/s | {several:,.0f} tokens/s ({several / one:.2f}×) |"
     assert row in readme
-    case = slowed["killed"]
-    for words in (
-        f"ended {case['kill_to_first_new_step_seconds']:.0f} s after the kill",
-        f"{case['losses_equal']} of {case['steps_repeated']} repeated losses had",
-    ):
-        assert words in page
+    for number in (1, 2, 3):
+        name = f"processes_killed_x2_h200_{number}.json"
+        (case,) = read_json(ROOT / f"benchmarks/results/{name}")["cases"]
+        told = re.search(rf"\[(\d+)\]\(../benchmarks/results/{name}\)", page)[1]
+        assert told == f"{case['kill_to_first_new_step_seconds']:.0f}"
+        equal = re.search(r"(\d), (\d) and (\d) of 8 repeated losses", page)[number]
+        assert (int(equal), 8) == (case["losses_equal"], case["steps_repeated"])
 
 
 def test_the_time_to_a_loss_is_that_of_its_file():
