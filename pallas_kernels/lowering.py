@@ -13,13 +13,13 @@ import threading
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
 import jax
 import jaxlib
 from jax import export
-from jax.sharding import AbstractMesh, use_abstract_mesh
 
 from pallas_kernels import devices
 
@@ -58,6 +58,9 @@ def lowered_once(
                 found = _export(name, kernel, shapes)
                 if path:
                     _write(path, bytes(found.serialize()))
+                    # What another process has written first: Mosaic numbers a process's kernels,
+                    # and unlike numbers would make unlike programs.
+                    found = _read(path) or found
             _KERNELS[key] = found
     return list(_KERNELS[key].call(*arrays))
 
@@ -69,9 +72,11 @@ def _export(
         return list(kernel(*operands))
 
     run.__name__ = name
-    # The mesh of the program that it is first met in is not a part of it.
-    with use_abstract_mesh(AbstractMesh((), ())):
-        return export.export(jax.jit(run), platforms=(_PLATFORM,))(*shapes)
+    exported = export.export(jax.jit(run), platforms=(_PLATFORM,))
+    # In a thread of its own: what is written must not tell of the program that it was first met in,
+    # its mesh and its stack, or programs of processes that are alike would differ.
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(exported, *shapes).result()
 
 
 # ---------------------------------------------------------------- on disk
@@ -109,12 +114,21 @@ def _read(path: Path) -> export.Exported | None:
 
 
 def _write(path: Path, exported: bytes) -> None:
-    # Renamed, so that no process reads half a file.
+    """Writes a file, all of it at once, if no other process has done so."""
     new = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(exist_ok=True)
         new.write_bytes(hashlib.sha256(exported).digest() + exported)
-        new.replace(path)
+        try:
+            if path.exists() and _read(path) is None:  # it is damaged
+                path.unlink(missing_ok=True)
+            os.link(new, path)
+        except FileExistsError:
+            pass
+        except OSError:  # a file system without links
+            new.replace(path)
+        finally:
+            new.unlink(missing_ok=True)
     except FileNotFoundError:  # the folder of compiled programs has been removed meanwhile
         return
     except OSError as error:

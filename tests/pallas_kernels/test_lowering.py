@@ -2,6 +2,7 @@
 
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -94,6 +95,18 @@ def test_it_is_kept_beside_the_compiled_programs(kernel, folder, monkeypatch):
     check(kernel)
     assert kernel.traced == 5
     assert len(list((folder / "pallas_kernels").iterdir())) == 2
+
+
+def test_of_two_processes_both_take_what_the_first_has_written(kernel, folder, monkeypatch):
+    check(kernel)
+    (file,) = (folder / "pallas_kernels").iterdir()
+    written, read = file.read_bytes(), lowering._read
+    restarted(monkeypatch)
+    answers = iter([lambda _: None])  # it is not there yet; and is when this one writes
+    monkeypatch.setattr(lowering, "_read", lambda path: next(answers, read)(path))
+    monkeypatch.setattr(lowering, "_export", lambda *_: SimpleNamespace(serialize=lambda: b"2"))
+    check(kernel)
+    assert [each.read_bytes() for each in file.parent.iterdir()] == [written]
 
 
 @pytest.mark.parametrize("name", ["", "gs://bucket/programs", "removed"])
