@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from functools import reduce
 from pathlib import Path
 
 import jax
@@ -32,7 +33,7 @@ from alload_jax.models.families import DEFAULT_FAMILY, FAMILIES
 from alload_jax.objectives import DEFAULT_OBJECTIVE, OBJECTIVES, Objective
 from alload_jax.planning.plan import Plan
 from alload_jax.planning.policies import AUTO, candidates
-from alload_jax.planning.settings import PlanningConfig, config_type
+from alload_jax.planning.settings import PlanningConfig, config_type, read_by_others
 from alload_jax.sampling.config import SamplingConfig
 from alload_jax.sampling.evaluators import EVALUATORS, Evaluator
 from alload_jax.sharding.mesh import MeshConfig
@@ -356,17 +357,29 @@ def without_effect(config: Config) -> list[str]:
     parameters, planning, optimizer = config.parameters, config.planning, config.optimizer
     frozen = bool(parameters.identity()), "nothing is frozen (model.lora, parameters.trained)"
     packed = planning.policy != AUTO and planning.traits.packed
+    one_shape = not packed, "packed rows have one shape on all ranks"
     min_snr = getattr(config.objective, "noise_weighting", "min_snr") == "min_snr"
+    sampling, levels = config.sampling, config.objective.timesteps.distribution
+    drawn = bool(sampling.grids or sampling.prompts or config.evaluators)
+    other = False, f"planning.policy is {planning.policy}"
+    of_levels = {"mean": "logit_normal", "std": "logit_normal", "mode_scale": "mode"}
     found = []
     for key, read, why in (
         ("parameters.frozen_dtype", *frozen),
         ("parameters.frozen_memory", *frozen),
-        ("planning.ranks_mode", not packed, "packed rows have one shape on all ranks"),
+        ("planning.ranks_mode", *one_shape),
+        ("planning.ranks_per_group", *one_shape),
+        *((f"planning.{name}", *other) for name in read_by_others(planning)),
         ("optimizer.decay_steps", optimizer.schedule == "wsd", "optimizer.schedule is not wsd"),
         ("objective.min_snr_gamma", min_snr, "objective.noise_weighting is not min_snr"),
+        *(
+            (f"objective.timesteps.{name}", levels == wanted, f"distribution is {levels}")
+            for name, wanted in of_levels.items()
+        ),
+        ("sampling.every", drawn, "sampling.grids and sampling.prompts are empty"),
     ):
-        section, name = key.split(".")
-        part = getattr(config, section)
+        *place, name = key.split(".")
+        part = reduce(getattr, place, config)
         if not read and (value := getattr(part, name)) != getattr(type(part), name):
             found.append(f"{key} is {value}, but {why}; leave it out")
     return found

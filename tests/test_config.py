@@ -330,6 +330,13 @@ def test_weights_without_a_description_need_a_model_that_gives_one(tmp_path):
         ("--planning.ranks_mode independent --planning.policy first_fit", "packed rows have one"),
         ("--optimizer.decay_steps 3", "optimizer.schedule is not wsd"),
         ("--objective.min_snr_gamma 2.0", "objective.noise_weighting is not min_snr"),
+        ("--planning.ranks_per_group 2 --planning.policy balanced", "packed rows have one"),
+        ("--planning.align 4 --planning.policy sorted", "planning.policy is sorted"),
+        ("--planning.row_tokens 64 --planning.policy first_fit", "planning.policy is first_fit"),
+        ("--planning.max_programs 3 --planning.policy balanced", "planning.policy is balanced"),
+        ("--objective.timesteps.mode_scale 0.5", "distribution is logit_normal"),
+        ("--objective.timesteps.std 2.0 --objective.timesteps.distribution mode", "distribution"),
+        ("--sampling.every 3 --sampling.grids []", "sampling.grids and sampling.prompts are"),
     ],
 )
 def test_a_value_that_nothing_reads_is_told(flags, why):
@@ -343,6 +350,8 @@ def test_ready_configs_have_no_value_that_nothing_reads():
         assert not without_effect(read_config(["--config", str(path), *BASE])), path
     read = ["--model.lora.rank", "2", "--parameters.frozen_dtype", "float8"]
     assert not without_effect(read_config([*BASE, *read, "--planning.ranks_mode", "independent"]))
+    read = ["--planning.align", "4", "--planning.max_programs", "3"]
+    assert not without_effect(read_config([*BASE, "--planning.policy", "auto", *read]))
 
 
 def test_each_expert_has_its_part_of_the_noise_levels():

@@ -1,13 +1,13 @@
 """The planning section of a config."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from typing import cast, get_args
 
 from alload_jax.errors import InputError
 from alload_jax.planning.policies import AUTO, candidates, find_policy, policy_names
 from alload_jax.planning.policies.balanced import BalancedSettings
 from alload_jax.planning.policies.bucketed import FixedSettings
-from alload_jax.planning.policies.policy import RanksMode
+from alload_jax.planning.policies.policy import Policy, RanksMode
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,18 @@ def config_type(policy: str) -> type[PlanningConfig]:
     name, _ = _name_and_mode(str(policy))
     own = find_policy(name).config if name in policy_names() or ":" in name else None
     return cast(type[PlanningConfig], own or PlanningConfig)
+
+
+def read_by_others(config: PlanningConfig) -> list[str]:
+    """Names of settings that differ from the defaults and that only other policies read."""
+    read = set[str]()
+    for policy in candidates(config.policy):
+        kind = cast(type[Policy], policy).from_config.__annotations__.get("config")
+        if not is_dataclass(kind):  # a registered policy that does not say
+            return []
+        read |= {field.name for field in fields(kind)}
+    own = (field for field in fields(PlanningConfig) if field.name not in read)
+    return [field.name for field in own if getattr(config, field.name) != field.default]
 
 
 def policy_config(config: PlanningConfig, policy: str) -> PlanningConfig:
