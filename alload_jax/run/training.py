@@ -93,7 +93,7 @@ def run(config: Config, argv: Sequence[str]) -> int:
                 # Now that all are here: the first use of devices waits for those of the others, for
                 # two minutes, and one may take longer than another to read its data.
                 jax.devices()
-            _require_experts(config, experts)
+            _require_folder(config, experts)
         gc.freeze()  # tracing makes garbage by the million; what was imported is none of it
         for each in experts:
             if any(cluster.all_gather(stop.number)):  # while the expert before was trained
@@ -124,12 +124,13 @@ def _refuse_moved(config: Config, argv: Sequence[str]) -> None:
             )
 
 
-def _require_experts(config: Config, experts: Sequence[Config]) -> None:
-    """Refuses before the first expert is trained what the second would be refused for.
+def _require_folder(config: Config, experts: Sequence[Config]) -> None:
+    """Refuses before data are read what would be refused after, or for the second expert alone.
 
     Raises:
-      InputError: the second one's weights are missing or another model's; the boundary is no longer
-        that of the run; or the folder has a run of one model, or of two where there are no experts.
+      InputError: the folder is no run's, or has a run of one model for two experts, or of two for
+        none; the boundary is no longer that of the run; or the second one's weights are missing or
+        another model's.
     """
     folder = Path(config.run.folder)
     if config.experts is None:
@@ -138,6 +139,7 @@ def _require_experts(config: Config, experts: Sequence[Config]) -> None:
                 f"{folder}: two experts were trained there; restore experts in the config, or name "
                 "another run.folder"
             )
+        run_files.require_run_or_new(folder)
         return
     if run_files.is_run(folder):
         raise InputError(f"{folder}: one model was trained there; name another run.folder")

@@ -289,6 +289,10 @@ def test_files_that_no_run_wrote_are_not_replaced(tmp_path, monkeypatch):
     with pytest.raises(InputError, match=r"config.yaml: no run wrote this file, .* run.folder"):
         locked(tmp_path, Cluster()).__enter__()
     assert [each.name for each in tmp_path.iterdir()] == ["config.yaml"]
+    flags = ["--config", "configs/videos.yaml", "--run.folder", str(tmp_path)]
+    flags += ["--data.folder", str(tmp_path / "missing")]
+    with pytest.raises(InputError, match=r"config.yaml: no run wrote this file"):
+        training.run(read_config(flags), flags)  # before data are read
     (tmp_path / LOCK_NAME).write_text('{"host": "a", "process": 1}')  # which no run leaves alone
     with pytest.raises(InputError, match=r"config.yaml: no run wrote this file"):
         locked(tmp_path, Cluster()).__enter__()
