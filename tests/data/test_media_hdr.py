@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from media_helpers import changed, prepare, skipped, stored
-from PIL import Image
+from PIL import Image, ImageCms
 
 from alload_jax.data.manifest import read_manifest, read_paths
-from alload_jax.data.prepare.sources import tone_mapped
+from alload_jax.data.prepare.sources import from_wide, tone_mapped
 
 PQ, HLG = 16, 18
 TO_2020 = np.array([[0.6274, 0.3293, 0.0433], [0.0691, 0.9195, 0.0114], [0.0164, 0.0880, 0.8956]])
@@ -83,6 +83,17 @@ def test_colours_of_bt709_are_kept(transfer, signal, colour):
         assert abs(light - nits).max() < 0.02 * nits.max() + 0.1
 
 
+@given(colour=st.tuples(unit, unit, unit))
+def test_wide_gamut_of_standard_range_keeps_the_colours_of_bt709(colour):
+    for primaries, matrix in ((9, TO_2020), (12, TO_P3)):
+        signal = codes((np.array([colour]) @ matrix.T).clip(0) ** (1 / 2.4), 255)
+        # Half a code of the signal, and half of the result.
+        slack = 3 * abs((signal / 255) ** 2.4 - ((signal + 1) / 255) ** 2.4).max() + 0.005
+        assert abs((from_wide(signal, primaries) / 255) ** 2.4 - [colour]).max() < slack
+        grey = np.repeat(np.arange(256, dtype=np.uint8)[:, None], 3, 1)
+        assert abs(from_wide(grey, primaries).astype(int) - grey).max() <= 1
+
+
 @given(colour=st.tuples(unit, unit, unit), nits=st.floats(50, 4000))
 def test_no_colour_changes_its_hue(colour, nits):
     light = np.array([colour]) * nits
@@ -121,6 +132,14 @@ def write_hdr(path, light, transfer, codec, pix_fmt="yuv420p10le", matrix=9, **o
         container.mux([*stream.encode(frame), *stream.encode()])
 
 
+def write_png(path, image, primaries, transfer):
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    start, chunk = file.getvalue()[:33], bytes([primaries, transfer, 0, 1])
+    cicp = b"\0\0\0\4cICP" + chunk + struct.pack(">I", zlib.crc32(b"cICP" + chunk))
+    path.write_bytes(start + cicp + file.getvalue()[33:])
+
+
 @pytest.mark.parametrize("transfer", [PQ, HLG])
 def test_hdr_of_each_format_shows_the_colours_of_sdr(media, tmp_path, transfer):
     quiet, fine = {"x265-params": "log-level=none:bframes=0"}, {"crf": "4"}
@@ -137,11 +156,7 @@ def test_hdr_of_each_format_shows_the_colours_of_sdr(media, tmp_path, transfer):
         pillow_heif.from_pillow(image).save(
             media / f"{number}.HEIC", save_nclx_profile=True, quality=-1, chroma=444, **profile
         )
-        file = io.BytesIO()
-        image.save(file, "PNG")
-        start, chunk = file.getvalue()[:33], bytes([9, transfer, 0, 1])
-        cicp = b"\0\0\0\4cICP" + chunk + struct.pack(">I", zlib.crc32(b"cICP" + chunk))
-        (media / f"{number}.png").write_bytes(start + cicp + file.getvalue()[33:])
+        write_png(media / f"{number}.png", image, 9, transfer)
     prepare(media, tmp_path / "out", files_per_shard=100)
     names = read_paths(read_manifest(tmp_path / "out"))
     assert len(names) == 8 * len(COLOURS)
@@ -153,6 +168,36 @@ def test_hdr_of_each_format_shows_the_colours_of_sdr(media, tmp_path, transfer):
         assert f"{kind}, tone-mapped to standard range" in changed(tmp_path / "out")[name]
         if "clear" in name:
             assert clip[0, 16, 4] == pytest.approx([255] * 3, abs=1)
+
+
+def test_wide_gamut_of_standard_range_is_converted(media, tmp_path):
+    """Screen recordings of macOS name P3."""
+    srgb = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    for number, light in enumerate(np.array(COLOURS) / 203):
+        for primaries, matrix in ((9, TO_2020), (12, TO_P3)):
+            picture = np.broadcast_to(codes((matrix @ light) ** (1 / 2.4), 255), (64, 64, 3))
+            image, name = Image.fromarray(picture), f"{number}.{primaries}"
+            write_png(media / f"{name}.png", image, primaries, 13)
+            profile = {"color_primaries": primaries, "transfer_characteristics": 13}
+            heif = {"save_nclx_profile": True, "quality": -1, "chroma": 444}
+            pillow_heif.from_pillow(image).save(media / f"{name}.heic", **heif, **profile)
+            image.save(media / f"{name}.profile.png", icc_profile=srgb)  # which alone counts
+            for kind in ("mp4", "mkv"):
+                with av.open(str(media / f"{name}.{kind}"), "w") as container:
+                    stream = container.add_stream("libx264", rate=16, options={"crf": "1"})
+                    stream.width, stream.height, stream.pix_fmt = 64, 64, "yuv444p"
+                    context = stream.codec_context
+                    context.color_primaries, context.color_trc, context.colorspace = primaries, 1, 1
+                    frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(picture))
+                    frame = frame.reformat(format="yuv444p", dst_colorspace="ITU709")
+                    container.mux([*stream.encode(frame), *stream.encode()])
+    prepare(media, tmp_path / "out", files_per_shard=100)
+    names = read_paths(read_manifest(tmp_path / "out"))
+    assert len(names) == 5 * 2 * len(COLOURS)
+    for name, clip in zip(names, stored(tmp_path / "out"), strict=True):
+        expected = sdr(COLOURS[int(name[0])])
+        near = abs(clip[0, 16, 24] - expected).max() < 4
+        assert near != ("profile" in name and "0." not in name), name
 
 
 def test_dolby_vision_without_a_picture_for_others_is_refused(media, tmp_path):

@@ -393,11 +393,15 @@ def upright(
         white = Image.new("RGBA", rgba.size, (BACKGROUND, BACKGROUND, BACKGROUND, 255))
         image = Image.alpha_composite(white, rgba)
     keeps = "L" if is_grey else "CMYK" if image.mode == "CMYK" else "RGB"
-    image = image.convert("RGB" if colour[1] in TRANSFERS else keeps)
-    if colour[1] not in TRANSFERS:
-        return image, profile
-    note(TONE_MAPPED.format(TRANSFERS[colour[1]]))
-    return Image.fromarray(tone_mapped(np.asarray(image), *colour)), None
+    primaries, transfer = colour
+    if transfer in TRANSFERS:
+        note(TONE_MAPPED.format(TRANSFERS[transfer]))
+        mapped = tone_mapped(np.asarray(image.convert("RGB")), primaries, transfer)
+        return Image.fromarray(mapped), None
+    image = image.convert(keeps)
+    if profile is None and primaries in WIDE and image.mode == "RGB":
+        return Image.fromarray(from_wide(np.asarray(image), primaries)), None
+    return image, profile
 
 
 def as_srgb(image: Image.Image, profile: bytes | None, note: Note) -> Image.Image:
@@ -456,31 +460,33 @@ def cut(picture: np.ndarray, bucket: Bucket) -> np.ndarray:
     return picture[top : top + bucket.height, left : left + bucket.width]
 
 
-# ---------------------------------------------------------------- high dynamic range
-# PQ and HLG of ITU-R BT.2100 become BT.709 pictures. By the convention of ITU-R BT.2408, HDR
-# reference white of 203 cd/m² is the white of SDR.
+# ---------------------------------------------------------------- wide gamut, high dynamic range
+# They become BT.709 pictures. By the convention of ITU-R BT.2408, HDR reference white of 203 cd/m²
+# is the white of SDR.
 
 TRANSFERS = {16: "PQ", 18: "HLG"}
 """HDR's transfer characteristics, by their numbers in ITU-T H.273."""
 TONE_MAPPED = "{}, tone-mapped to standard range"
 """What the report says of a picture of one of `TRANSFERS`."""
-_BT709, _BT2020 = 1, 9
+_BT709, _BT2020, _P3 = 1, 9, 12
 _PRIMARIES = {
     _BT709: ((0.64, 0.33), (0.3, 0.6), (0.15, 0.06)),
     _BT2020: ((0.708, 0.292), (0.17, 0.797), (0.131, 0.046)),
-    12: ((0.68, 0.32), (0.265, 0.69), (0.15, 0.06)),  # P3, as screens of phones have
+    _P3: ((0.68, 0.32), (0.265, 0.69), (0.15, 0.06)),  # as screens of phones have
 }
 """(x, y) of red, green and blue, by their numbers in H.273; their white is D65."""
+WIDE = (_BT2020, _P3)
+"""Primaries of SDR that `from_wide` converts."""
 _D65 = (0.3127, 0.3290)
 _WHITE, _HLG_PEAK = 203.0, 1000.0  # cd/m²
+_GAMMA = 2.4  # of BT.1886
 _KNEE = 0.8  # of white; what is brighter is rolled off, so that white itself becomes 0.9
 
 
 def tone_mapped(signal: np.ndarray, primaries: int, transfer: int) -> np.ndarray:
     """An HDR picture as an SDR screen of BT.1886 shows it.
 
-    Colours are rolled off by their largest component, which keeps their hue; those outside BT.709
-    are mixed with the grey of their luminance until they lie inside.
+    Colours are rolled off by their largest component, which keeps their hue.
 
     Args:
       signal: [..., 3] full-range R'G'B', uint8 or uint16.
@@ -490,20 +496,48 @@ def tone_mapped(signal: np.ndarray, primaries: int, transfer: int) -> np.ndarray
     Returns:
       [..., 3] uint8.
     """
-    to_xyz = _to_xyz(primaries if primaries in _PRIMARIES else _BT2020)
+    primaries = primaries if primaries in _PRIMARIES else _BT2020
     linear = _linear(transfer, np.iinfo(signal.dtype).max)[signal]
     if TRANSFERS[transfer] == "HLG":  # the OOTF of a screen of 1000 cd/m²
-        scene = linear @ to_xyz[1]
+        scene = linear @ _to_xyz(primaries)[1]
         linear *= (_HLG_PEAK / _WHITE) * scene[..., None] ** np.float32(0.2)
-    linear = linear @ (np.linalg.inv(_to_xyz(_BT709)) @ to_xyz).T.astype(np.float32)
-    grey = linear @ _to_xyz(_BT709)[1]
-    lowest = np.minimum(linear.min(-1), 0)
-    share = grey / np.maximum(grey - lowest, 1e-9)
-    linear = grey[..., None] + (linear - grey[..., None]) * share[..., None]
+    linear = _in_bt709(linear, primaries)
     peak = linear.max(-1, keepdims=True)
     rolled = 1 - (1 - _KNEE) ** 2 / (np.maximum(peak, _KNEE) + 1 - 2 * _KNEE)
     linear *= np.where(peak > _KNEE, rolled / np.maximum(peak, _KNEE), 1)
-    return (255 * np.maximum(linear, 0) ** np.float32(1 / 2.4) + 0.5).astype(np.uint8)
+    return _codes(linear)
+
+
+def from_wide(signal: np.ndarray, primaries: int) -> np.ndarray:
+    """An SDR picture of wide gamut in BT.709; what that does not reach is cut off.
+
+    Args:
+      signal: [..., 3] full-range R'G'B', uint8.
+      primaries: one of `WIDE`.
+
+    Returns:
+      [..., 3] uint8.
+    """
+    light = (np.arange(256, dtype=np.float32) / 255) ** np.float32(_GAMMA)
+    return _codes(_in_bt709(light[signal], primaries))
+
+
+def _in_bt709(linear: np.ndarray, primaries: int) -> np.ndarray:
+    """Light [..., 3] of other primaries in those of BT.709.
+
+    Colours outside are mixed with the grey of their luminance until they lie inside.
+    """
+    to_bt709 = np.linalg.inv(_to_xyz(_BT709)) @ _to_xyz(primaries)
+    linear = linear @ to_bt709.T.astype(np.float32)
+    grey = linear @ _to_xyz(_BT709)[1]
+    lowest = np.minimum(linear.min(-1), 0)
+    share = grey / np.maximum(grey - lowest, 1e-9)
+    return grey[..., None] + (linear - grey[..., None]) * share[..., None]
+
+
+def _codes(linear: np.ndarray) -> np.ndarray:
+    """[..., 3] uint8 by which a screen of BT.1886 shows light [..., 3] of 0 to 1."""
+    return (255 * linear.clip(0, 1) ** np.float32(1 / _GAMMA) + 0.5).astype(np.uint8)
 
 
 @cache

@@ -193,6 +193,8 @@ def _decoded(container: InputContainer, stream: av.VideoStream) -> Iterator[av.V
                 for name, value in stored.items():
                     if getattr(frame, name) == _UNKNOWN:
                         setattr(frame, name, value)
+            if frame.color_primaries == _UNKNOWN:
+                frame.color_primaries = primaries
             if frame.colorspace == _UNKNOWN:  # libvpx does not know what container and VP8 say
                 frame.colorspace = said
             yield frame
@@ -332,6 +334,8 @@ def to_picture(
         note(sources.TONE_MAPPED.format(sources.TRANSFERS[frame.color_trc]))
         picture = sources.tone_mapped(picture, frame.color_primaries, frame.color_trc)
         alpha = alpha // 256
+    elif frame.color_primaries in sources.WIDE:
+        picture = sources.from_wide(picture, frame.color_primaries)
     if with_alpha and alpha.min() < 255:
         note(sources.ON_WHITE)
         alpha = alpha.astype(np.uint16)
