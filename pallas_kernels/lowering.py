@@ -20,6 +20,7 @@ from pathlib import Path
 import jax
 import jaxlib
 from jax import export
+from jax.custom_batching import sequential_vmap
 
 from pallas_kernels import devices
 
@@ -62,7 +63,8 @@ def lowered_once(
                     # and unlike numbers would make unlike programs.
                     found = _read(path) or found
             _KERNELS[key] = found
-    return list(_KERNELS[key].call(*arrays))
+    # One at a time, as what is exported cannot be batched.
+    return list(sequential_vmap(_KERNELS[key].call)(*arrays))
 
 
 def _export(

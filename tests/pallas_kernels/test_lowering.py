@@ -78,6 +78,20 @@ def test_a_mesh_around_it_is_no_part_of_it(kernel):
     assert "double" in text.as_text()
 
 
+def test_it_stands_in_maps_and_loops(kernel):
+    x = np.arange(24.0, dtype=np.float32).reshape(2, 3, 4)
+
+    def run(x):
+        return lowered_once("double", "one", kernel, [x])[0]
+
+    np.testing.assert_array_equal(jax.vmap(run)(x), 2 * x)
+    nested = jax.jit(jax.vmap(jax.vmap(run, 1, 1)))(x[None].swapaxes(1, 2))
+    np.testing.assert_array_equal(nested, 2 * x[None].swapaxes(1, 2))
+    _, scanned = jax.lax.scan(lambda count, x: (count, jax.checkpoint(run)(x)), 0, x)
+    np.testing.assert_array_equal(scanned, 2 * x)
+    assert kernel.traced == 1
+
+
 def test_it_is_kept_beside_the_compiled_programs(kernel, folder, monkeypatch):
     check(kernel)
     restarted(monkeypatch)
