@@ -10,6 +10,7 @@ import hashlib
 import importlib.util
 import os
 import threading
+import uuid
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -117,21 +118,28 @@ def _read(path: Path) -> export.Exported | None:
 
 def _write(path: Path, exported: bytes) -> None:
     """Writes a file, all of it at once, if no other process has done so."""
-    new = path.with_name(f".{path.name}.{os.getpid()}")
+    # Processes of several containers, which share a folder, often have one number.
+    new = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         path.parent.mkdir(exist_ok=True)
-        new.write_bytes(hashlib.sha256(exported).digest() + exported)
         try:
+            new.write_bytes(hashlib.sha256(exported).digest() + exported)
             if path.exists() and _read(path) is None:  # it is damaged
                 path.unlink(missing_ok=True)
-            os.link(new, path)
-        except FileExistsError:
-            pass
-        except OSError:  # a file system without links
-            new.replace(path)
+            _link(new, path)
         finally:
             new.unlink(missing_ok=True)
     except FileNotFoundError:  # the folder of compiled programs has been removed meanwhile
         return
     except OSError as error:
         warnings.warn(f"{path} cannot be written ({error}); it is lowered again", stacklevel=2)
+
+
+def _link(new: Path, path: Path) -> None:
+    try:
+        os.link(new, path)
+    except FileExistsError:
+        pass
+    except OSError:  # a file system without links
+        if not path.exists():
+            new.replace(path)

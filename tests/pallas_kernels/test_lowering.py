@@ -1,8 +1,11 @@
 """Kernels that are lowered once: in a process, and on disk."""
 
+import errno
+import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -121,6 +124,46 @@ def test_of_two_processes_both_take_what_the_first_has_written(kernel, folder, m
     monkeypatch.setattr(lowering, "_export", lambda *_: SimpleNamespace(serialize=lambda: b"2"))
     check(kernel)
     assert [each.read_bytes() for each in file.parent.iterdir()] == [written]
+
+
+def test_of_two_hosts_whose_processes_have_one_number_the_second_changes_nothing(
+    folder, monkeypatch
+):
+    path, link = folder / "pallas_kernels" / "double", os.link
+    monkeypatch.setattr(lowering.export, "deserialize", bytes)
+
+    def link_and_meet(new, path):
+        monkeypatch.setattr(os, "link", link)
+        link(new, path)
+        lowering._write(path, b"second")  # before the first has removed its other name
+
+    monkeypatch.setattr(os, "link", link_and_meet)
+    lowering._write(path, b"first")
+    assert lowering._read(path) == b"first"
+
+
+def test_without_links_the_first_stays_too(folder, monkeypatch):
+    path = folder / "pallas_kernels" / "double"
+    monkeypatch.setattr(lowering.export, "deserialize", bytes)
+    monkeypatch.setattr(os, "link", Mock(side_effect=PermissionError("no links")))
+    for content in (b"first", b"second"):
+        lowering._write(path, content)
+        assert lowering._read(path) == b"first"
+    path.write_bytes(b"damaged")
+    lowering._write(path, b"second")
+    assert lowering._read(path) == b"second"
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_full_disk_is_said_and_keeps_nothing(folder, monkeypatch):
+    def write_bytes(path, content):
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(lowering.Path, "write_bytes", write_bytes)
+    with pytest.warns(UserWarning, match="double cannot be written .*No space left"):
+        lowering._write(folder / "pallas_kernels" / "double", b"first")
+    assert not list((folder / "pallas_kernels").iterdir())
 
 
 @pytest.mark.parametrize("name", ["", "gs://bucket/programs", "removed"])
