@@ -96,11 +96,12 @@ def _path(name: str, key: str) -> Path | None:
 
 
 @cache
-def versions() -> str:
-    """Of JAX, and of the kernels' code."""
+def versions(*folders: Path) -> str:
+    """Of JAX, of the kernels' code, and of that in other folders."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
-        digest.update(path.read_bytes())
+    for folder in (Path(__file__).parent, *folders):
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(path.read_bytes())
     return f"{jax.__version__} {jaxlib.__version__} {digest.hexdigest()}"
 
 

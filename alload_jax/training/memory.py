@@ -238,6 +238,8 @@ CHOICE = "remat.json"
 """In the run folder: what was chosen, and for which memory and micro-batches."""
 _LAYERS = "alload-layers-1"
 """The format of measured times."""
+_CODE = Path(__file__).parents[1]
+"""The package, whose models, losses and steps are timed."""
 
 
 def fitting_model(
@@ -358,8 +360,9 @@ def _measured_seconds(
     # As one row, whose condition a joint model counts among the tokens.
     latents = max(1, tokens - trial.tokens_beside(model, trial.CONDITION_TOKENS))
     shape = trial.square_latents(model, latents)
-    kind, timed = jax.local_devices()[0].device_kind, model.with_layers(1)
-    programs = versions(), os.environ.get("XLA_FLAGS")
+    device, timed = jax.local_devices()[0], model.with_layers(1)
+    kind, platform = device.device_kind, device.client.platform_version
+    programs = versions(_CODE), platform, os.environ.get("XLA_FLAGS")
     case = repr((timed, shape, parameters, optimizer, policies, programs))
     path = path_of("layers", f"{kind} {hashlib.sha256(case.encode()).hexdigest()[:16]}")
 
@@ -370,6 +373,7 @@ def _measured_seconds(
         return seconds
 
     if found := read_file(path, _LAYERS, kind, parsed, "it holds no times of layers"):
+        print(f"model.remat: auto takes times of layers from {path}; delete it to measure again")
         return found
     print(f"model.remat: auto times two layers with {', '.join(policies)}", flush=True)
     times = trial.layer_seconds(model, shape, policies, optimizer=optimizer, parameters=parameters)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 import shutil
 from types import SimpleNamespace
@@ -25,7 +26,7 @@ from alload_jax.planning.remat import LADDER
 from alload_jax.run import training
 from alload_jax.run.training import require_same_tables, share_comparisons
 from alload_jax.sharding.mesh import MeshConfig
-from alload_jax.training import trial_step
+from alload_jax.training import memory, trial_step
 from alload_jax.training.callbacks import GradientNoiseConfig
 from alload_jax.training.memory import (
     STATE_REMEDY,
@@ -337,19 +338,27 @@ def test_on_a_gpu_measured_times_choose_and_stay(runs, train, monkeypatch, tmp_p
     assert stored["layer_seconds"] == times
     # What the run began with is not timed again, nor is it for another run of the model.
     train(*BUDGET)
+    (cached,) = cache.rglob("layers/*.json")
     for options in ((), ("--run.seed", "1")):
         shutil.rmtree(runs.folder / "run")
-        assert "(by measured time, " in train(*BUDGET, *options)
+        out = train(*BUDGET, *options)
+        assert "(by measured time, " in out
+        assert f"takes times of layers from {cached}; delete it to measure again" in out
     assert len(asked) == 1
-    (cached,) = cache.rglob("layers/*.json")
     for damage in ("{", cached.read_text().replace("2.0", "-2.0", 1)):
         cached.write_text(damage)
         shutil.rmtree(runs.folder / "run")
         with pytest.warns(UserWarning, match="holds no times of layers"):
             train(*BUDGET)
+    # Another version of models or steps is timed for itself.
+    monkeypatch.setattr(memory, "versions", lambda package: f"{(package / 'models').is_dir()}")
+    shutil.rmtree(runs.folder / "run")
+    train(*BUDGET)
+    assert len(asked) == 4
+    assert "('True', " in max(cache.rglob("layers/*.json"), key=os.path.getmtime).read_text()
     # A policy that lacked memory, perhaps another process's, is asked for again.
     del times["none"]
-    for count in (4, 5):
+    for count in (5, 6):
         shutil.rmtree(runs.folder / "run")
         train(*BUDGET, "--model.dim", "64")
         assert len(asked) == count
