@@ -94,6 +94,7 @@ def run(config: Config, argv: Sequence[str]) -> int:
                 # two minutes, and one may take longer than another to read its data.
                 jax.devices()
             _require_folder(config, experts)
+        gc.collect()  # an earlier run of this process may have left arrays
         gc.freeze()  # tracing makes garbage by the million; what was imported is none of it
         for each in experts:
             if any(cluster.all_gather(stop.number)):  # while the expert before was trained

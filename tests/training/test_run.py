@@ -1,5 +1,6 @@
 """Whole runs of train.py, as a user types them, and the files of their folders."""
 
+import gc
 import io
 import json
 import os
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tracemalloc
+import weakref
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -386,6 +388,25 @@ def test_processes_take_their_devices_before_they_read_data(
     config = Config(RunConfig(str(tmp_path)), DataConfig("none"), PlanningConfig(m_mem=9))
     assert training.run(config, []) == 0
     assert found == calls
+
+
+def test_what_a_run_that_failed_has_left_does_not_stay_while_the_next_one_trains(
+    tmp_path, monkeypatch
+):
+    class Left:
+        """Frames of an error hold arrays, and themselves."""
+
+    left = Left()
+    left.frame, alive, seen = left, weakref.ref(left), []
+    gc.disable()
+    try:
+        del left
+        monkeypatch.setattr(training, "train", lambda *_: seen.append(alive()) or 0)
+        config = Config(RunConfig(str(tmp_path)), DataConfig("none"), PlanningConfig(m_mem=9))
+        assert training.run(config, []) == 0
+    finally:
+        gc.enable()
+    assert seen == [None]
 
 
 def test_file_systems_without_locks_are_noted(tmp_path, monkeypatch, capsys):
