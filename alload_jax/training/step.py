@@ -394,6 +394,7 @@ def _make_sums(spec: TrainingSpec, mesh: AnyMesh) -> Callable[..., tuple[jax.Arr
             epoch, sample = (part.astype(jnp.uint32) for part in (batch.epoch, batch.sample))
             place = epoch * jnp.uint32(0x9E3779B1) + sample
             mixed = (place ^ (place >> 15)) * jnp.uint32(0x85EBCA6B)
+            mixed ^= mixed >> 13  # else equal sums of small numbers stayed equal
             of_batch = jax.random.fold_in(key, jnp.sum(mixed, dtype=jnp.uint32))
             values = merge_parameters(values, dropout_keys(dropout, of_batch))
         model = nnx.merge(graph, values)

@@ -1,6 +1,7 @@
 """The gradient is that of the weighted mean loss, however samples are grouped."""
 
 import dataclasses
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -8,16 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from group_cases import MODEL
 from layouts import OBJECTIVE, disturbed, mesh_of
 
 from alload_jax.data.batch import Batch
-from alload_jax.models.families import gradient_dtypes
+from alload_jax.models.common.lora import LoraConfig
+from alload_jax.models.families import build_model, gradient_dtypes, split_model
 from alload_jax.objectives import noised
 from alload_jax.sharding.mesh import path_name
 from alload_jax.training.optimizer import OptimizerConfig, make_optimizer
 from alload_jax.training.state import TrainingSpec, init_state
 from alload_jax.training.step import (
+    _make_sums,
     make_accumulate,
     make_add_noise,
     make_is_finite,
@@ -146,8 +150,12 @@ def test_padding_adds_nothing_even_where_it_is_not_zero(made):
     jax.tree.map(np.testing.assert_array_equal, quiet, same)
 
 
-def test_noise_belongs_to_the_sample_and_the_epoch():
-    key = jax.random.key(0)
+def test_noise_belongs_to_the_sample_and_the_epoch(made):
+    """And its key is not that of the weights."""
+    weights, key = jax.random.split(jax.random.key(0))
+    np.testing.assert_array_equal(made.state.key, jax.random.key_data(key))
+    drawn = split_model(build_model(MODEL, nnx.Rngs(weights))).params
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), made.state.ema, drawn)
     first = noised(batch_of([0, 1, 3]), key, OBJECTIVE, MODEL)
     moved = noised(batch_of([3, 0]), key, OBJECTIVE, MODEL)
     for ours, theirs in zip(first, moved, strict=True):
@@ -155,6 +163,25 @@ def test_noise_belongs_to_the_sample_and_the_epoch():
         np.testing.assert_array_equal(ours[0], theirs[1])
     later = noised(batch_of([0, 1, 3], epoch=1), key, OBJECTIVE, MODEL)
     assert not np.allclose(first[0], later[0])
+
+
+def test_dropout_differs_between_sets_of_samples_and_of_epochs(made):
+    """Also where their numbers have equal sums."""
+    lora = LoraConfig(1, dropout=0.5, targets=("feed_forward/hidden",))
+    spec = spec_with(dataclasses.replace(MODEL, lora=lora))
+
+    def key_of(model, *_):
+        return SimpleNamespace(minimised=model.blocks.feed_forward.hidden.dropout_key[...])
+
+    weights = init_state(spec, made.mesh, seed=0).weights
+    sums = _make_sums(spec._replace(objective=key_of), made.mesh)
+    drawn = jax.jit(lambda batch: sums(weights.params, weights, batch, made.state.key)[0])
+
+    def key(samples, epoch=0):
+        return tuple(drawn(batch_of(samples, epoch)).ravel().tolist())
+
+    assert key([0, 6]) == key([6, 0])
+    assert len({key([0, 6]), key([1, 5]), key([0, 1, 5]), key([0, 6], 1), key([5, 1], 1)}) == 5
 
 
 def test_the_condition_is_dropped_at_the_configured_rate():
