@@ -166,7 +166,7 @@ class StepLoader(Iterator[HostStep], AbstractContextManager["StepLoader"]):
                 raise
             self.close()
             number, ahead = self._numbers.start, self._config.read_ahead * self._config.processes
-            in_a_row = self._began_again >= 0 and number - self._began_again <= ahead
+            in_a_row = number - self._began_again <= ahead
             self._replaced = self._replaced + 1 if in_a_row else 1
             killed = f"a process of data.loader was killed before step {number + 1} ({found[1]})"
             if self._began_again == number or self._replaced > _REPLACEMENTS:

@@ -268,8 +268,6 @@ class Checkpoints:
           state: the training state.
           recalibration: JSON values that the plan of the next steps depends on; None for none.
         """
-        if step in self._manager.all_steps():
-            return
         self._last_begun = step
         if self.base is not None:
             state = state._replace(frozen={})

@@ -340,5 +340,5 @@ def _positions(steps: np.ndarray, groups: int) -> np.ndarray:
 def _starts(group: np.ndarray, footprint: np.ndarray) -> np.ndarray:
     """[N]: where each sample begins in its group's split tokens; samples are sorted by group."""
     before = np.cumsum(footprint) - footprint
-    opens = np.r_[True, group[1:] != group[:-1]] if len(group) else np.zeros(0, bool)
+    opens = np.diff(group, prepend=-1) != 0
     return before - np.maximum.accumulate(np.where(opens, before, 0))
