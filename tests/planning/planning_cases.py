@@ -21,8 +21,8 @@ WAN = QuadraticCost(0.05, 1.7e-5, 1.0e-9, 5e-4)
 """Approximate seconds of Wan 2.1's 1.3B model on an H200."""
 
 
-def examples(count):
-    return settings(max_examples=count, deadline=None)
+def examples(count, **options):
+    return settings(max_examples=count, deadline=None, **options)
 
 
 def refusal(action, *args, **kwargs):

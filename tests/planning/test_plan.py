@@ -9,7 +9,7 @@ from math import ceil, floor
 
 import numpy as np
 import pytest
-from hypothesis import assume, example, given
+from hypothesis import Phase, assume, example, given
 from hypothesis import strategies as st
 from planning_cases import MODES, cases, examples, manifests, of_lengths, of_shapes, refused
 
@@ -381,7 +381,7 @@ _TWICE = weighted([36, 17, 10], [1, 1, 2]), Balanced(36, COSTS[0], max_segments=
 # The last sample is split once, and whole once beside its first part: that was torn.
 @example(Plan(*_TWICE, RankTopology(4), seed=0), 0)
 @given(plans(), st.integers(0, 60))
-@examples(30)
+@examples(30, phases=(Phase.explicit, Phase.generate))  # to shrink plans takes minutes
 def test_every_plan_of_weighted_samples_keeps_its_promises(plan, index):
     alone = Plan(plan.samples, plan.policy, plan.topology, plan.seed).step(index)
     placed = times_of(plan, EPOCHS)
