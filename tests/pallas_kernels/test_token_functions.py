@@ -464,6 +464,7 @@ def test_rows_and_heads_that_groups_of_threads_cannot_share_are_refused(dim, hea
 
 GELU = {"x": jnp.zeros((1, 4, 8)), "bias": jnp.zeros(8)}
 NORM = {"x": GELU["x"], "weight": jnp.zeros(8), "head_dim": 4}
+INTERPRETED = {"implementation": "mosaic", "interpret": True}
 
 
 def test_what_does_not_fit_is_named():
@@ -472,6 +473,7 @@ def test_what_does_not_fit_is_named():
         (GELU, {"x": jnp.zeros((1, 4, 8), int)}, ValueError, r"x is int32"),
         (GELU, {"bias": jnp.zeros(3)}, ValueError, r"bias is float32\[3\]; it must be floats \[8"),
         (GELU, {"bias": jnp.zeros(8, int)}, ValueError, r"bias is int32\[8\]"),
+        (GELU, INTERPRETED, ValueError, "'mosaic' has nothing to interpret"),
         (NORM, {"x": jnp.zeros((4, 8))}, ValueError, r"x is float32\[4, 8\]"),
         (NORM, {"weight": jnp.zeros(3)}, ValueError, r"weight is float32\[3\]; .* or \[4\]"),
         (NORM, {"weight": jnp.zeros(8, int)}, ValueError, r"weight is int32\[8\]"),
@@ -532,6 +534,15 @@ def test_auto_takes_the_mosaic_kernels_where_they_were_faster_than_triton(monkey
         x, weight, angles, _ = norm_shapes((1, 8, dim), False, "shared")
         operands = norm_api.RmsNormOperands(abstract(x.shape, BF16), weight, None, *angles)
         assert faster(operands, Call(norm_api.RmsNormOptions(128, False, EPS), None)) is known
+    for dim, per_head, groups in (
+        (2048, False, 1),
+        (2304, False, 3),
+        (2560, True, 5),
+        (16384, True, 8),
+    ):
+        options = norm_api.RmsNormOptions(128, per_head, EPS)
+        assert norm_api.way_for(dim, options, 4, norm_api.BACKWARD_PACE).groups == groups
+    assert norm_api.way_for(18432, options, 4, norm_api.BACKWARD_PACE) is None
     spent = defaultdict(float)
     for (kernel, _, width, name), each in cases.measured().items():
         if kernel == "rms_norm_rotary":

@@ -152,6 +152,9 @@ def test_auto_keeps_a_given_mode_of_ranks_and_refuses_one_that_nothing_can_run()
     given = PlanningConfig(m_mem=1000, ranks_mode="independent")
     chosen = choose_policy(given, lambda _: samples, 4, costs, packs=False).config
     assert chosen.ranks_mode == "independent"
+    split = PlanningConfig(m_mem=1000, context=4), lambda _: samples, 4, costs
+    reason = choose_policy(*split, packs=True).reason
+    assert reason == "planning.policy auto takes balanced (split, c = 4)"  # and compares no other
     for ranks, independent in ((1, True), (4, False)):
         options = {"packs": False, "independent": independent}
         said = ["ranks_mode is independent, but one rank", "leave it out"]

@@ -109,7 +109,12 @@ def test_auto_takes_the_policy_that_reaches_a_loss_first():
 
 def test_plans_tell_how_far_a_step_comes_and_wrong_scales_are_refused():
     study = Study(samples_of(300, 32_760), NOISY, COSTS)
-    (said,) = advice(study, [study.case("balanced", 2)])
-    assert "of the progress of one without noise; as much takes " in said
+    (said,) = advice(study, [(case := study.case("balanced", 2))])
+    steps, time = case.metrics.steps, case.metrics.cost / case.metrics.steps
+    slower = loss_time(make_plan(NOISY, study.samples, 2, 0, COSTS), NOISY.noise_scale)
+    assert said == (
+        f"{case.name}: {300 / steps:,.1f} samples a step make {time / slower:.0%} of the progress "
+        f"of one without noise; as much takes {slower:.4g} s."
+    )
     for scale in (0, -1.0, float("nan")):
         refused(["planning.noise_scale is", "above 0"], PlanningConfig, noise_scale=scale)

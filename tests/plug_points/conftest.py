@@ -19,6 +19,7 @@ from alload_jax.training.callbacks import CALLBACKS
 def registered():
     FAMILIES.register("pooling", pooling.PoolingFamily())
     register_architecture("pooling", pooling.PoolingArchitecture, {"pooling-small": pooling.SMALL})
+    register_architecture("without named models", pooling.PoolingArchitecture)
     OBJECTIVES.register("half_velocity", HalfVelocity)
     CALLBACKS.register("count", CountConfig)
     DATASETS.register("ramps", Ramps)

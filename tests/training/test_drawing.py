@@ -70,7 +70,7 @@ def test_what_was_drawn_is_shown():
     assert shown == [*expected, *expected, "closed"]
 
 
-@pytest.mark.parametrize(("seconds", "said"), [(5.0, []), (6.0, ["6% of the time, 6.0 s every 2"])])
+@pytest.mark.parametrize(("seconds", "said"), [(5.0, []), (8.0, ["8% of the time, 8.0 s every 2"])])
 def test_drawings_that_take_long_are_said_once(seconds, said, capsys, monkeypatch):
     clock, durations = SimpleNamespace(now=0.0), iter([50.0, seconds, seconds, seconds])
 
@@ -86,7 +86,7 @@ def test_drawings_that_take_long_are_said_once(seconds, said, capsys, monkeypatc
     assert len(told) == len(said)
     for line, words in zip(told, said, strict=True):
         assert words in line
-        assert "with sampling.every 3 it takes 5%" in line
+        assert "with sampling.every 4 it takes 5%" in line
 
 
 @pytest.mark.parametrize(("count", "every"), [(0, 2), (1, 3), (1, None)])

@@ -38,6 +38,7 @@ from layouts import (
 )
 
 from alload_jax.data.condition import conditions_for, samples_for
+from alload_jax.data.store import StoreReader
 from alload_jax.errors import InputError
 from alload_jax.models.common import attention
 from alload_jax.models.common.config import ImageConfig, TextConfig
@@ -53,6 +54,7 @@ from alload_jax.objectives import FlowMatching, noised
 from alload_jax.sharding.mesh import ranks_of
 from alload_jax.training.state import Weights, init_state
 from alload_jax.training.trial_step import random_batch
+from alload_jax.training.validator import HeldOut, ValidationConfig, Validator
 
 # ---------------------------------------------------------------- joint attention
 
@@ -149,6 +151,9 @@ def test_plans_count_both_kinds_of_tokens(joint):
     np.testing.assert_array_equal(bucketed.seq_len, video + conditions.length)
     lengths = joint.part_lengths[:, 0] + joint.text_length + joint.form.image_shape[0]
     np.testing.assert_array_equal(packed.seq_len, video + lengths)
+    held_out = HeldOut(StoreReader(joint), conditions)
+    validator = Validator(ValidationConfig(share=0.5), spec_of(JOINT), mesh_of(), held_out, None)
+    assert [each.seq_len for each in validator.classes] == np.unique(bucketed.seq_len).tolist()
 
 
 # ---------------------------------------------------------------- images and given frames

@@ -472,10 +472,11 @@ def test_each_step_is_told_and_meanwhile_nothing_is_computed_on_the_devices(tmp_
     told = Telemetry(plan, schedule, log, tracker, bad, 9, bar, guard)
     told.on_start(run)
     started.append(True)
-    for number in range(2, 5):
+    # The first one's loss is not finite, and it begins again.
+    for number, loss in ((2, jnp.nan), (2, 2.0), (3, 3.0), (4, 4.0)):
         step = PlacedStep(number, 0, (), ("damaged",), 0, 1e6)
         told.on_step_start(run, step)
-        metrics = {"loss": jnp.float32(number), "grad_norm": jnp.float32(7)}
+        metrics = {"loss": jnp.float32(loss), "grad_norm": jnp.float32(7)}
         told.on_step_end(run, step, metrics)
     told.on_stop(run)
     told.close()

@@ -171,6 +171,7 @@ def test_what_is_measured_has_a_name(source):
     def name(config, source=source):
         return validator_of(source, mesh_of(), config).measured_set
 
+    assert [each.seq_len for each in validator_of(source, mesh_of()).classes] == [4, 20]
     same = replace(CONFIG, every=7)
     assert name(CONFIG) == name(same)
     others = [

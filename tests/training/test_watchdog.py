@@ -113,6 +113,8 @@ def test_progress_and_pauses_are_no_stalls(watched, capsys):
     dog.on_stop(Loop())
     later(dog, 1001)
     assert ended == [1]
+    dog.on_finish(Loop())
+    assert dog._closed.is_set()  # its thread ends
 
 
 def test_a_run_that_is_asked_to_stop_and_cannot_ends_sooner(watched, capsys):
