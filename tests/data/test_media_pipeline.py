@@ -101,6 +101,8 @@ def test_a_run_goes_on_with_the_same_settings_and_files_alone(media, whole, tmp_
     (folder / "clip 0.txt").write_text("another caption")
     with pytest.raises(InputError, match="other input files or captions"):
         prepare(folder, out, files_per_shard=1)
+    with pytest.raises(InputError, match="--text-length 256, not 9"):  # which says more
+        prepare(folder, out, files_per_shard=1, text_length=9)
     (folder / "clip 0.txt").write_text("clip number 0")
 
     def tell(items, before):

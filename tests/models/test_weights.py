@@ -388,6 +388,8 @@ def test_widths_survive_the_ratio_that_diffusers_keeps(dim, ffn_dim):
     config = golden_config("hunyuan_video/t2v", glyph_hidden=2048, **changes)
     fields = family_of(config).export_fields(config)
     assert family_of(config).read_fields(fields).ffn_dim == ffn_dim
+    shares = np.array(config.rotary_sizes) / config.head_dim  # in pairs of channels
+    np.testing.assert_allclose(shares, [1 / 8, 7 / 16, 7 / 16], atol=0.04)
 
 
 def test_what_diffusers_cannot_load_is_not_exported():

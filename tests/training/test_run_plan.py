@@ -53,8 +53,8 @@ def planning(tmp_path):
     def make(sparse=None, **fields):
         path = tmp_path / "costs.json"
         write_cost_file(path, CostFile(quadratic=PLANNED, sparse=sparse))
-        fields = {"policy": "balanced", "m_mem": 90_000, "recalibrate": "epoch"} | fields
-        return PlanningConfig(cost_model=str(path), **fields)
+        usual = {"policy": "balanced", "m_mem": 90_000, "recalibrate": "epoch"}
+        return PlanningConfig(**usual | {"cost_model": str(path)} | fields)
 
     return make
 
@@ -341,13 +341,13 @@ def test_a_continued_run_trains_the_same_steps(kind, planning):
         assert not windows or after.plan.revisions == whole.plan.revisions
 
 
-@pytest.mark.parametrize("recalibrate", [None, "epoch"])
-def test_a_run_goes_on_late_without_the_plans_of_all_epochs_before(
-    recalibrate, planning, monkeypatch
-):
+@pytest.mark.parametrize(
+    "fields", [{}, {"recalibrate": None}, {"recalibrate": None, "cost_model": None}]
+)
+def test_a_run_goes_on_late_without_the_plans_of_all_epochs_before(fields, planning, monkeypatch):
     """Epochs of packed plans differ in their numbers of steps."""
-    before, after = (run_plan(planning(recalibrate=recalibrate), 60) for _ in range(2))
-    if recalibrate:
+    before, after = (run_plan(planning(**fields), 60) for _ in range(2))
+    if not fields:
         train(before, 0, before.plan.first_step(3))
     step = before.plan.first_step(40) + 1
     expected, planned, plan = before.plan.step(step), [], Plan._plan_epoch

@@ -14,6 +14,7 @@ from group_cases import MODEL
 from layouts import OBJECTIVE, disturbed, mesh_of
 
 from alload_jax.data.batch import Batch
+from alload_jax.models.common.config import TextConfig
 from alload_jax.models.common.lora import LoraConfig
 from alload_jax.models.families import build_model, gradient_dtypes, split_model
 from alload_jax.objectives import noised
@@ -68,7 +69,7 @@ def copy_of(made, spec=SPEC):
     state = fresh(made.state)
     if spec is SPEC:
         return state
-    return state._replace(opt_state=spec.optimizer.init(state.params))
+    return state._replace(opt_state=fresh(spec.optimizer.init(state.params)))
 
 
 def batch_of(samples, epoch=0, rows=ROWS):
@@ -188,22 +189,26 @@ def test_the_condition_is_dropped_at_the_configured_rate():
     rows = 2000
     latents, labels = jnp.zeros((rows, 1, 2, 2, 1)), jnp.full((rows, 2), 4)
     batch = Batch(latents, labels, jnp.arange(rows), jnp.zeros(rows, jnp.int32), jnp.ones(rows))
-    labels = np.asarray(noised(batch, jax.random.key(0), OBJECTIVE, MODEL)[3])
+    key, with_text = jax.random.key(0), dataclasses.replace(MODEL, text=TextConfig(3, 2))
+    labels = np.asarray(noised(batch, key, OBJECTIVE, MODEL)[3])
     dropped = (labels == MODEL.num_classes).all(1)
     assert (dropped == (labels == MODEL.num_classes).any(1)).all()
     assert abs(dropped.mean() - 0.3) < 4 * np.sqrt(0.3 * 0.7 / rows)
+    text = noised(batch._replace(condition=jnp.ones((rows, 2, 3))), key, OBJECTIVE, with_text)[3]
+    np.testing.assert_array_equal(text[:, 1, 2], ~dropped)
 
 
 def test_an_update_is_adamw_by_hand(made):
     """One parameter followed through clipping, AdamW, decay and EMA in NumPy."""
-    rates = {"learning_rate": 0.01, "clip_norm": 0.5, "weight_decay": 0.1}
-    update, sums = make_update(spec_with(**rates), made.mesh), sums_of(made, batch_of([0, 1]))
+    rates = {"learning_rate": 0.01, "clip_norm": 0.5, "weight_decay": 0.1, "skip_above": 5.0}
+    spec, sums = spec_with(**rates), sums_of(made, batch_of([0, 1]))
     grads = mean_of(sums)[1]
     norm = norm_of(grads)
     before = np.asarray(made.state.params["head"]["out"]["kernel"], np.float64)
     ema = np.asarray(made.state.ema["head"]["out"]["kernel"], np.float64)
     grad = np.asarray(grads["head"]["out"]["kernel"], np.float64) * min(1, 0.5 / norm)
-    after, zeroed, metrics = update(copy_of(made), sums)
+    after, zeroed, metrics = make_update(spec, made.mesh)(copy_of(made, spec), sums)
+    assert metrics["update_skipped"] == 0
     step = grad / (np.abs(grad) + OptimizerConfig().eps) + 0.1 * before
     expected = before - 0.01 * step
     np.testing.assert_allclose(after.params["head"]["out"]["kernel"], expected, rtol=1e-4)
