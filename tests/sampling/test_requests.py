@@ -294,6 +294,7 @@ def test_what_is_no_picture_is_one_line(tmp_path):
             read_picture(path, 16, 16)
         assert str(error.value).startswith(f"{path}: cannot be read as an image (")
         assert "\n" not in str(error.value)
+        assert (" (No such file or directory); name" in str(error.value)) == (path.name[0] == "m")
     os.mkfifo(tmp_path / "pipe.png")  # reading it would wait for ever
     with pytest.raises(InputError, match=r"pipe\.png: is not a regular file; name another"):
         read_picture(tmp_path / "pipe.png", 16, 16)
