@@ -1,8 +1,9 @@
 """A family's architecture, from which costs are computed: its interface, parts and registry."""
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self, get_args
 
 import numpy as np
 from typing_extensions import override
@@ -10,8 +11,8 @@ from typing_extensions import override
 from alload_jax.errors import InputError
 from alload_jax.registry import Registry
 
-LABEL_TOKENS = 1
-"""Default number of condition tokens of a sample with a class."""
+DEFAULT_FAMILY = "wan"
+"""Family of fields that do not name one."""
 
 
 @dataclass(frozen=True)
@@ -176,15 +177,57 @@ class BlockArchitecture(Architecture):
       ffn_dim: width of the feed-forward layers.
       num_heads: attention heads.
       num_layers: transformer blocks.
+      in_channels: channels of the input latents.
+      out_channels: channels of the prediction; None for `in_channels`.
+      patch_size: latent (frames, height, width) that make one token.
+      num_classes: classes, where the condition is classes.
       tensors: counts of a block.
+      family: the family's name.
+      counted: fields that must be whole numbers.
+      sections: sections of the model's config and their keys; the field of text's length is
+        `text_length`, None where there is no text.
     """
 
     dim: int
     ffn_dim: int
     num_heads: int
     num_layers: int
+    in_channels: int = 16
+    out_channels: int | None = None
+    patch_size: tuple[int, int, int] = (1, 2, 2)
+    num_classes: int = 10
 
     tensors: ClassVar[BlockTensors]
+    family: ClassVar[str] = DEFAULT_FAMILY
+    counted: ClassVar[tuple[str, ...]] = ("dim", "ffn_dim", "num_heads", "num_layers")
+    sections: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+
+    @classmethod
+    @override
+    def from_fields(cls, fields: Mapping[str, Any]) -> Self:
+        """See `Architecture`; other fields, such as `remat`, are passed over."""
+        given, counted = dict(fields), list(cls.counted)
+        for name, keys in cls.sections.items():
+            section = fields.get(name) or {}
+            given |= {f"{name}_{key}": section.get(key) for key in keys}
+            counted += [f"{name}_length"] if section and "length" in keys else []
+        chosen: dict[str, Any] = {
+            field.name: given.get(field.name)
+            for field in dataclasses.fields(cls)
+            if field.name in given or type(None) in get_args(field.type)
+        }
+        chosen["patch_size"] = tuple(fields.get("patch_size") or cls.patch_size)
+        require_whole_numbers(chosen, counted)
+        return cls(**chosen)
+
+    @override
+    def fields(self) -> dict[str, Any]:
+        found = {k: v for k, v in dataclasses.asdict(self).items() if v is not None}
+        for name, keys in self.sections.items():
+            section = {key: found.pop(f"{name}_{key}", None) for key in keys}
+            found |= {} if section["dim"] is None else {name: section}
+        found |= {} if self.family == DEFAULT_FAMILY else {"family": self.family}
+        return found | {"patch_size": list(self.patch_size)}
 
     def condition_values(self) -> float:
         """Peak of live values of each sample's condition."""
@@ -221,7 +264,7 @@ class BlockArchitecture(Architecture):
         return narrow * self.dim + wide * self.ffn_dim
 
 
-def require_whole_numbers(fields: Mapping[str, Any], names: tuple[str, ...]) -> None:
+def require_whole_numbers(fields: Mapping[str, Any], names: Iterable[str]) -> None:
     """Checks that the fields of these names are whole numbers above 0.
 
     Raises:
@@ -237,9 +280,6 @@ def linear(inputs: int, outputs: int) -> int:
     """Parameters of a linear layer with biases."""
     return (inputs + 1) * outputs
 
-
-DEFAULT_FAMILY = "wan"
-"""Family of fields that do not name one."""
 
 _FAMILIES: Registry[type[Architecture]] = Registry(
     "model family",

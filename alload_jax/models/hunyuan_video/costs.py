@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar
 
 from typing_extensions import override
 
@@ -14,7 +14,6 @@ from alload_jax.planning.architecture import (
     BlockTensors,
     ForwardFlops,
     linear,
-    require_whole_numbers,
 )
 from alload_jax.planning.remat import OFFLOADED
 
@@ -63,65 +62,33 @@ class HunyuanVideoArchitecture(BlockArchitecture):
     have equal layers, so that a token costs the same in either.
 
     Attributes:
-      dim: width of both streams.
-      ffn_dim: width of the feed-forward layers.
-      num_heads: attention heads.
-      num_layers: transformer blocks.
       refiner_layers: blocks of the text refiner.
-      in_channels: channels of the input.
-      out_channels: channels of the prediction; None for `in_channels`.
-      patch_size: latent (frames, height, width) that make one token.
-      text: (width, most tokens) of the text; None where the condition is classes.
-      glyphs: (width, most tokens) of the second text; None for none.
+      text_dim, text_length: width and most tokens of the text; None where the condition is classes.
+      glyphs_dim, glyphs_length: likewise of the second text; None for none.
       glyph_hidden: width of the layers that embed it.
       image_dim: width of image embeddings; None for none.
-      num_classes: classes, where the condition is classes.
     """
 
     refiner_layers: int = 2
     in_channels: int = 65
     out_channels: int | None = 32
     patch_size: tuple[int, int, int] = (1, 1, 1)
-    text: tuple[int, int] | None = (3584, 1000)
-    glyphs: tuple[int, int] | None = (1472, 256)
+    text_dim: int | None = 3584
+    text_length: int | None = 1000
+    glyphs_dim: int | None = 1472
+    glyphs_length: int | None = 256
     glyph_hidden: int = 2048
     image_dim: int | None = 1152
-    num_classes: int = 10
 
     tensors: ClassVar[BlockTensors] = _TENSORS
     family: ClassVar[str] = "hunyuan_video"
+    sections: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "text": ("dim", "length"),
+        "glyphs": ("dim", "length"),
+        "image": ("dim",),
+    }
     kinds: ClassVar[int] = 3
     """Kinds of condition tokens that a learned embedding tells apart."""
-
-    @classmethod
-    def from_fields(cls, fields: Mapping[str, Any]) -> Self:
-        """The architecture that fields describe, as `HunyuanVideoConfig.architecture()` gives them.
-
-        Raises:
-          InputError: a field is missing or no whole number.
-        """
-        known = {field.name for field in dataclasses.fields(cls)}
-        chosen = {name: value for name, value in fields.items() if name in known}
-        chosen["patch_size"] = tuple(fields.get("patch_size") or (1, 1, 1))
-        chosen["out_channels"] = fields.get("out_channels")
-        for name in ("text", "glyphs"):
-            part = fields.get(name)
-            chosen[name] = (part["dim"], part["length"]) if part else None
-        image = fields.get("image")
-        chosen["image_dim"] = image["dim"] if image else None
-        require_whole_numbers(chosen, ("dim", "ffn_dim", "num_heads", "num_layers"))
-        return cls(**chosen)
-
-    def fields(self) -> dict[str, Any]:
-        """The architecture as `from_fields` reads it."""
-        fields = dataclasses.asdict(self)
-        for name in ("text", "glyphs"):
-            if part := fields.pop(name):
-                fields[name] = {"dim": part[0], "length": part[1]}
-        if width := fields.pop("image_dim"):
-            fields["image"] = {"dim": width}
-        fields = {k: v for k, v in fields.items() if v is not None}
-        return fields | {"family": self.family, "patch_size": list(self.patch_size)}
 
     def flops(self) -> ForwardFlops:
         """FLOPs of the forward pass of all blocks on a sample of S tokens of both kinds.
@@ -131,7 +98,7 @@ class HunyuanVideoArchitecture(BlockArchitecture):
         which are small. The embeddings and the head are left out, as is elementwise work.
         """
         dim, layers = self.dim, self.num_layers
-        refined = self.text[1] if self.text else 0
+        refined = self.text_length or 0
         per_text_token = 8.0 * dim**2 + 4.0 * _REFINER_RATIO * dim**2
         return ForwardFlops(
             matmul_per_token=layers * (8.0 * dim**2 + 4.0 * dim * self.ffn_dim),
@@ -145,10 +112,9 @@ class HunyuanVideoArchitecture(BlockArchitecture):
     @override
     def condition_values(self) -> float:
         """A sample's condition is its longest."""
-        parts = [part for part in (self.text, self.glyphs) if part]
-        given = sum(width * length for width, length in parts)
-        refined = _REFINER_TENSORS * self.refiner_layers * self.dim
-        return float(given + (self.text[1] * refined if self.text else 0))
+        text, glyphs = self.text_length or 0, self.glyphs_length or 0
+        given = text * (self.text_dim or 0) + glyphs * (self.glyphs_dim or 0)
+        return float(given + text * _REFINER_TENSORS * self.refiner_layers * self.dim)
 
     def parameters(self) -> int:
         """Parameters of the model, exactly."""
@@ -162,15 +128,15 @@ class HunyuanVideoArchitecture(BlockArchitecture):
 
     def _condition_parameters(self) -> int:
         dim = self.dim
-        if self.text is None:
+        if self.text_dim is None:
             return (self.num_classes + 1) * dim
-        width, hidden = self.text[0], _REFINER_RATIO * dim
+        width, hidden = self.text_dim, _REFINER_RATIO * dim
         total = self.kinds * dim + 2 * linear(width, dim) + 2 * linear(dim, dim)
         total += linear(_FREQUENCIES, dim)
         block = 4 * dim + 4 * linear(dim, dim) + linear(dim, hidden) + linear(hidden, dim)
         total += self.refiner_layers * (block + linear(dim, 2 * dim))
-        if self.glyphs:
-            width, hidden = self.glyphs[0], self.glyph_hidden
+        if self.glyphs_dim:
+            width, hidden = self.glyphs_dim, self.glyph_hidden
             total += 2 * width + linear(width, hidden) + linear(hidden, hidden)
             total += linear(hidden, dim)
         if self.image_dim:
@@ -221,22 +187,18 @@ class HunyuanVideo13bArchitecture(HunyuanVideoArchitecture):
     in_channels: int = 16
     out_channels: int | None = None
     patch_size: tuple[int, int, int] = (1, 2, 2)
-    text: tuple[int, int] | None = (4096, 256)
-    glyphs: tuple[int, int] | None = None
+    text_dim: int | None = 4096
+    text_length: int | None = 256
+    glyphs_dim: int | None = None
+    glyphs_length: int | None = None
     image_dim: int | None = None
     single_layers: int = 40
     pooled_dim: int | None = 768
     embedded_guidance: float | None = 1.0
 
     family: ClassVar[str] = "hunyuan_video_13b"
+    counted: ClassVar[tuple[str, ...]] = (*HunyuanVideoArchitecture.counted, "single_layers")
     kinds: ClassVar[int] = 0
-
-    @classmethod
-    @override
-    def from_fields(cls, fields: Mapping[str, Any]) -> Self:
-        require_whole_numbers(fields, ("single_layers",))
-        optional: dict[str, Any] = {n: fields.get(n) for n in ("pooled_dim", "embedded_guidance")}
-        return dataclasses.replace(super().from_fields(fields), **optional)
 
     @override
     def flops(self) -> ForwardFlops:

@@ -1,6 +1,5 @@
 """Counts FLOPs, bytes and parameters of Wan-like transformers from their shape, without JAX."""
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,12 +8,10 @@ from typing import Any, ClassVar, Self
 from typing_extensions import override
 
 from alload_jax.planning.architecture import (
-    LABEL_TOKENS,
     BlockArchitecture,
     BlockTensors,
     ForwardFlops,
     linear,
-    require_whole_numbers,
 )
 from alload_jax.planning.remat import OFFLOADED
 
@@ -67,16 +64,8 @@ class WanArchitecture(BlockArchitecture):
     """Shape of the transformer in `alload_jax.models.wan.transformer`; the defaults are Wan 2.1's.
 
     Attributes:
-      dim: width of the residual stream.
-      ffn_dim: width of the feed-forward layer.
-      num_heads: attention heads.
-      num_layers: transformer blocks.
-      in_channels: channels of the input latents.
       text_length: tokens of the condition, T.
       text_dim: width of the text's embeddings; None where the condition is classes.
-      patch_size: latent (frames, height, width) that make one token.
-      out_channels: channels of the prediction; None for `in_channels`.
-      num_classes: classes, where the condition is classes.
       freq_dim: size of the timestep's sinusoid.
       qk_norm: RMSNorm of queries and keys.
       cross_norm: an affine LayerNorm before cross-attention.
@@ -85,12 +74,8 @@ class WanArchitecture(BlockArchitecture):
       image_positions: embeddings of the image that have a learned position; None for none.
     """
 
-    in_channels: int = 16
     text_length: int = 512
     text_dim: int | None = 4096
-    patch_size: tuple[int, int, int] = (1, 2, 2)
-    out_channels: int | None = None
-    num_classes: int = 10
     freq_dim: int = 256
     qk_norm: bool = True
     cross_norm: bool = True
@@ -99,48 +84,27 @@ class WanArchitecture(BlockArchitecture):
     image_positions: int | None = None
 
     tensors: ClassVar[BlockTensors] = _TENSORS
+    sections: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "text": ("dim", "length"),
+        "image": ("dim", "positions"),
+    }
 
     @classmethod
+    @override
     def from_fields(cls, fields: Mapping[str, Any]) -> Self:
-        """The architecture that fields describe, as `WanConfig.architecture()` gives them.
+        """Where the condition is classes, `condition_tokens` says how many (default 1)."""
+        if not fields.get("text"):
+            fields = {**fields, "text": {"length": fields.get("condition_tokens", 1)}}
+        return super().from_fields(fields)
 
-        Args:
-          fields: `text` is {"dim", "length"}, or missing where the condition is classes; then
-            `condition_tokens` says how many (default 1). Fields of the arithmetic, such as `remat`,
-            are passed over.
-
-        Raises:
-          InputError: a field is missing or no whole number.
-        """
-        known = {field.name for field in dataclasses.fields(cls)}
-        chosen = {name: value for name, value in fields.items() if name in known}
-        chosen["patch_size"] = tuple(fields.get("patch_size") or (1, 2, 2))
-        if text := fields.get("text"):
-            chosen |= {"text_dim": text.get("dim"), "text_length": text.get("length")}
-        else:
-            tokens = fields.get("condition_tokens", LABEL_TOKENS)
-            chosen |= {"text_dim": None, "text_length": tokens}
-        image = fields.get("image") or {}
-        chosen |= {"image_dim": image.get("dim"), "image_positions": image.get("positions")}
-        names = ("dim", "ffn_dim", "num_heads", "num_layers", "text_length")
-        require_whole_numbers(chosen, names)
-        return cls(**chosen)
-
+    @override
     def fields(self) -> dict[str, Any]:
-        """The architecture as `from_fields` reads it."""
-        fields = dataclasses.asdict(self)
-        length, width = fields.pop("text_length"), fields.pop("text_dim")
-        if width is None:
-            fields["condition_tokens"] = length
-        else:
-            fields["text"] = {"dim": width, "length": length}
-        image_dim, positions = fields.pop("image_dim"), fields.pop("image_positions")
-        if image_dim is not None:
-            fields["image"] = {"dim": image_dim, "positions": positions}
+        found = super().fields()
+        if self.text_dim is None:
+            found["condition_tokens"] = self.text_length
         if not self.position_embedding:
-            del fields["position_embedding"]  # older files do not name it
-        fields = {k: v for k, v in fields.items() if v is not None}
-        return fields | {"patch_size": list(self.patch_size)}
+            del found["position_embedding"]  # older files do not name it
+        return found
 
     def flops(self) -> ForwardFlops:
         """FLOPs of the forward pass of all blocks.
