@@ -147,7 +147,6 @@ def test_an_empty_folder_that_is_the_current_one_is_written(media, tmp_path, mon
 
 
 def test_a_killed_worker_ends_the_command_in_one_line(media, tmp_path):
-    """An `Event` that says stop would wait for all that wait for it, also for the killed one."""
     start, held = hold(tmp_path, media, tmp_path / "out", "--workers", "2")
     with start(2) as begun:
         children = Path(f"/proc/{begun.pid}/task/{begun.pid}/children").read_text().split()

@@ -1,11 +1,9 @@
 """Prepares a data folder from media, shard by shard, in one process or in several."""
 
-import ctypes
 import multiprocessing
 import os
 import shutil
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -13,6 +11,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO
 
@@ -38,7 +37,6 @@ _SKIPPED = pa.schema(
 )
 
 _SECONDS_BETWEEN_LOOKS = 0.5
-_SECONDS_TO_STOP = 5.0
 
 OnFiles = Callable[[Sequence[Item], bool], None]
 """Called with files that are finished, and whether they were before this call."""
@@ -125,7 +123,7 @@ def prepare_media(
             _in_processes(workers, job, units, todo, finished)
         else:
             for number in todo:
-                prepare_unit(job, number, units[number], finished=partial(finished, number))
+                prepare_unit(job, number, units[number], partial(finished, number))
         return _finish(out, len(units), report, changes)
 
 
@@ -177,9 +175,8 @@ def _in_processes(
         if job.has_weights:
             processes = stack.enter_context(encoding_processes(job, context))
             jobs = [replace(job, remote=each) for each in processes]
-        # An Event's `set` waits for all that wait for it, for ever where one of them was killed.
-        stop = context.RawValue(ctypes.c_bool, False)
-        pool = ProcessPoolExecutor(workers, context, _start_worker, (jobs, stop))
+        heard, held = context.Pipe(duplex=False)
+        pool = ProcessPoolExecutor(workers, context, _start_worker, (jobs, heard))
         running: dict[Future[str | None], int] = {}
 
         def submit(number: int) -> Future[str | None]:
@@ -196,39 +193,31 @@ def _in_processes(
             ) from error
         finally:
             with deferred_interrupts():
-                stop.value = True
+                held.close()
                 pool.shutdown(wait=True, cancel_futures=True)
+                heard.close()
 
 
-_workers: list[tuple[list[Job], Callable[[], bool], IO[str]]] = []
-"""Of a worker process: its jobs, whether it has to stop, and a mark, open as long as it lives."""
+_workers: list[tuple[list[Job], IO[str]]] = []
+"""Of a worker process: its jobs, and a mark, open as long as it lives."""
 
 
-def _start_worker(jobs: list[Job], stop: ctypes.c_bool) -> None:
-    def is_stopped() -> bool:
-        return stop.value
-
-    _workers.append((jobs, is_stopped, work_folder.join_workers(jobs[0].out)))
+def _start_worker(jobs: list[Job], held: Connection) -> None:
+    _workers.append((jobs, work_folder.join_workers(jobs[0].out)))
     follow_parent()  # it would wait for work forever
-    threading.Thread(target=_end_in_time, args=(is_stopped,), daemon=True).start()
+    threading.Thread(target=_end_with, args=(held,), daemon=True).start()
 
 
-def _end_in_time(is_stopped: Callable[[], bool]) -> None:
-    """Ends this process soon after the first one says stop: an encoder would go on for minutes."""
-    while not is_stopped():
-        time.sleep(_SECONDS_BETWEEN_LOOKS)
-    time.sleep(_SECONDS_TO_STOP)
+def _end_with(held: Connection) -> None:
+    """Ends this process when the first one closes its side, whatever shard is in work."""
+    held.poll(None)
     os._exit(1)
 
 
 def _work(number: int, items: Sequence[Item]) -> None:
-    jobs, is_stopped, _ = _workers[0]
+    jobs, _ = _workers[0]
     job = jobs[number % len(jobs)]
-    try:
-        prepare_unit(job, number, items, is_stopped, work_folder.progress_note(job.out, number))
-    except KeyboardInterrupt:
-        if not is_stopped():
-            raise
+    prepare_unit(job, number, items, work_folder.progress_note(job.out, number))
 
 
 def _finish(

@@ -186,7 +186,7 @@ def _prepare(
         job = replace(job, remote=here[number % len(here)])
     try:
         _require_shared(job.out, token, seen)
-        unit.prepare_unit(job, number, items, finished=progress_note(job.out, number))
+        unit.prepare_unit(job, number, items, progress_note(job.out, number))
     except InputError as error:
         return str(error)
     return ""

@@ -190,7 +190,6 @@ def prepare_unit(
     job: Job,
     number: int,
     items: Sequence[sources.Item],
-    stopped: Callable[[], bool] = lambda: False,
     finished: Callable[[int], None] = lambda files: None,
 ) -> None:
     """Writes the shard of that number and its report; they appear complete or not at all.
@@ -199,19 +198,17 @@ def prepare_unit(
       job: what all units share.
       number: number of the shard.
       items: its input files.
-      stopped: asked between samples; where it is true, the shard is given up.
       finished: called after each file with the number of files that are finished.
 
     Raises:
       InputError: the shard cannot be written, such as to a full disk.
-      KeyboardInterrupt: it was given up.
     """
     report = UnitReport()
     try:
         with ShardWriter(job.out, number, vae_stride=job.vae.stride, origin=job.origin()) as shard:
             for files, item in enumerate(items, 1):
                 # Each of the first shards might have a sample only.
-                _add_item(job, item, shard, report, stopped, PREVIEWS if number < PREVIEWS else 0)
+                _add_item(job, item, shard, report, PREVIEWS if number < PREVIEWS else 0)
                 finished(files)
             write_report(job.out, number, report)
     except OSError as error:
@@ -227,7 +224,6 @@ def _add_item(
     item: sources.Item,
     shard: ShardWriter,
     report: UnitReport,
-    stopped: Callable[[], bool],
     previews: int,
 ) -> None:
     """Adds the clips of a file; to the report what cannot be used, and at most so many previews."""
@@ -247,8 +243,6 @@ def _add_item(
         if item.source and not content:
             content = sources.content_of(item.source, item.own, item.copy)
         for latents, given, size, clip in _stored(item) or _encoded(job, item, changes.add):
-            if stopped():
-                raise KeyboardInterrupt
             values = [array for array in (latents, *given) if array is not None]
             if not all(np.isfinite(array).all() for array in values):
                 raise sources.UnusableError("the encoder gives values that are not finite")
