@@ -23,7 +23,7 @@ from source_files import (
 from alload_jax.data.sources.opening import (
     SafetensorsFolder,
     open_source,
-    read_header,
+    opened,
     read_tensors,
 )
 from alload_jax.data.sources.parquet import Parquet
@@ -103,7 +103,7 @@ def test_a_hostile_header_is_an_error_in_words(tmp_path):
         header = content if isinstance(content, bytes) else json.dumps(content).encode()
         path = tmp_path / "a.safetensors"
         path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(64))
-        with pytest.raises(ValueError, match=r"it is|its header|latents"):
+        with pytest.raises(ValueError, match=r"it is damaged|latents"):
             read_tensors(path, ["latents"])
         refused(tmp_path, path.name, "remove it")
 
@@ -118,11 +118,13 @@ def test_changed_bytes_never_give_another_error(tmp_path_factory, data):
         content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
     path.write_bytes(content[: data.draw(st.integers(0, len(content)))])
     try:
-        header = read_header(path)
-        found = read_tensors(path, list(header.tensors))
+        with opened(path) as file:
+            names = file.keys()  # a handle is not iterable
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
+        found = read_tensors(path, list(shapes))
     except ValueError:
         return
-    assert all(found[name].shape == info.shape for name, info in header.tensors.items())
+    assert {name: array.shape for name, array in found.items()} == shapes
 
 
 ZEROS = np.zeros((16, 1, 2, 2), np.float32)

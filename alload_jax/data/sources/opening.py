@@ -10,16 +10,17 @@ A mapped file that another program truncates ends the process; reading it is an 
 """
 
 import math
-import os
 import re
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import IO, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import safetensors
 from typing_extensions import override
 
 from alload_jax.data.manifest import MANIFEST_NAME, read_manifest
@@ -31,77 +32,39 @@ from alload_jax.errors import InputError, print_stderr
 from alload_jax.files import Json, parse_json, require_regular
 from alload_jax.processes import waits
 
-_LARGEST_HEADER = 100_000_000  # the limit of the safetensors library
 _PROBE = 4096
 
 
-class TensorInfo(NamedTuple):
-    """Place of a tensor in a file.
-
-    Attributes:
-      dtype: dtype as safetensors names it.
-      shape: shape of the tensor.
-      begin, end: offsets of its bytes in the file.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-
-class Header(NamedTuple):
-    """What the header of a file says.
-
-    Attributes:
-      tensors: the tensors by name.
-      metadata: texts by name.
-      bytes: size of the file.
-    """
-
-    tensors: dict[str, TensorInfo]
-    metadata: dict[str, str]
-    bytes: int
-
-
-def read_header(path: Path) -> Header:
-    """Reads a header and checks it against the size of the file.
+@contextmanager
+def opened(path: Path) -> Iterator[safetensors.safe_open]:
+    """Opens a file of tensors, which is read and not mapped.
 
     Raises:
-      ValueError: the file is not a complete safetensors file.
+      ValueError: the file is no complete safetensors file, or lacks a tensor that is asked for.
       OSError: the file cannot be read.
     """
-    with path.open("rb") as file:
-        return _header(file)
+    try:
+        with safetensors.safe_open(path, "numpy", backend="pread") as file:
+            yield file
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"it is damaged, or no safetensors file: {error}") from error
 
 
 def read_tensors(path: Path, names: list[str]) -> dict[str, np.ndarray]:
     """Reads tensors by name.
 
     Raises:
-      ValueError: the file is damaged, lacks a tensor, or a dtype is not supported.
+      ValueError: as `opened`, or a dtype is not supported.
       OSError: the file cannot be read.
     """
-    found = {}
-    with path.open("rb") as file:
-        header = _header(file)
+    with opened(path) as file:
         for name in names:
-            info = _info_of(header, name)
-            size = info.end - info.begin
-            if info.dtype not in DTYPES:
-                raise ValueError(f"{name} is {info.dtype}; supported are {', '.join(DTYPES)}")
-            dtype = np.dtype(DTYPES[info.dtype])
-            if math.prod(info.shape) * dtype.itemsize != size:
-                raise ValueError(f"{name} has {size} bytes, not those of {info.dtype} {info.shape}")
-            file.seek(info.begin)
-            data = file.read(size)
-            if len(data) != size:
-                raise ValueError(f"it is truncated within {name}")
-            found[name] = np.frombuffer(data, dtype).reshape(info.shape)
-    return found
+            if (dtype := _slice_of(file, name).get_dtype()) not in DTYPES:
+                raise ValueError(f"{name} is {dtype}; supported are {', '.join(DTYPES)}")
+        return {name: file.get_tensor(name) for name in names}
 
 
-def content_mark(path: Path, tensors: list[TensorInfo]) -> int:
+def content_mark(path: Path, names: list[str]) -> int:
     """Returns a CRC-32 of dtypes, shapes, and the first and last 4 KiB of tensors of a file.
 
     Raises:
@@ -109,41 +72,24 @@ def content_mark(path: Path, tensors: list[TensorInfo]) -> int:
     """
     mark = 0
     with path.open("rb") as file:
-        for info in tensors:
-            mark = zlib.crc32(repr((info.dtype, info.shape)).encode(), mark)
-            for begin in (info.begin, max(info.begin, info.end - _PROBE)):
+        size = int.from_bytes(file.read(8), "little")
+        header = parse_json(file.read(size), str(path), "")
+        for name in names:
+            info = header[name]
+            mark = zlib.crc32(repr((info["dtype"], tuple(info["shape"]))).encode(), mark)
+            first, end = (8 + size + at for at in info["data_offsets"])
+            for begin in (first, max(first, end - _PROBE)):
                 file.seek(begin)
-                mark = zlib.crc32(file.read(min(_PROBE, info.end - begin)), mark)
+                mark = zlib.crc32(file.read(min(_PROBE, end - begin)), mark)
     return mark
 
 
-def _header(file: IO[bytes]) -> Header:
-    size = os.fstat(file.fileno()).st_size
-    length = int.from_bytes(file.read(8), "little")
-    if size < 8 or length > min(size - 8, _LARGEST_HEADER):
-        raise ValueError("it is empty or truncated, or not a safetensors file")
-    try:
-        content = parse_json(file.read(length), "the header", "")
-        metadata = content.pop("__metadata__", {})
-        tensors, offset = {}, 8 + length
-        for name, value in content.items():
-            (begin, end), shape = value["data_offsets"], tuple(value["shape"])
-            if not all(type(one) is int and one >= 0 for one in (begin, end, *shape)):
-                raise ValueError("a size is not a whole number")
-            tensors[name] = TensorInfo(str(value["dtype"]), shape, offset + begin, offset + end)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError("its header is not that of a safetensors file") from error
-    for name, info in tensors.items():
-        if not offset <= info.begin <= info.end <= size:
-            raise ValueError(f"it is truncated: {name} ends at byte {info.end} of {size}")
-    return Header(tensors, metadata if isinstance(metadata, dict) else {}, size)
-
-
-def _info_of(header: Header, name: str) -> TensorInfo:
-    if name not in header.tensors:
-        held = ", ".join(sorted(header.tensors)[:8]) or "nothing"
-        raise ValueError(f"it lacks the tensor {name}, and holds {held}")
-    return header.tensors[name]
+def _slice_of(file: safetensors.safe_open, name: str) -> Any:
+    held = file.keys()
+    if name not in held:
+        some = ", ".join(sorted(held)[:8]) or "nothing"
+        raise ValueError(f"it lacks the tensor {name}, and holds {some}")
+    return file.get_slice(name)
 
 
 class TensorNames(NamedTuple):
@@ -210,27 +156,27 @@ class TensorSamples(arrays.FileSamples):
 
     @override
     def _caption(self, sample: int) -> str | None:
-        header = read_header(self._root / self._names[sample].condition_file)
-        return header.metadata.get(self._caption_name)
+        with opened(self._root / self._names[sample].condition_file) as file:
+            return (file.metadata() or {}).get(self._caption_name)
 
     def _scanned(self, names: TensorNames) -> tuple[arrays.ScannedSample, dict[str, int]]:
         """What the headers say of a sample, and the sizes of its files."""
         path = self._root / names.latents_file
         try:
-            header = read_header(path)
-            info = _info_of(header, names.latents)
-            latents = arrays.latent_shape(info.shape, self.reading.layout)
-            sizes = {names.latents_file: header.bytes}
-            mark = content_mark(path, [info])
+            sizes = {names.latents_file: path.stat().st_size}
+            with opened(path) as file:
+                shape = _slice_of(file, names.latents).get_shape()
+            latents = arrays.latent_shape(shape, self.reading.layout)
+            mark = content_mark(path, [names.latents])
             path = self._root / names.condition_file
-            if names.condition_file != names.latents_file:
-                header = read_header(path)
-                sizes[names.condition_file] = header.bytes
-            infos = [_info_of(header, name) for name in (names.condition, names.mask) if name]
-            length, width = (math.prod(infos[0].shape), None)
+            sizes[names.condition_file] = path.stat().st_size
+            wanted = [name for name in (names.condition, names.mask) if name]
+            with opened(path) as file:
+                shape, *_ = [_slice_of(file, name).get_shape() for name in wanted]
+            length, width = (math.prod(shape), None)
             if not self.reading.labels:
-                length, width = arrays.text_shape(infos[0].shape)
-            mark ^= content_mark(path, infos)
+                length, width = arrays.text_shape(shape)
+            mark ^= content_mark(path, wanted)
         except (OSError, ValueError) as error:
             raise InputError(
                 f"{path}: cannot be read ({error}); write it again, or remove it"
@@ -376,7 +322,8 @@ def _tensor_names(
     found = []
     for file, pattern in ((latents_file, _LATENTS), (text_file, _TEXT)):
         try:
-            names = list(read_header(folder / file).tensors)
+            with opened(folder / file) as held:
+                names = held.keys()
         except (OSError, ValueError) as error:
             raise InputError(
                 f"{folder / file}: cannot be read ({error}); cache it again, or remove it"
