@@ -1,42 +1,42 @@
-"""Opens the encoder in a folder: its config.json says which one it is."""
+"""Encoders by name, and the one in a folder: its config.json says which one it is."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 from alload_jax.encoders.conditions import ImageEncoder, TextModel
-from alload_jax.encoders.loading import find_folder, read_config
+from alload_jax.encoders.loading import Encoder, TextEncoder, VaeEncoder, find_folder, read_config
 from alload_jax.encoders.vae import Vae
 from alload_jax.registry import Registry
 
-T = TypeVar("T")
-
-VAES: Registry[type[Vae]] = Registry(
-    "_class_name",
+VAE_ENCODERS: Registry[type[VaeEncoder]] = Registry(
+    "--vae",
     {
-        "AutoencoderKLWan": "alload_jax.encoders.vae:WanVae",
-        "AutoencoderKLHunyuanVideo15": "alload_jax.encoders.vae:HunyuanVideoVae",
-        "AutoencoderKLHunyuanVideo": "alload_jax.encoders.vae:HunyuanVideo13bVae",
+        "none": "alload_jax.data.prepare.encoders:Pixels",
+        "wan": "alload_jax.encoders.vae:WanVae",
+        "hunyuan_video": "alload_jax.encoders.vae:HunyuanVideoVae",
+        "hunyuan_video_13b": "alload_jax.encoders.vae:HunyuanVideo13bVae",
     },
 )
-"""VAEs by the `_class_name` of their config.json."""
-TEXT_MODELS: Registry[Callable[[Path, int], TextModel]] = Registry(
-    "model_type",
+"""Classes of `VaeEncoder`s; the `Vae`s among them can be opened by their folders."""
+TEXT_ENCODERS: Registry[type[TextEncoder]] = Registry(
+    "--text",
     {
+        "bytes": "alload_jax.data.prepare.encoders:ByteText",
+        "class": "alload_jax.data.prepare.encoders:ClassText",
         "umt5": "alload_jax.encoders.conditions:Umt5Text",
-        "qwen2_5_vl_text": "alload_jax.encoders.conditions:HunyuanVideoText",
-        "llama": "alload_jax.encoders.conditions:HunyuanVideo13bText",
+        "hunyuan_video": "alload_jax.encoders.conditions:HunyuanVideoText",
+        "hunyuan_video_13b": "alload_jax.encoders.conditions:HunyuanVideo13bText",
     },
 )
-"""Classes of `TextModel`s by the `model_type` of their config.json."""
+"""Classes of `TextEncoder`s; the `TextModel`s among them can be opened by their folders."""
 IMAGE_ENCODERS: Registry[type[ImageEncoder]] = Registry(
-    "model_type",
+    "image encoder",
     {
-        "clip_vision_model": "alload_jax.encoders.conditions:ClipImage",
-        "siglip_vision_model": "alload_jax.encoders.conditions:SiglipImage",
+        "clip": "alload_jax.encoders.conditions:ClipImage",
+        "siglip": "alload_jax.encoders.conditions:SiglipImage",
     },
 )
-"""Image encoders by the `model_type` of their config.json."""
+"""Image encoders."""
 
 
 def open_vae(folder: Path) -> Vae:
@@ -45,7 +45,9 @@ def open_vae(folder: Path) -> Vae:
     Raises:
       InputError: the folder holds no VAE that is known.
     """
-    return _class_in(folder, "vae", "_class_name", VAES, "a VAE as diffusers saves it")(folder)
+    return _class_in(folder, VAE_ENCODERS, "vae", "_class_name", "a VAE as diffusers saves it")(
+        folder
+    )
 
 
 def open_text(folder: Path, length: int) -> TextModel:
@@ -59,7 +61,7 @@ def open_text(folder: Path, length: int) -> TextModel:
       InputError: the folder holds no text encoder that is known.
     """
     wanted = "a text encoder as transformers saves it"
-    return _class_in(folder, "text_encoder", "model_type", TEXT_MODELS, wanted)(folder, length)
+    return _class_in(folder, TEXT_ENCODERS, "text_encoder", "model_type", wanted)(folder, length)
 
 
 def open_image(folder: Path) -> ImageEncoder:
@@ -69,10 +71,13 @@ def open_image(folder: Path) -> ImageEncoder:
       InputError: the folder holds no image encoder that is known.
     """
     wanted = "an image encoder as transformers saves it"
-    return _class_in(folder, "image_encoder", "model_type", IMAGE_ENCODERS, wanted)(folder)
+    return _class_in(folder, IMAGE_ENCODERS, "image_encoder", "model_type", wanted)(folder)
 
 
-def _class_in(folder: Path, subfolder: str, key: str, known: Registry[T], wanted: str) -> T:
+def _class_in(
+    folder: Path, registry: Registry[Any], subfolder: str, key: str, wanted: str
+) -> type[Any]:
     """The class that the config.json of a folder names."""
-    place = find_folder(folder, subfolder, wanted)
-    return known.get(read_config(place, key, known.names(), wanted)[key])
+    place, kinds = find_folder(folder, subfolder, wanted), map(registry.get, registry.names())
+    known = {each.kind(): each for each in kinds if issubclass(each, Encoder)}
+    return known[read_config(place, key, list(known), wanted)[key]]

@@ -374,8 +374,12 @@ class Encoder(ABC):
           InputError: the folder holds no such model.
         """
         self.folder = find_folder(Path(folder), self.subfolder, self.described)
-        kind = getattr(self, self.key.removeprefix("_"))
-        self._config = read_config(self.folder, self.key, [kind], self.described)
+        self._config = read_config(self.folder, self.key, [self.kind()], self.described)
+
+    @classmethod
+    def kind(cls) -> str:
+        """What its config.json says under `key`."""
+        return str(getattr(cls, cls.key.removeprefix("_")))
 
     def origin(self) -> Json:
         """Name, sizes and a digest of weights and other files, as JSON values; read once.

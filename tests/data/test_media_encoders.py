@@ -19,8 +19,6 @@ from alload_jax.data.manifest import read_manifest
 from alload_jax.data.prepare import unit
 from alload_jax.data.prepare.encoders import (
     GIVEN_ENCODERS,
-    TEXT_ENCODERS,
-    VAE_ENCODERS,
     ByteText,
     ClassText,
     EncoderOptions,
@@ -29,6 +27,7 @@ from alload_jax.data.prepare.encoders import (
 from alload_jax.data.prepare.settings import MediaSettings
 from alload_jax.data.record import with_text_of_epoch
 from alload_jax.data.store import StoreReader, damaged_records
+from alload_jax.encoders import TEXT_ENCODERS, VAE_ENCODERS
 from alload_jax.errors import InputError
 
 

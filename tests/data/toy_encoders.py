@@ -7,14 +7,9 @@ from pathlib import Path
 import numpy as np
 from patience import wait_until
 
-from alload_jax.data.prepare.encoders import (
-    GIVEN_ENCODERS,
-    TEXT_ENCODERS,
-    VAE_ENCODERS,
-    Given,
-    Pixels,
-)
+from alload_jax.data.prepare.encoders import GIVEN_ENCODERS, Given, Pixels
 from alload_jax.data.prepare.sources import UnusableError
+from alload_jax.encoders import TEXT_ENCODERS, VAE_ENCODERS
 from alload_jax.encoders.loading import as_float16
 from alload_jax.errors import InputError
 

@@ -6,7 +6,7 @@ import pickle
 import numpy as np
 import pytest
 
-from alload_jax.encoders import VAES, open_image, open_text, open_vae
+from alload_jax.encoders import VAE_ENCODERS, open_image, open_text, open_vae
 from alload_jax.encoders.conditions import (
     ClipImage,
     HunyuanVideo13bText,
@@ -71,7 +71,7 @@ def test_a_folder_says_which_encoder_it_holds(folder):
     other = open_text(folder, 9)
     assert (type(other), other.width, other.origin()["pooled_width"]) == (HunyuanVideo13bText, 8, 4)
     assert (origin["name"], origin["width"], origin["glyph_width"]) == ("hunyuan_video", 12, 10)
-    VAES.register(Halves.class_name, Halves)
+    VAE_ENCODERS.register(Halves.name, Halves)
     for kind, name in (
         (WanVae, "AutoencoderKLWan"),
         (HunyuanVideo13bVae, "AutoencoderKLHunyuanVideo"),

@@ -39,28 +39,6 @@ class Given(NamedTuple):
     image: np.ndarray | None
 
 
-VAE_ENCODERS: Registry[type[VaeEncoder]] = Registry(
-    "--vae",
-    {
-        "none": "alload_jax.data.prepare.encoders:Pixels",
-        "wan": "alload_jax.encoders.vae:WanVae",
-        "hunyuan_video": "alload_jax.encoders.vae:HunyuanVideoVae",
-        "hunyuan_video_13b": "alload_jax.encoders.vae:HunyuanVideo13bVae",
-    },
-)
-"""Classes of `VaeEncoder`s."""
-TEXT_ENCODERS: Registry[type[TextEncoder]] = Registry(
-    "--text",
-    {
-        "bytes": "alload_jax.data.prepare.encoders:ByteText",
-        "class": "alload_jax.data.prepare.encoders:ClassText",
-        "umt5": "alload_jax.encoders.conditions:Umt5Text",
-        "hunyuan_video": "alload_jax.encoders.conditions:HunyuanVideoText",
-        "hunyuan_video_13b": "alload_jax.encoders.conditions:HunyuanVideo13bText",
-    },
-)
-"""Classes of `TextEncoder`s."""
-
 GIVEN_ENCODERS: Registry[type["GivenFrames"]] = Registry(
     "--vae",
     {

@@ -8,13 +8,9 @@ from fractions import Fraction
 from pathlib import Path
 
 from alload_jax.data.prepare.captions import clean
-from alload_jax.data.prepare.encoders import (
-    GIVEN_ENCODERS,
-    TEXT_ENCODERS,
-    VAE_ENCODERS,
-    GivenFrames,
-)
+from alload_jax.data.prepare.encoders import GIVEN_ENCODERS, GivenFrames
 from alload_jax.data.prepare.sources import Bucket, Item, buckets_of
+from alload_jax.encoders import TEXT_ENCODERS, VAE_ENCODERS
 from alload_jax.encoders.loading import EncoderOptions, MediaEncoder, TextEncoder, VaeEncoder
 from alload_jax.errors import InputError
 from alload_jax.files import Json
