@@ -43,6 +43,7 @@ def opened(path: Path) -> Iterator[safetensors.safe_open]:
       ValueError: the file is no complete safetensors file, or lacks a tensor that is asked for.
       OSError: the file cannot be read.
     """
+    path.open("rb").close()  # safetensors reports an unreadable file as missing
     try:
         with safetensors.safe_open(path, "numpy", backend="pread") as file:
             yield file
