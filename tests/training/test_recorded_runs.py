@@ -124,7 +124,7 @@ def differs(found, known, place=""):
         pairs = enumerate(zip(found, known, strict=True))
         return next(filter(None, (differs(*pair, f"{place}/{n}") for n, pair in pairs)), "")
     if isinstance(known, float):
-        same = math.isclose(found, known, rel_tol=0.01, abs_tol=1e-6)
+        same = math.isclose(found, known, rel_tol=0.02, abs_tol=1e-6)
     else:
         same = found == known
     return "" if same else f"{place}: {found} is not {known}"
