@@ -292,7 +292,8 @@ def case_table(case: Case) -> Table:
             bounds.append(f"{name} {', '.join(f'{key}: {rows}' for key, rows in value.items())}")
         elif value:
             bounds.append(f"{name} {value:,}" if isinstance(value, int) else f"{name} {value:,.5g}")
-    title = f"{case.name} · {case.ranks} ranks · {' · '.join(bounds)}"
+    ranks = f"{case.ranks} rank{'s' * (case.ranks > 1)}"
+    title = f"{case.name} · {ranks} · {' · '.join(bounds)}"
     table = Table("metric", Column("value", justify="right"), title=title, title_justify="left")
     for name, value in case.figures()["metrics"].items():
         label = LABELS.get(name, name.replace("_", " "))
