@@ -290,6 +290,9 @@ def test_ranks_wait_for_the_all_reduce_and_for_noise_that_depends_on_its_seed():
     assert noisy.idle == pytest.approx(1 - 1 / (1 + 0.05 * 1.4236), abs=0.005)
     assert noisy == again
     assert noisy.seconds != other.seconds
+    alone, calm = epoch_of([10] * 8000, 1), SimulationSettings()
+    loud = simulate(alone, LINEAR, SimulationSettings(0.5, 0.0, 1)).seconds
+    assert loud == pytest.approx(simulate(alone, LINEAR, calm).seconds, rel=0.03)
 
 
 @pytest.mark.parametrize("mode", MODES)
