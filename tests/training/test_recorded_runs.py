@@ -130,6 +130,7 @@ def differs(found, known, place=""):
     return "" if same else f"{place}: {found} is not {known}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_goes_as_it_went(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
