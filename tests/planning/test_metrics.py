@@ -279,7 +279,7 @@ def test_ranks_wait_for_the_all_reduce_and_for_noise_that_depends_on_its_seed():
     assert (found.seconds, found.idle) == pytest.approx((2 * 15, 5 / 15))
     assert found.imbalance == 0
     free = simulate(epoch_of([10, 20], 2), QuadraticCost(0, 0, 0), SimulationSettings())
-    assert (free.seconds, free.tokens_per_second, free.idle) == (0, 0, 0)
+    assert (free.seconds, free.tokens_per_second, free.idle, free.step_cv) == (0, 0, 0, 0)
     plan = epoch_of([10] * 8000, 8)
     quiet, noisy, again, other = (
         simulate(plan, LINEAR, SimulationSettings(noise, 0.0, seed))

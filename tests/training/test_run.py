@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tracemalloc
 import weakref
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -142,6 +143,11 @@ def test_weights_and_dropout_of_the_data_folder_reach_the_run_s_plan_and_collato
             labels = np.asarray(batch.condition)[batch.sample >= 0][:, 0]
             numbers = batch.sample[batch.sample >= 0]
             assert labels.tolist() == [null if n < 2 else n % 2 for n in numbers.tolist()]
+    # Gradients are divided by the mean number of samples of a step, if each counts alike.
+    for weighting, weight in (("sample", 10 / plan.plan.steps_per_epoch), ("token", None)):
+        config = replace(config, objective=replace(config.objective, weighting=weighting))
+        run = SimpleNamespace(config=config, plan=plan, cluster=cluster, folder=tmp_path)
+        assert training._computation(run, list, 4).step_weight == weight
 
 
 def test_the_same_command_shows_the_summary_again_and_another_model_is_refused(unbroken):
