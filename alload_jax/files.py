@@ -76,14 +76,20 @@ def require_regular(
         raise InputError(f"{path}: is not a regular file; {remedy}")
 
 
-def visible_files(root: Path) -> Iterator[str]:
-    """The files of a folder and the folders in it, and links to folders, as relative paths.
+def visible_files(root: Path, *, links: bool = False) -> Iterator[str]:
+    """The files of a folder and the folders in it, as relative paths.
 
     Names that begin with a dot are left out, and links to folders are not followed.
+
+    Args:
+      root: the folder.
+      links: whether links to folders are among them.
     """
     for parent, folders, files in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        for name in (*files, *(one for one in folders if (Path(parent) / one).is_symlink())):
+        if links:
+            files += [name for name in folders if (Path(parent) / name).is_symlink()]
+        for name in files:
             if not name.startswith("."):
                 yield (Path(parent) / name).relative_to(root).as_posix()
 

@@ -71,6 +71,25 @@ def test_a_file_that_is_no_such_file_is_refused_at_the_start_and_bad_later(tmp_p
             refused(place, "manifest.parquet", "no such manifest")
 
 
+def test_of_a_sample_in_two_files_the_damaged_one_is_named(tmp_path):
+    folder = write_musubi(tmp_path / "data", SAMPLES)
+    source = open_source(str(folder))
+    for file in sorted(folder.glob("my file_000_*")):
+        content = file.read_bytes()
+        file.write_bytes(content[:-100])
+        bad(source, 0, f"(sample 0) cannot be read: {file.name}: ")
+        file.write_bytes(content)
+    source.read(0)
+
+
+def test_links_to_folders_are_passed_over(tmp_path):
+    folder = write_musubi(tmp_path / "data", SAMPLES)
+    (tmp_path / "other").mkdir()
+    for name, target in (("old.safetensors", "../other"), ("old.pt", ".")):
+        (folder / name).symlink_to(target)
+    assert len(open_source(str(folder)).manifest) == len(SAMPLES)
+
+
 @pytest.mark.parametrize("suffix", [".pt", ".pth", ".bin"])
 def test_pickles_are_refused_and_not_read(tmp_path, suffix):
     (tmp_path / f"latents-0-0{suffix}").write_bytes(b"\x80\x04cposix\nsystem\n(S'touch ran'\ntR.")

@@ -69,7 +69,7 @@ def folder_items(folder: Path, rule: CaptionRule) -> list[Item]:
       rule: which captions are taken.
     """
     root = folder.resolve()
-    names = list(visible_files(root))
+    names = list(visible_files(root, links=True))
     texts, found = CaptionFiles(names), sorted(names, key=os.fsencode)
 
     def find(name: str) -> tuple[Source, list[str]]:

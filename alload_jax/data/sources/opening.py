@@ -144,10 +144,17 @@ class TensorSamples(arrays.FileSamples):
     @override
     def _stored(self, sample: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         names = self._names[sample]
-        latents = read_tensors(self._root / names.latents_file, [names.latents])[names.latents]
+        latents = self._tensors(names.latents_file, [names.latents])[names.latents]
         wanted = [name for name in (names.condition, names.mask) if name]
-        found = read_tensors(self._root / names.condition_file, wanted)
+        found = self._tensors(names.condition_file, wanted)
         return latents, found[names.condition], found.get(names.mask or "")
+
+    def _tensors(self, file: str, names: list[str]) -> dict[str, np.ndarray]:
+        """`read_tensors`, whose error says which file of a sample it is of."""
+        try:
+            return read_tensors(self._root / file, names)
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from error
 
     @override
     def _place(self, sample: int) -> str:
