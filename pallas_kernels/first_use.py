@@ -12,6 +12,7 @@ import re
 import statistics
 import threading
 import time
+import uuid
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -272,7 +273,7 @@ def write_file(path: Path, content: Mapping[str, object]) -> None:
       OSError: it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Renamed, so that no process reads half a file.
-    new = path.with_suffix(f".{os.getpid()}")
+    # Renamed, so that no process reads half a file; those of containers often have one number.
+    new = path.with_suffix(f".{uuid.uuid4().hex}")
     new.write_text(json.dumps(content, indent=1) + "\n")
     new.replace(path)
