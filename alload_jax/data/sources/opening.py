@@ -43,10 +43,12 @@ def opened(path: Path) -> Iterator[safetensors.safe_open]:
       ValueError: the file is no complete safetensors file, or lacks a tensor that is asked for.
       OSError: the file cannot be read.
     """
-    path.open("rb").close()  # safetensors reports an unreadable file as missing
     try:
         with safetensors.safe_open(path, "numpy", backend="pread") as file:
             yield file
+    except FileNotFoundError:
+        path.open("rb").close()  # safetensors reports an unreadable file as missing
+        raise
     except safetensors.SafetensorError as error:
         raise ValueError(f"it is damaged, or no safetensors file: {error}") from error
 
@@ -65,24 +67,30 @@ def read_tensors(path: Path, names: list[str]) -> dict[str, np.ndarray]:
         return {name: file.get_tensor(name) for name in names}
 
 
-def content_mark(path: Path, names: list[str]) -> int:
-    """Returns a CRC-32 of dtypes, shapes, and the first and last 4 KiB of tensors of a file.
+def described(path: Path, *parts: list[str]) -> tuple[list[list[int]], int]:
+    """Shapes of the tensors of all parts, and a mark of what they hold, without reading all of it.
+
+    The mark joins the CRC-32 of each part: of dtypes, shapes, and the first and last 4 KiB.
 
     Raises:
-      OSError: the file cannot be read.
+      ValueError, OSError: as `opened`.
     """
-    mark = 0
+    with opened(path) as tensors:
+        shapes = [_slice_of(tensors, name).get_shape() for part in parts for name in part]
+    marks = 0
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = parse_json(file.read(size), str(path), "")
-        for name in names:
-            info = header[name]
-            mark = zlib.crc32(repr((info["dtype"], tuple(info["shape"]))).encode(), mark)
-            first, end = (8 + size + at for at in info["data_offsets"])
-            for begin in (first, max(first, end - _PROBE)):
-                file.seek(begin)
-                mark = zlib.crc32(file.read(min(_PROBE, end - begin)), mark)
-    return mark
+        for part in parts:
+            mark = 0
+            for info in map(header.__getitem__, part):
+                mark = zlib.crc32(repr((info["dtype"], tuple(info["shape"]))).encode(), mark)
+                first, end = (8 + size + at for at in info["data_offsets"])
+                for begin in (first, max(first, end - _PROBE)):
+                    file.seek(begin)
+                    mark = zlib.crc32(file.read(min(_PROBE, end - begin)), mark)
+            marks ^= mark
+    return shapes, marks
 
 
 def _slice_of(file: safetensors.safe_open, name: str) -> Any:
@@ -169,22 +177,23 @@ class TensorSamples(arrays.FileSamples):
 
     def _scanned(self, names: TensorNames) -> tuple[arrays.ScannedSample, dict[str, int]]:
         """What the headers say of a sample, and the sizes of its files."""
-        path = self._root / names.latents_file
+        beside = [name for name in (names.condition, names.mask) if name]
+        parts: dict[str, list[list[str]]] = {names.latents_file: [[names.latents]]}
+        parts.setdefault(names.condition_file, []).append(beside)
+        shapes: list[list[int]] = []
+        mark, sizes = 0, {}
         try:
-            sizes = {names.latents_file: path.stat().st_size}
-            with opened(path) as file:
-                shape = _slice_of(file, names.latents).get_shape()
-            latents = arrays.latent_shape(shape, self.reading.layout)
-            mark = content_mark(path, [names.latents])
+            for file, held in parts.items():
+                path = self._root / file
+                sizes[file] = path.stat().st_size
+                found, its_mark = described(path, *held)
+                shapes, mark = shapes + found, mark ^ its_mark
+            path = self._root / names.latents_file
+            latents = arrays.latent_shape(shapes[0], self.reading.layout)
             path = self._root / names.condition_file
-            sizes[names.condition_file] = path.stat().st_size
-            wanted = [name for name in (names.condition, names.mask) if name]
-            with opened(path) as file:
-                shape, *_ = [_slice_of(file, name).get_shape() for name in wanted]
-            length, width = (math.prod(shape), None)
+            length, width = (math.prod(shapes[1]), None)
             if not self.reading.labels:
-                length, width = arrays.text_shape(shape)
-            mark ^= content_mark(path, wanted)
+                length, width = arrays.text_shape(shapes[1])
         except (OSError, ValueError) as error:
             raise InputError(
                 f"{path}: cannot be read ({error}); write it again, or remove it"
